@@ -6,22 +6,23 @@ The names below are loaded when they are first used, so that what needs no torch
 from __future__ import annotations
 
 import importlib
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
+
+from megasnn.common.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from megasnn.checkpoint.load import load_checkpoint as load_checkpoint
     from megasnn.checkpoint.load import load_global_tensors as load_global_tensors
     from megasnn.checkpoint.save import save_checkpoint as save_checkpoint
     from megasnn.checkpoint.save import save_global_tensors as save_global_tensors
+    from megasnn.common.files import CheckpointError as CheckpointError
     from megasnn.config import ConfigError as ConfigError
     from megasnn.config import PretrainConfig as PretrainConfig
     from megasnn.config import parse as parse
     from megasnn.config import validate as validate
     from megasnn.engine import Engine as Engine
-    from megasnn.files import CheckpointError as CheckpointError
-    from megasnn.inference import TrainedModel as TrainedModel
-    from megasnn.inference import load_model as load_model
+    from megasnn.export.trained_model import TrainedModel as TrainedModel
+    from megasnn.export.trained_model import load_model as load_model
     from megasnn.kernels import NeuronSpec as NeuronSpec
     from megasnn.kernels.spike_codec import COUNTS as COUNTS
     from megasnn.kernels.spike_codec import DENSE as DENSE
@@ -49,14 +50,14 @@ if TYPE_CHECKING:
     from megasnn.layers import SpikingSelfAttention as SpikingSelfAttention
     from megasnn.layers import TokenAttention as TokenAttention
     from megasnn.layers import WholeImages as WholeImages
+    from megasnn.layers.layer import layer as layer
+    from megasnn.layers.plain.network import shard as shard
     from megasnn.layers.shape_inference import mark_spikes as mark_spikes
-    from megasnn.models.convert_module import shard as shard
+    from megasnn.models.arrays import ArraySpec as ArraySpec
     from megasnn.models.description import LayerDescription as LayerDescription
     from megasnn.models.description import ModelDescription as ModelDescription
-    from megasnn.models.layer import layer as layer
     from megasnn.models.model import Model as Model
     from megasnn.models.registry import MODELS as MODELS
-    from megasnn.models.task import ArraySpec as ArraySpec
     from megasnn.parallel.sharding import Shard as Shard
     from megasnn.parallel.sharding import ShardedTensor as ShardedTensor
     from megasnn.parallel_state import ParallelState as ParallelState
@@ -72,8 +73,8 @@ _NAMES = {
     "megasnn.checkpoint.save": "save_checkpoint save_global_tensors",
     "megasnn.config": "ConfigError PretrainConfig parse validate",
     "megasnn.engine": "Engine",
-    "megasnn.files": "CheckpointError",
-    "megasnn.inference": "TrainedModel load_model",
+    "megasnn.common.files": "CheckpointError",
+    "megasnn.export.trained_model": "TrainedModel load_model",
     "megasnn.kernels": "NeuronSpec",
     "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES Content",
     "megasnn.layers": (
@@ -83,9 +84,9 @@ _NAMES = {
         "SpikingNeuron SpikingSelfAttention TokenAttention WholeImages"
     ),
     "megasnn.layers.shape_inference": "mark_spikes",
-    "megasnn.models.convert_module": "shard",
+    "megasnn.layers.plain.network": "shard",
     "megasnn.models.description": "LayerDescription ModelDescription",
-    "megasnn.models.layer": "layer",
+    "megasnn.layers.layer": "layer",
     "megasnn.models.model": "Model",
     "megasnn.models.registry": "MODELS",
     "megasnn.models.task": "ArraySpec",
@@ -97,12 +98,6 @@ _NAMES = {
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [*_MODULES, "__version__"]
-
-try:
-    __version__ = metadata.version("megasnn")  # made by pip from the tag of the commit
-except metadata.PackageNotFoundError:
-    __version__ = "0.0"  # a checkout on PYTHONPATH
-
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:

@@ -1,7 +1,7 @@
 """The global parallel state: this rank's place in the grid of ranks, and its process groups along the axes.
 
-`initialize_model_parallel` lays the ranks out on a `megasnn.grid.Grid`, makes the process groups and starts their
-collectives. `megasnn.engine` reads the state; what lies below it is passed the groups it needs.
+`initialize_model_parallel` lays the ranks out on a `megasnn.common.grid.Grid`, makes the process groups and starts
+their collectives. `megasnn.engine` reads the state; what lies below it is passed the groups it needs.
 `destroy_model_parallel` frees the groups.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasnn.grid import AXES, REPLICA_AXES, SUMMED_AXES, Axis, Grid, Place
+from megasnn.common.grid import AXES, REPLICA_AXES, SUMMED_AXES, Axis, Grid, Place
 
 TASKS = Path("/proc/self/task")
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megasnn.checkpoint.folder import first_legible
+from megasnn.common.files import in_message
 from megasnn.config import ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.checks import refusal
-from megasnn.config.identity import samples_from
-from megasnn.config.sources import Values
-from megasnn.files import in_message
+from megasnn.config.cli import Values
+from megasnn.config.values import samples_from
 from megasnn.models.model import Model, run_config
 from megasnn.models.registry import MODELS
 from megasnn.telemetry.callback import Callback

@@ -17,8 +17,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 
-from megasnn.cache import CacheError, cache_folder
-from megasnn.files import SAMPLE_LIMIT
+from megasnn.common.files import SAMPLE_LIMIT, CacheError, cache_folder
 
 # Tests that have a cache of their own need not compile the kernels again.
 with contextlib.suppress(CacheError):

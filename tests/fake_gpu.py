@@ -30,7 +30,7 @@ _ON_GPU = {
     "megasnn.kernels.triton.available.interpreted": lambda: True,  # on a CPU the kernels are then not refused
     "megasnn.kernels.triton.available._unusable": lambda device: None,
     "megasnn.kernels.backends._fastest": {},
-    "megasnn.device_checks.runs_ahead": lambda device: True,
+    "megasnn.common.checks.runs_ahead": lambda device: True,
     "megasnn.kernels.spike_codec.usable_on": lambda device: True,
     "megasnn.kernels.philox.usable_on": lambda device: True,
     "megasnn.kernels.convolution._is_matrix_product": lambda images, *_: images.shape[2:] == (1, 1),
@@ -136,7 +136,7 @@ def fake_gpu(names: dict[ConvNormNeuron, str] | None = None) -> Iterator[Counted
     with ExitStack() as stack:
         for target, replacement in _ON_GPU.items():
             stack.enter_context(mock.patch(target, replacement))
-        for module in ("alone", "calls", "codec", "philox"):
+        for module in ("norm_neuron", "codec", "philox"):
             stack.enter_context(mock.patch(f"megasnn.kernels.triton.{module}.launch", counting.launch))
         stack.enter_context(mock.patch.object(ConvNormNeuron, "forward", marked))
         stack.enter_context(mock.patch("torch.autograd.backward", backward))

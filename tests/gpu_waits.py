@@ -4,8 +4,8 @@ The compiled loops of the CPU and the sockets of its ranks are put aside, so tha
 Tensors that a GPU's step keeps on the host, as the numbers of steps that torch's optimizers count, are named by `host`.
 
 On a GPU a tensor is on the host where it was made of values, made without a device, or computed from such tensors. It
-reaches the device by `megasnn.host_memory` only. A tensor without dimensions may meet the device's: torch passes it as
-a number.
+reaches the device by `megasnn.common.memory` only. A tensor without dimensions may meet the device's: torch passes it
+as a number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megasnn import host_memory
+from megasnn.common import memory
 from megasnn.config import parse
 from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
@@ -51,7 +51,7 @@ MAKERS = {
     *("tensor", "as_tensor", "arange", "linspace", "eye", "empty", "empty_strided", "zeros", "ones", "full"),
     *("rand", "randn", "randint", "randperm", "scalar_tensor"),
 }
-BY_PINNED_MEMORY = {host_memory.without_waiting.__code__}
+BY_PINNED_MEMORY = {memory.without_waiting.__code__}
 
 
 class _Operations(TorchDispatchMode):

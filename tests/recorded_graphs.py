@@ -185,7 +185,7 @@ def as_on_a_gpu() -> Iterator[None]:
         mock.patch("megasnn.kernels.spike_codec._by_numpy", lambda x: False),
         mock.patch("megasnn.kernels.philox._kept_by_loops", kept_by_tensors),
         mock.patch("megasnn.kernels.numba.spike_sums._work", lambda *_: None),
-        mock.patch("megasnn.device_checks.runs_ahead", lambda device: True),
+        mock.patch("megasnn.common.checks.runs_ahead", lambda device: True),
     ):
         yield
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from unittest import mock
 
-from megasnn.kernels.numba.worth import Work
+from megasnn.kernels.numba.spike_sums import Work
 
 MOST = 0.4
 worth_by_time = Work.is_worth

@@ -22,9 +22,9 @@ import torch
 import torch.distributed.run
 
 from megasnn.checkpoint.folder import list_checkpoints
+from megasnn.checkpoint.reshard import Target, reshard
+from megasnn.checkpoint.source import open_source
 from megasnn.config import validate
-from megasnn.convert.reshard import Target, reshard
-from megasnn.convert.source import open_source
 from megasnn.models.registry import MODELS
 from megasnn.pretraining import configuration
 from tests.forking import run_program

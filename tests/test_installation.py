@@ -121,7 +121,7 @@ def test_a_wheel_holds_every_file_of_the_package(tmp_path) -> None:
 
 
 def test_every_program_is_installed() -> None:
-    programs = {file.stem for file in (ROOT / "megasnn" / "commands").glob("*.py")} - {"__init__"}
+    programs = {file.stem for file in (ROOT / "megasnn" / "commands").glob("*.py")} - {"__init__", "flags"}
     assert SCRIPTS.keys() == {"megasnn", *(f"megasnn-{program.replace('_', '-')}" for program in programs)}
     for place in SCRIPTS.values():
         module, _, function = place.partition(":")

@@ -13,17 +13,16 @@ import pytest
 import torch
 
 from megasnn.augment import AUGMENTATIONS, IMAGES, Augmentation, crop_and_flip
+from megasnn.common.registry import Registry
 from megasnn.config import ConfigError, from_dict, parse, to_dict, validate
+from megasnn.config.optimizer import DECAY_STYLES, OPTIMIZERS, OptimizerRecipe
+from megasnn.config.training import LOSSES, PRECISIONS, Loss, Precision
 from megasnn.kernels import BACKENDS, NEURONS, SURROGATES, NeuronSpec
 from megasnn.kernels.neuron import neuron_multi_step
 from megasnn.kernels.neuron_spec import FUSED_SURROGATES, Neuron
-from megasnn.losses import LOSSES, Loss
-from megasnn.losses.sums import mse_sum
+from megasnn.models.losses import mse_sum
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
-from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS, OptimizerRecipe
-from megasnn.precisions import PRECISIONS, Precision
-from megasnn.registry import Registry
 from megasnn.schedule import SCHEDULES, Schedule
 from megasnn.schedule.named import NamedSchedule
 from megasnn.schedule.partition import PLACEMENTS

@@ -205,7 +205,7 @@ def _computed(
         rounded: type that the input's values are rounded to before they are given as `dtype`.
     """
     from megasnn.kernels import neuron as kernels
-    from megasnn.kernels.unit import BatchNorm, Unit, norm_pool_neuron
+    from megasnn.kernels.norm_neuron import BatchNorm, Unit, norm_pool_neuron
 
     numbers = torch.float32 if dtype == torch.bfloat16 else dtype  # of parameters
     x = _input(case, rounded, dtype, device)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megasnn.augment.event_frames import flip_and_one_more, flip_and_roll
 from megasnn.augment.images import crop_and_flip, flip
-from megasnn.registry import Registry
+from megasnn.common.registry import Registry
 
 __all__ = ["AUGMENTATIONS", "FRAMES", "IMAGES", "Augmentation", "crop_and_flip", "flip_and_one_more", "flip_and_roll"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.random import keyed_numbers
+from megasnn.common.random import keyed_numbers
 
 _ROLL = 5  # pixels
 _DEGREES = 30.0

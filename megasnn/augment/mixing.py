@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from megasnn.random import keyed_numbers
+from megasnn.common.random import keyed_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,7 +93,7 @@ class Mixing:
 def _chosen(values: Tensor, places: list[int]) -> Tensor:
     import torch
 
-    from megasnn.host_memory import without_waiting
+    from megasnn.common.memory import without_waiting
 
     return values[without_waiting(torch.tensor(places), values.device)]
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, with_config
 
-from megasnn.files import STRICT, Count, DamagedError, DescriptionError, described
+from megasnn.common.files import STRICT, Count, DamagedError, DescriptionError, described
 
 METADATA = "metadata.json"
 OPTIMIZER = "optimizer."

@@ -32,10 +32,10 @@ from megasnn.checkpoint.format import (
 from megasnn.checkpoint.optimizer_state import LocalState, States, allocate, describe, state_names
 from megasnn.checkpoint.save import Group, PathLike, kind_of
 from megasnn.checkpoint.tensor_io import dtype_name, read_boxes, read_full, require_intact
-from megasnn.files import CheckpointError, DamagedError, raise_problems
+from megasnn.common.files import CheckpointError, DamagedError, raise_problems
+from megasnn.config.training import PRECISIONS
 from megasnn.parallel.agreement import broadcast_result, gather, run_on_all_ranks
 from megasnn.parallel.sharding import ShardedTensor
-from megasnn.precisions import PRECISIONS
 
 T = TypeVar("T")
 

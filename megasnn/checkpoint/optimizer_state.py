@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megasnn.checkpoint.format import OPTIMIZER, SavedTensor
-from megasnn.files import CheckpointError
+from megasnn.common.files import CheckpointError
 from megasnn.parallel.sharding import Shard, ShardedTensor
 
 States = dict[Tensor, dict[str, Tensor]]

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megasnn.checkpoint.format import DTYPES, Box, Metadata, SavedFile, SavedTensor, size_problem
-from megasnn.files import CheckpointError, DamagedError
+from megasnn.common.files import CheckpointError, DamagedError
 from megasnn.parallel.sharding import Shard, ShardedTensor
 
 _BLOCK = 4 << 20

@@ -23,14 +23,13 @@ from typing import Annotated
 
 import tyro
 
+from megasnn.checkpoint.exchange import Names, as_text, differences, export_weights, import_weights, size_text
+from megasnn.checkpoint.reshard import Target, reshard
+from megasnn.checkpoint.source import Source, in_our_names, open_source
 from megasnn.checkpoint.tensor_io import damage
-from megasnn.config.tool_flags import name_in
-from megasnn.convert.exchange import Names, export_weights, import_weights
-from megasnn.convert.report import as_text, differences, size_text
-from megasnn.convert.reshard import Target, reshard
-from megasnn.convert.source import Source, in_our_names, open_source
-from megasnn.files import CheckpointError
-from megasnn.inference import load_model
+from megasnn.commands.flags import name_in
+from megasnn.common.files import CheckpointError
+from megasnn.export.trained_model import load_model
 from megasnn.schedule.partition import PLACEMENTS
 
 Place = Annotated[Path, tyro.conf.Positional]
@@ -139,7 +138,7 @@ def _nir(load: Path, output: Path, dt: float = 1e-4) -> Differs:
     try:
         import nir
 
-        from megasnn.convert.to_nir import to_nir
+        from megasnn.export.to_nir import to_nir
     except ModuleNotFoundError as error:
         raise CheckpointError("nir writes these graphs: pip install megasnn[nir]") from error
     if output.exists():

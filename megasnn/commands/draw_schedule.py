@@ -18,7 +18,7 @@ from typing import Annotated
 
 import tyro
 
-from megasnn.config.tool_flags import ScheduleName, run_tool
+from megasnn.commands.flags import ScheduleName, run_tool
 from megasnn.schedule import ChunkCost, generate, per_stage, simulate
 from megasnn.schedule.draw import chart
 

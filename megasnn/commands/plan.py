@@ -19,15 +19,14 @@ from typing import Annotated
 import tyro
 from pydantic import ByteSize, TypeAdapter
 
+from megasnn.commands.flags import name_in, run_tool
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError, at_least
-from megasnn.config.tool_flags import name_in, run_tool
 from megasnn.models.registry import MODELS
 from megasnn.planner.candidates import Prefer
-from megasnn.planner.cost_file import Analysis, read, write
+from megasnn.planner.costs import Analysis, read, write
 from megasnn.planner.machines import AUTO, DEVICES, Cluster, Machine
-from megasnn.planner.plan import apply, plan, problems, sizes_to_choose
-from megasnn.planner.report import cuts, table
+from megasnn.planner.plan import apply, cuts, plan, problems, sizes_to_choose, table
 from megasnn.pretraining import configuration
 
 SAYS_SIZE = ("--micro-batch-size", "--config")

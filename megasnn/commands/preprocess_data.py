@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import tyro
 
-from megasnn.config.tool_flags import run_tool
-from megasnn.preprocess.options import Command
+from megasnn.commands.flags import run_tool
+from megasnn.data.preprocess.options import Command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

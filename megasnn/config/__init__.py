@@ -1,14 +1,14 @@
 """The configuration: frozen dataclasses with bounds, one file for each part, and the command line made from them."""
 
-from megasnn.config.checkpoint import CheckpointConfig as CheckpointConfig
 from megasnn.config.checks import ConfigError as ConfigError
 from megasnn.config.cli import parse as parse
 from megasnn.config.data import DataConfig as DataConfig
-from megasnn.config.logging import LoggingConfig as LoggingConfig
 from megasnn.config.neuron import NeuronConfig as NeuronConfig
 from megasnn.config.optimizer import OptimizerConfig as OptimizerConfig
 from megasnn.config.parallel import ParallelConfig as ParallelConfig
-from megasnn.config.pretrain import PretrainConfig as PretrainConfig
+from megasnn.config.run import CheckpointConfig as CheckpointConfig
+from megasnn.config.run import LoggingConfig as LoggingConfig
+from megasnn.config.run import PretrainConfig as PretrainConfig
 from megasnn.config.training import TrainingConfig as TrainingConfig
 from megasnn.config.validate import validate as validate
 from megasnn.config.values import changed_flags as changed_flags

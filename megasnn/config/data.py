@@ -9,11 +9,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from megasnn.augment import AUGMENTATIONS
-from megasnn.augment.images import ImageRecipe
-from megasnn.augment.rand_augment import parse_rand_augment
-from megasnn.config.checks import flag, refusal
-from megasnn.config.fields import Count, FileName, NonNegative, Share, Size
-from megasnn.files import SAMPLE_MB, STRICT
+from megasnn.augment.images import ImageRecipe, parse_rand_augment
+from megasnn.common.files import SAMPLE_MB, STRICT
+from megasnn.config.checks import Count, FileName, NonNegative, Share, Size, flag, refusal
 
 SAMPLE = "sample"
 """As a path it stands for scikit-learn's digits."""

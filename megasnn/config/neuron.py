@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 from pydantic.dataclasses import dataclass
 
-from megasnn.config.checks import refusal
-from megasnn.config.fields import NonNegative, Positive
-from megasnn.files import STRICT
+from megasnn.common.files import STRICT
+from megasnn.config.checks import NonNegative, Positive, refusal
 from megasnn.kernels import BACKENDS, NEURONS, SURROGATES, NeuronSpec
 
 Surrogate = Annotated[str, SURROGATES]

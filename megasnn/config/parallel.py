@@ -7,10 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megasnn.config.checks import refusal
-from megasnn.config.fields import Count, Positive, Size
-from megasnn.files import STRICT
-from megasnn.grid import ContextCut
+from megasnn.common.files import STRICT
+from megasnn.common.grid import ContextCut
+from megasnn.config.checks import Count, Positive, Size, refusal
 from megasnn.schedule.named import AUTO, SCHEDULES
 from megasnn.schedule.partition import parse_layout
 from megasnn.schedule.passes import NEVER, RECOMPUTE

@@ -1,21 +1,81 @@
-"""Batch sizes, length of the run, precision, loss."""
+"""Batch sizes, length of the run, precision, loss.
+
+The tables of precisions and losses stand beside their flags. They need no torch: types have the names that torch gives
+them, and the losses themselves are in `megasnn.models.losses`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass as plain_dataclass
 from fractions import Fraction
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from megasnn.config.checks import flag
-from megasnn.config.fields import Count, Positive, ShareBelowOne, Size
-from megasnn.files import STRICT
-from megasnn.losses import LOSSES
-from megasnn.precisions import PRECISIONS
+from megasnn.common.files import STRICT
+from megasnn.common.registry import Registry, later
+from megasnn.config.checks import Count, Positive, ShareBelowOne, Size, flag
 
+_SUMS = "megasnn.models.losses"
 LENGTHS = ("train_iters", "train_epochs")
 """Fields that give the length of a training; one of them does."""
+
+
+@plain_dataclass(frozen=True)
+class Loss:
+    """
+    Attributes:
+        summary: for --help.
+        sum: (what the model's last layer gives: logits `[T, N, classes]`, or a bundle with them, labels,
+            label_smoothing=...) -> the sum of the samples' losses.
+        mixes: labels may be probabilities `[N, classes]`, as mixed samples have them.
+    """
+
+    summary: str
+    sum: Callable[..., Any]
+    mixes: bool = False
+
+LOSSES: Registry[Loss] = Registry(
+    "--loss",
+    {
+        "cross-entropy": Loss("of the logits' mean over time", later(f"{_SUMS}:cross_entropy_sum"), mixes=True),
+        "tet": Loss("cross-entropy of each time step (Deng et al. 2022)", later(f"{_SUMS}:tet_sum"), mixes=True),
+        "mse": Loss("squared distance of the mean over time from 0 and 1", later(f"{_SUMS}:mse_sum"), mixes=True),
+    },
+)
+
+
+@plain_dataclass(frozen=True)
+class Precision:
+    """
+    Attributes:
+        summary: for --help.
+        weights: type of parameters, buffers, gradients and optimizer state.
+        products: type of activations and of matrix products; their gradients cross stages in it.
+        rounds: whether products of float32 may round their operands to TF32, which has 11 significant bits. Only GPUs
+            of compute capability 8.0 or more do.
+    """
+
+    summary: str
+    weights: str
+    products: str
+    rounds: bool = False
+
+
+PRECISIONS: Registry[Precision] = Registry(
+    "--precision",
+    {
+        "fp32": Precision("IEEE single precision everywhere, also on GPUs", "float32", "float32"),
+        "tf32": Precision("fp32 with products whose operands a GPU rounds to 11 bits", "float32", "float32", True),
+        "bf16": Precision("activations and products in bfloat16, weights and sums in fp32", "float32", "bfloat16"),
+        "fp64": Precision("for checks", "float64", "float64"),
+    },
+    refused={
+        "fp16": "gradients of float16 vanish without a loss scale, which there is not; use bf16, which takes the same "
+        "memory and needs none"
+    },
+)
 
 
 @plain_dataclass(frozen=True)

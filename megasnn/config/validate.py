@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
-from megasnn.batching import micro_batch_sizes
+from megasnn.common.grid import Grid, micro_batch_sizes
 from megasnn.config.checks import ConfigError, flag, refusal
-from megasnn.config.pretrain import PretrainConfig
-from megasnn.config.training import LENGTHS, TrainingConfig
+from megasnn.config.parallel import ParallelConfig
+from megasnn.config.run import PretrainConfig
+from megasnn.config.training import LENGTHS, LOSSES, PRECISIONS, TrainingConfig
 from megasnn.config.values import build_part, to_dict
-from megasnn.grid import Grid
 from megasnn.kernels import BACKENDS
-from megasnn.losses import LOSSES
-from megasnn.precisions import PRECISIONS
 from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.passes import NEVER
 
@@ -25,7 +23,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     for part in fields(config):
         if part.name not in ("model", "parallel", "logging"):
             problems += getattr(config, part.name).problems()
-    problems += layout_problems(config, world_size, config.model.units if not problems else None)
+    problems += layout_problems(config, world_size)
     training = config.training
     if not training.evaluate_only and training.train_iters is None and training.train_epochs is None:
         problems.append(f"give {' or '.join(map(flag, LENGTHS))}; none was given")
@@ -34,22 +32,27 @@ def validate(config: PretrainConfig, world_size: int) -> None:
         raise ConfigError(problems)
 
 
-def layout_problems(config: PretrainConfig, world_size: int, units: Callable[[], Sequence[str]] | None) -> list[str]:
-    """Problems of a layout on so many ranks, of a configuration that one rank can have.
-
-    Args:
-        units: gives the unit of each layer; None where the model's dimensions are wrong.
-    """
+def layout_problems(config: PretrainConfig, world_size: int) -> list[str]:
+    """Problems of a layout on so many ranks, of a configuration that one rank can have."""
     parallel, training = config.parallel, config.training
     problems = parallel.problems()
-    if units is not None and not problems and parallel.layout is not None:
-        problems += refusal(layout_to_bounds, parallel.layout, units(), parallel.chunks)
     problems += [*_grid_problems(config, world_size), *_window_problems(config), *_task_problems(config)]
     if PRECISIONS[training.precision].rounds and parallel.device == "cpu":
         problems.append(f"--precision {training.precision} is for GPUs, not --device cpu; use --precision fp32")
     if training.cuda_graphs == "on" and (why := _no_graphs(config)) is not None:
         problems.append(f"--cuda-graphs on: {why}; use off")
     return problems
+
+
+def cut_problems(parallel: ParallelConfig, units: Sequence[str]) -> list[str]:
+    """Problem of an explicit cut into stages, --pipeline-model-parallel-layout; empty without one.
+
+    Args:
+        units: the unit of each layer, from input to output.
+    """
+    if parallel.layout is None:
+        return []
+    return refusal(layout_to_bounds, parallel.layout, units, parallel.chunks)
 
 
 def _no_graphs(config: PretrainConfig) -> str | None:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from megasnn.augment import AUGMENTATIONS, Augmentation, Key
 from megasnn.augment import FRAMES as EVENT_FRAMES
-from megasnn.events import (
+from megasnn.common.files import read_arrays
+from megasnn.data.events import (
     FrameOptions,
     Recording,
     check_recording,
@@ -26,7 +27,6 @@ from megasnn.events import (
     recording_of_arrays,
     resize_frames,
 )
-from megasnn.files import read_arrays
 
 FRAMES, EVENTS = "frames.npz", "events.npz"
 

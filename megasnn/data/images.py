@@ -14,9 +14,9 @@ from PIL import Image
 
 from megasnn.augment import AUGMENTATIONS, IMAGES, Augmentation, Key
 from megasnn.augment.images import CROP_SHAPE, ImageRecipe, erase, random_box
+from megasnn.common.files import require_size
+from megasnn.common.random import keyed_numbers
 from megasnn.data.formats import SampleFormat
-from megasnn.files import require_size
-from megasnn.random import keyed_numbers
 
 # Mean and standard deviation of a channel, of pixel values in [0, 1]. "generic" brings any photograph to
 # about zero mean and unit variance; the first batch norm takes care of the rest.

@@ -1,29 +1,37 @@
 """Global batches for one rank: its own micro-batches, or its share of them, read ahead by worker processes.
 
 Nothing here depends on the layout but the choice of micro-batches, and of samples in them: the order is a function of
-the position (`megasnn.data.order`), the cut of the global batch and its sizes (`megasnn.batching`), the augmentation of
-the sample. A `torch.utils.data.DataLoader` reads micro-batches in order, so the number of its workers changes nothing.
+the position (`megasnn.data.order`), the cut of the global batch follows its sizes (`megasnn.common.grid`), and the
+augmentation the sample. A `torch.utils.data.DataLoader` reads micro-batches in order, so the number of its workers
+changes nothing.
+
+Samples are decoded, augmented, replaced where they are broken, and joined to micro-batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, repeat, tee
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.augment import Key
+from megasnn.common.grid import micro_batch_sizes, micro_batches_of
 from megasnn.config.data import DataConfig
 from megasnn.data.arrays import ArrayFormat
-from megasnn.data.dataset import ShardDataset
+from megasnn.data.datasets import BrokenSample, ShardDataset
 from megasnn.data.order import SampleOrder, Span
-from megasnn.data.reading import Item, SpanDataset
 from megasnn.data.workers import STEP_SECONDS, WorkerWatch, start_worker
 from megasnn.parallel.sharding import own_span
+
+Item = tuple[Tensor | dict[str, Tensor] | None, dict[int, int]]
+"""Images of a micro-batch, or arrays by name, and of each that stands in for a broken one its place and sample."""
 
 
 @dataclass(frozen=True)
@@ -266,3 +274,46 @@ def order_identity(dataset: ShardDataset, global_batch_size: int, last_batch: st
     """
     epoch = epoch_samples(len(dataset), global_batch_size, last_batch)
     return dataset.fingerprint() + (f" in epochs of {epoch}" if epoch < len(dataset) else "")
+
+
+class SpanDataset(Dataset[Item | Exception]):
+    """Map-style data set for a DataLoader, from the spans of a micro-batch to its images.
+
+    Errors of the data are returned as exceptions: a DataLoader would raise them with a traceback for their text.
+
+    Args:
+        augments: changes samples by the keys of their positions.
+        skip_broken: replaces a sample that cannot be decoded by the next one of the epoch's order.
+    """
+
+    def __init__(self, dataset: ShardDataset, order: SampleOrder, augments: bool, skip_broken: bool) -> None:
+        self._dataset, self._order = dataset, order
+        self._augments, self._skip_broken = augments, skip_broken
+
+    def __getitem__(self, spans: list[Span]) -> Item | Exception:
+        images: list[Any] = []
+        replaced: dict[int, int] = {}
+        try:
+            for epoch, first, samples in spans:
+                for place, sample in enumerate(samples.tolist(), first):
+                    key = (self._order.seed, epoch, sample) if self._augments else None
+                    try:
+                        image = self._dataset.sample(sample, key)
+                    except BrokenSample:
+                        if not self._skip_broken:
+                            raise
+                        replaced[len(images)], image = self._substitute(epoch, place, key)
+                    images.append(image)
+            joined = self._dataset.format.batch(images)
+            if isinstance(joined, dict):
+                return {name: torch.from_numpy(each) for name, each in joined.items()}, replaced
+            return torch.from_numpy(joined), replaced
+        except (ValueError, OSError) as error:
+            return error
+
+    def _substitute(self, epoch: int, place: int, key: Key | None) -> tuple[int, Any]:
+        """The next sample that can be decoded, which is augmented by the key of the place that it takes."""
+        for sample in self._order.substitutes(epoch, place):
+            with suppress(BrokenSample):
+                return sample, self._dataset.sample(sample, key)
+        raise ValueError(f"none of the {len(self._dataset)} samples can be decoded")

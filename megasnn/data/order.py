@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.random import keyed_seed
+from megasnn.common.random import keyed_seed
 
 
 class Span(NamedTuple):

@@ -1,11 +1,14 @@
-"""Shards behind URLs: fetched into the cache, once a host, and named there by URL and size.
+"""Shards of a data path: braces, globs, lists, and URLs that are fetched into the cache once a host.
 
 ``http(s)`` goes by requests, a command after ``pipe:`` by webdataset's gopen, and all other schemes (s3, gs, hf, ...)
 by fsspec, which names the package that it needs for one.
+
+A fetched shard is named by its URL and size.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
@@ -16,14 +19,13 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
 import requests
 from tqdm.contrib.concurrent import thread_map
 
-from megasnn.cache import build_once, cache_folder, name_in_cache
-from megasnn.data.paths import PIPE, shown
+from megasnn.common.files import build_once, cache_folder, name_in_cache
 from megasnn.data.shards import Shard, open_shard
 
 _HTTP = ("http://", "https://")
@@ -32,6 +34,10 @@ _TRIES, _PAUSE_SECONDS = 3, 1.0
 _SILENCE_SECONDS = 60.0  # of an http server
 _FINAL = (FileNotFoundError, ImportError, ValueError)  # not tried again
 T = TypeVar("T")
+PIPE = "pipe:"
+"""Begins a command whose output is a shard. Only a command line may give one."""
+Address = Path | str
+"""A shard: a file, or the text of a URL."""
 
 
 class FetchError(ValueError):
@@ -139,3 +145,59 @@ def _http(url: str) -> requests.Response:
         raise FileNotFoundError(f"the server answers {response.status_code} ({response.reason})")
     response.raise_for_status()
     return response
+
+
+def is_url(text: str) -> bool:
+    """Returns True for what is fetched, False for a path."""
+    return text.startswith(PIPE) or re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
+
+
+def shown(url: str) -> str:
+    """A URL for messages, without passwords and keys."""
+    if url.startswith(PIPE):
+        return url
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=parts.query and "..."))
+
+
+def shown_path(data_path: str) -> str:
+    """A data path for messages, without passwords and keys."""
+    return "::".join(shown(part) if is_url(part) else part for part in data_path.split("::"))
+
+
+def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:
+    """Shards of a data path, in the order that ``--no-shuffle`` reads them.
+
+    A path is one of: a file; braces (``dir/train-{00000..00009}.tar``, in the order written); a glob (sorted); a URL,
+    with braces. Several are joined with ``::``, as in webdataset.
+
+    Raises:
+        ValueError: a shard is missing or named twice, or nothing matches.
+    """
+    from webdataset.shardlists import expand_urls  # imports torch
+
+    try:
+        parts = expand_urls(data_path)
+    except ValueError as error:
+        raise ValueError(f"{flag} {data_path!r} has unbalanced braces: {error}") from error
+    shards: list[Address] = []
+    for part in parts:
+        part = part.removeprefix("file://").removeprefix("file:")
+        shards += [part] if is_url(part) else _expand_files(part, flag)
+    if len(set(shards)) < len(shards):
+        raise ValueError(f"{flag} {shown_path(data_path)} names a shard more than once")
+    return shards
+
+
+def _expand_files(path: str, flag: str) -> list[Path]:
+    path = os.path.expanduser(path)
+    is_glob = glob.has_magic(path) and not os.path.exists(path)
+    found = sorted(map(Path, glob.glob(path))) if is_glob else [Path(path)]
+    if not found:
+        raise ValueError(f"{flag} {path!r} matches no file")
+    for shard in found:
+        if shard.is_dir():
+            raise ValueError(f"{flag}: {shard} is a folder; name its shards, {shard}/train-*.tar")
+        if not shard.is_file():
+            raise ValueError(f"{flag}: {shard} does not exist, or is no file")
+    return found

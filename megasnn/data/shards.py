@@ -1,10 +1,12 @@
-"""Shards: webdataset tars whose samples are found by one seek.
+"""Shards: webdataset tars whose samples are found by one seek, and their index.json.
 
 A sample is the files that share a name up to the first dot, here an image (``<key>.jpg``) or events
 (``<key>.frames.npz`` or ``<key>.events.npz``) and its class (``<key>.cls``, an integer as text), or arrays for a model
 with its own inputs or target (``<key>.npy``, ``<key>.mask.npy``, ``<key>.seg.png``). Offsets come from the index.json
 beside the shard; where there is none, from the tar's headers, read once and kept in the cache.
 A ``.tar.gz`` has no random access: it is unpacked into the cache, once a host.
+
+index.json names the contents of a folder of shards. It is written last: a folder without it is not finished.
 """
 
 from __future__ import annotations
@@ -15,25 +17,78 @@ import shutil
 import tarfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field, with_config
 from pydantic_core import to_json
 
-from megasnn.cache import build_once, cache_folder, cached_name
+from megasnn.common.files import STRICT, Count, build_once, cache_folder, cached_name, described
 from megasnn.data.formats import EVENTS, FRAMES
 from megasnn.data.images import IMAGE_SUFFIXES
-from megasnn.data.index import INDEX_NAME, Members, ShardRecord, read_index
-from megasnn.files import described
 
+INDEX_NAME = "index.json"
+VERSION: Literal[1] = 1
+_ADVICE = "make the shards again, or remove it"
 LABEL = "cls"
 SUFFIXES = (*IMAGE_SUFFIXES, FRAMES, EVENTS)
 """Endings of a sample's data."""
 _INDEX_VERSION = "7"
 _LABEL_BYTES = 32
 _AGAIN = "copy or download it again"
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Members:
+    """Samples of a shard in file order: keys and classes, and offsets and sizes of their data in the tar, in bytes.
+
+    Attributes:
+        suffixes: endings of the samples' data that occur.
+        starts, ends: of all files of each sample, where these lie side by side; otherwise, and in old folders, empty.
+    """
+
+    keys: list[str]
+    labels: list[int]
+    offsets: list[Count]
+    sizes: list[Count]
+    suffixes: list[str]
+    starts: list[Count] = field(default_factory=list)
+    ends: list[Count] = field(default_factory=list)
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class ShardRecord:
+    """A shard: file name, split, size in bytes, samples, and the sources left out."""
+
+    file: Annotated[str, Field(pattern="^[^/]+$")]
+    split: str
+    size: Count
+    broken: list[str]
+    members: Members
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Index:
+    """A folder of shards: class names by number, shards, version."""
+
+    classes: list[str]
+    shards: list[ShardRecord]
+    version: Literal[1] = VERSION
+
+    def of_split(self, split: str) -> list[ShardRecord]:
+        return [shard for shard in self.shards if shard.split == split]
+
+
+def read_index(folder: Path) -> Index | None:
+    """Index of a folder of shards; None where there is none. Raises ValueError, naming the first wrong field."""
+    path = folder / INDEX_NAME
+    return described(Index, path.read_bytes(), path, advice=_ADVICE) if path.exists() else None
 
 
 @dataclass(frozen=True)

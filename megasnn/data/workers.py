@@ -21,7 +21,7 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch.utils.data import DataLoader
 
-from megasnn.host_memory import keep_free_memory
+from megasnn.common.memory import keep_free_memory
 
 STEP_SECONDS = 5.0
 """Interval in which a waiting rank looks after its workers."""
@@ -65,7 +65,7 @@ def _starting() -> Iterator[None]:
     its workers until it has saved: these signals are blocked in the process that is copied, and so in its copies.
     """
     main, options = sys.modules["__main__"], multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    forkserver.set_forkserver_preload(["megasnn.data.reading", "megasnn.data.workers"])
+    forkserver.set_forkserver_preload(["megasnn.data.loader", "megasnn.data.workers"])
     resource_tracker.ensure_running()  # which would unblock the signals
     daemon = options.pop("daemon", None)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANK)

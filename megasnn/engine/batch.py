@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megasnn.augment.mixing import Mixing
-from megasnn.batching import micro_batch_counts, micro_batch_sizes
+from megasnn.common.grid import micro_batch_counts, micro_batch_sizes
+from megasnn.common.memory import without_waiting
 from megasnn.config import PretrainConfig
+from megasnn.config.training import LOSSES
 from megasnn.data import GlobalBatch, MicroBatch, Share
 from megasnn.engine.model import DistributedModel
-from megasnn.host_memory import without_waiting
-from megasnn.losses import LOSSES
-from megasnn.models.task import task_of
+from megasnn.models.build import task_of
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import own_span
 from megasnn.pipeline.microbatch_state import MicroBatchInput

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megasnn.augment.mixing import Mixing
+from megasnn.common.checks import placed
 from megasnn.config import ConfigError, PretrainConfig, validate
+from megasnn.config.training import PRECISIONS
+from megasnn.config.validate import cut_problems
 from megasnn.config.values import build_part, to_dict, with_keywords
-from megasnn.device_checks import placed
 from megasnn.engine.model import DistributedModel
 from megasnn.kernels.backends import BACKENDS, backend_for
 from megasnn.kernels.products import can_be_sparse
@@ -26,7 +28,6 @@ from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import Group, ParallelState
 from megasnn.pipeline.graphs import Capture, CudaCapture
 from megasnn.pipeline.plan import plan_pipeline
-from megasnn.precisions import PRECISIONS
 
 _ENDLESS = 10**12  # steps of a training whose learning rate does not decay
 _PER_HOST = ("data", "checkpoint", "logging")  # parts of a run that may differ: paths, workers
@@ -69,7 +70,10 @@ def model_problems(config: PretrainConfig) -> list[str]:
     """Returns why the layers of the model cannot be built, or do not fit together."""
     parallel, cut = config.parallel, config.parallel.context_cut(config.training.micro_batch_size)
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    return building_problems(config.model, config.neuron.spec, tp, cp, cut)
+    problems = building_problems(config.model, config.neuron.spec, tp, cp, cut)
+    if problems or parallel.layout is None:
+        return problems
+    return cut_problems(parallel, [each.unit for each in describe(config.model, config.neuron.spec).layers])
 
 
 def require_alike(config: PretrainConfig, world: Group) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megasnn.checkpoint.format import BESIDE, Progress
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.config import PretrainConfig
-from megasnn.config.identity import identity, recipe
+from megasnn.config.values import identity, recipe
 from megasnn.engine.step import TrainStep
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import ShardedTensor

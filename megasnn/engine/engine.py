@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.bundle import Bundle
 from megasnn.checkpoint.load import load_checkpoint, load_globals_into, model_differences
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import save_checkpoint
+from megasnn.common.bundle import Bundle
+from megasnn.common.checks import place_of
+from megasnn.common.memory import keep_free_memory
 from megasnn.config import PretrainConfig
-from megasnn.config.identity import changed_recipe, identity, recipe
 from megasnn.config.training import Length
+from megasnn.config.values import changed_recipe, identity, recipe
 from megasnn.data import GlobalBatch
-from megasnn.device_checks import place_of
 from megasnn.engine.batch import BatchError, Batches
 from megasnn.engine.build import (
     build_model,
@@ -32,13 +33,12 @@ from megasnn.engine.build import (
     run_configuration,
 )
 from megasnn.engine.checkpoint import Checkpoints
-from megasnn.engine.faults import claim_fault
-from megasnn.engine.mesh import join_ranks
 from megasnn.engine.step import TrainStep
-from megasnn.host_memory import keep_free_memory
 from megasnn.models.model import Model
 from megasnn.optim.rates import learning_rate, require_schedule
 from megasnn.parallel.agreement import broadcast_result
+from megasnn.parallel.faults import claim_fault
+from megasnn.parallel.process_group import join_ranks
 from megasnn.parallel_state import (
     ParallelState,
     abandon_model_parallel,

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasnn.bundle import Bundle, Key, bundle_of, entries_of
+from megasnn.common.bundle import Bundle, Key, bundle_of, entries_of
+from megasnn.common.checks import DeviceChecks, placed
 from megasnn.config import PretrainConfig
-from megasnn.device_checks import DeviceChecks, placed
+from megasnn.config.training import LOSSES
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import calls_of
-from megasnn.losses import LOSSES
 from megasnn.models.description import Built, ModelDescription
 from megasnn.optim.norms import GradientNorm
 from megasnn.parallel.agreement import gather

@@ -1,20 +1,24 @@
-"""The training step: from micro-batches to new weights."""
+"""The training step: from micro-batches to new weights, and the first place that is not finite."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_leaves
 
-from megasnn import device_checks
-from megasnn.batching import micro_batch_counts
+from megasnn.common import checks
+from megasnn.common.grid import micro_batch_counts
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
-from megasnn.engine.debug import first_place
 from megasnn.engine.model import DistributedModel
 from megasnn.optim.average import WeightAverage
 from megasnn.optim.build import build_optimizer, takes_found_inf
+from megasnn.parallel.agreement import gather
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import Timers
@@ -51,7 +55,7 @@ class TrainStep:
         if not 0 <= rate < math.inf:
             raise ValueError(f"the learning rate of step {self.iteration} is {rate}: lr_schedule must give 0 or more")
         # A GPU updates before the host has read the step, and leaves the weights as they are where it is void.
-        updates_unread = self._masks and device_checks.runs_ahead(distributed.state.device)
+        updates_unread = self._masks and checks.runs_ahead(distributed.state.device)
         with self.timers("forward_backward"):
             # Zeroes gradients; forward, backward and reductions by schedule.
             sums = distributed.run(micro_batches, batch.size)
@@ -104,3 +108,53 @@ class TrainStep:
         assert self.average is not None
         self.average.exchange()
         self.distributed.refresh_copies()
+
+
+def first_non_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Returns the name of the first tensor that holds nan or an infinity, and how many; None when all are finite."""
+    for name, tensor in named:
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            nan, infinite = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
+            return f"{name}: {nan} nan and {infinite} infinite of {tensor.numel()} values"
+    return None
+
+
+def first_place(distributed: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> str | None:
+    """Returns the layer whose output was not finite first in the step before, otherwise the gradient; None where all
+    are finite. The same on every rank.
+
+    The forward is run again; nothing that training keeps is touched. Collective over the world.
+    """
+    # All modules are watched: a neuron hides nan, since nan reaches no threshold.
+    places = {
+        module: (index, path)
+        for index, chunk in reversed(distributed.chunks.items())  # a module that is called twice has its first place
+        for name, layer in reversed([*chunk.named_layers()])
+        for path, module in layer.named_modules(prefix=name)
+    }
+    outputs: list[tuple[int, int, str]] = []
+
+    def check(module: nn.Module, inputs: Any, output: Any) -> None:
+        if module not in places:
+            return
+        index, path = places[module]
+        tensors = [(path, leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if (found := first_non_finite(tensors)) is not None:
+            outputs.append((index, len(outputs), found))
+
+    hook = register_module_forward_hook(check)
+    try:
+        distributed.run_again(micro_batches)
+    finally:
+        hook.remove()
+    outputs.sort()  # the lowest chunk first, whatever micro-batch came first
+    gradients: list[tuple[int, int, str]] = []
+    for index, chunk in reversed(distributed.chunks.items()):
+        entries = reversed(chunk.sharded_tensors())
+        of_chunk = ((each.name, distributed.gradient_buckets.gradient(each.tensor)) for each in entries)
+        found = first_non_finite((name, gradient) for name, gradient in of_chunk if gradient is not None)
+        gradients += [(-index, 0, found)] if found else []
+    for what, mine in (("forward, first in", outputs), ("backward, first in the gradient of", gradients)):
+        if of_ranks := [each for held in gather(distributed.state.world.handle, mine[:1]) for each in held]:
+            return f"not finite in {what} {min(of_ranks)[2]}; the step is skipped"
+    return None

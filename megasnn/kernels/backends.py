@@ -11,8 +11,8 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megasnn.common.registry import Registry, later
 from megasnn.kernels.neuron_spec import FUSED_CHARGES, FUSED_SURROGATES, NEURONS, SURROGATES, NeuronSpec
-from megasnn.registry import Registry, later
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ class NeuronBackend:
         summary: for --help.
         neurons, surrogates: the names that it can compute.
         neuron_multi_step: `(x, spec, v0, w)`, as in `megasnn.kernels.neuron`.
-        unit_calls: gives a `megasnn.kernels.unit.UnitCalls`, the four calls of norm, pool and neuron.
+        unit_calls: gives a `megasnn.kernels.norm_neuron.UnitCalls`, the four calls of norm, pool and neuron.
         refuses: an input -> why it cannot take that one, None where it can.
     """
 
@@ -63,16 +63,16 @@ BACKENDS: Registry[NeuronBackend] = Registry(
             "kernels compiled for the CPU",
             FUSED_CHARGES,
             FUSED_SURROGATES,
-            later("megasnn.kernels.numba.alone:neuron_multi_step"),
-            partial(import_module, "megasnn.kernels.numba.calls"),
+            later("megasnn.kernels.numba.norm_neuron:neuron_multi_step"),
+            partial(import_module, "megasnn.kernels.numba.norm_neuron"),
             later("megasnn.kernels.numba.available:refuses"),
         ),
         "triton": NeuronBackend(
             "kernels compiled for NVIDIA GPUs",
             FUSED_CHARGES,
             FUSED_SURROGATES,
-            later("megasnn.kernels.triton.alone:neuron_multi_step"),
-            partial(import_module, "megasnn.kernels.triton.calls"),
+            later("megasnn.kernels.triton.norm_neuron:neuron_multi_step"),
+            partial(import_module, "megasnn.kernels.triton.norm_neuron"),
             later("megasnn.kernels.triton.available:refuses"),
         ),
     },

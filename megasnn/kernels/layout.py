@@ -1,17 +1,28 @@
-"""Memory order of dense tensors, and memory for large new ones."""
+"""Memory order of dense tensors, memory for large new ones, and rounding of products to TF32.
+
+TF32 has the exponents of float32 and 11 significant bits. By default torch rounds in convolutions (cuDNN) and not in
+matrix products (cuBLAS). Both are set here, and always in the same way.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megasnn.telemetry.allocations import counted
+from megasnn.common.memory import counted
 
 _ALIGNMENT = 64  # bytes, as torch's own allocator does it
+CAPABILITY = (8, 0)
+"""From which compute capability on a GPU's tensor cores take TF32."""
+# Modules whose settings are unknown to type checkers.
+CUDNN: Any = torch.backends.cudnn
+CUBLAS: Any = torch.backends.cuda.matmul
+OPERATIONS = CUDNN.conv, CUDNN.rnn, CUBLAS
 
 
 def flat_in_memory(x: Tensor) -> Tensor:
@@ -47,3 +58,18 @@ def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     raw = counted(np.empty(size + _ALIGNMENT, np.uint8))
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def takes_tf32(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+
+
+def on_gpu(values: Tensor) -> bool:
+    return values.is_cuda
+
+
+def let_products_round(allowed: bool) -> None:
+    """For the process. torch.compile reads the first two settings, and fails where they contradict the others."""
+    CUDNN.allow_tf32 = CUBLAS.allow_tf32 = allowed
+    for operation in OPERATIONS:
+        operation.fp32_precision = "tf32" if allowed else "ieee"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megasnn.registry import Registry, later
+from megasnn.common.registry import Registry, later
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +79,7 @@ LARGEST_LEVEL = 8
 _OF_COUNTS = {"v_reset": None, "decay_input": False, "surrogate": "sigmoid", "alpha": None}
 _AT_ONCE = {"tau": 2.0, "v_reset": 0.0, "decay_input": True, "detach_reset": True}
 # Layers lie above, and are meant here all the same: the table names a layer, which is imported when it is asked for.
-_LAYERS = "megasnn.layers.parallel_neurons"
+_LAYERS = "megasnn.layers.neuron"
 NEURONS: Registry[Neuron] = Registry(
     "--neuron",
     {

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megasnn.common.random import UNIFORM_BITS, WORD, philox
 from megasnn.kernels.triton.available import usable_on
-from megasnn.random import UNIFORM_BITS, WORD, philox
 
 
 def kept(
@@ -30,7 +30,7 @@ def kept(
     stream of its key; a value is kept where the number in [0, 1) drawn there is at least p.
 
     Args:
-        keys: N keys of `megasnn.random.philox_key`, one behind the other: int64 `[2, N]`, contiguous.
+        keys: N keys of `megasnn.common.random.philox_key`, one behind the other: int64 `[2, N]`, contiguous.
         channels: those wanted of `all_channels`.
         first_step: the number of the first of the steps.
     """
@@ -43,7 +43,7 @@ def kept(
     if usable_on(device):
         from megasnn.kernels.triton.philox import kept_by_kernel
 
-        rows = kept_by_kernel(threshold, keys, steps, cut)
+        rows = kept_by_kernel(threshold, keys, steps, *cut)
     elif device.type == "cpu":
         rows = _kept_by_loops(threshold, keys, steps, cut)
     else:

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasnn.device_checks import explained, refuse
+from megasnn.common.checks import explained, refuse
+from megasnn.common.memory import counted
 from megasnn.kernels.layout import flat_in_memory
 from megasnn.kernels.triton.available import MOST_VALUES, usable_on
-from megasnn.telemetry.allocations import counted
 
 
 class Content(Enum):
@@ -53,7 +53,7 @@ def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:
 
     Raises:
         ValueError: with `check`, a value that the format cannot hold exactly; inside of a step it is noted
-            (megasnn/device_checks.py).
+            (megasnn/common/checks.py).
     """
     if flat.is_meta:
         return encoded_like(flat.numel(), content, flat.dtype, flat.device)
@@ -131,7 +131,7 @@ def pack_bits(x: Tensor, check: bool = False) -> Tensor:
 
     Raises:
         ValueError: with ``check``, a value is neither 0 nor 1 (-0 is neither); inside of a step it is noted
-            (megasnn/device_checks.py). Without it every non-zero value is a spike.
+            (megasnn/common/checks.py). Without it every non-zero value is a spike.
     """
     flat = flat_in_memory(x.detach())
     on_gpu = _on_gpu(flat)

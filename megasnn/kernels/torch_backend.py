@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from megasnn.kernels.layout import channels_last
 from megasnn.kernels.neuron_spec import NEURONS, SURROGATES, NeuronSpec
+from megasnn.kernels.norm_neuron import Norm, Unit
 from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
-from megasnn.kernels.unit import Norm, Unit
 
 REDUCED = (torch.bfloat16, torch.float16)
 

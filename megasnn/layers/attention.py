@@ -12,9 +12,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.layout import empty
+from megasnn.kernels.layout import empty, on_gpu
 from megasnn.kernels.spike_codec import Content, bits_of, encode, unpack_bits_into
-from megasnn.kernels.tensor_cores import on_gpu
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.unit import BatchNorm, Unit, norm_pool_neuron
+from megasnn.kernels.norm_neuron import BatchNorm, Unit, norm_pool_neuron
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import NeuronLayer, ParallelNeuron, make_neuron

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megasnn.grid import Axis, ContextCut, Grid, Place
+from megasnn.common.grid import Axis, ContextCut, Grid, Place
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.parallel.sharding import Cut, Initialiser, Shard

@@ -11,12 +11,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from megasnn.host_memory import without_waiting
+from megasnn.common.memory import without_waiting
+from megasnn.common.random import WORD, philox_key
 from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.row_context import row_group, shared_rows
 from megasnn.layers.shape_inference import refuse_second_call
-from megasnn.random import WORD, philox_key
 
 Positions = range | Tensor | None
 

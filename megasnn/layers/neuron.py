@@ -1,25 +1,31 @@
-"""Spiking neurons over the local channels, with SpikingJelly's semantics, and the base of neurons of one's own."""
+"""Spiking neurons over the local channels, with SpikingJelly's semantics, and the base of one's own neurons.
+
+Parallel spiking neurons (PSN, arXiv 2304.12760) have no recurrence, but one learned product over the time steps.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from megasnn.common.recompute import is_replaying
 from megasnn.kernels import NEURONS, NeuronSpec
 from megasnn.kernels.neuron import neuron_multi_step
 from megasnn.kernels.neuron_spec import SURROGATES
-from megasnn.kernels.torch_backend import REDUCED, surrogate_function
+from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
+from megasnn.kernels.torch_backend import REDUCED, recomputed, surrogate_function
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.init import constant
+from megasnn.layers.init import constant, uniform
 from megasnn.layers.shape_inference import mark_spikes, refuse_second_call
 from megasnn.parallel.sharding import Initialiser, declare
-from megasnn.recompute import is_replaying
 
 SpikeObserver = Callable[[Tensor], None]
+State = dict[str, Tensor]
 
 
 class NeuronLayer(nn.Module):
@@ -141,9 +147,6 @@ def make_neuron(neuron: NeuronSpec | NeuronLayer | None = None, context: BuildCo
     return make(spec, context)
 
 
-State = dict[str, Tensor]
-
-
 class SpikingNeuron(NeuronLayer):
     """A layer of `channels` neurons, of which a subclass says one time step, on `[N, C_local, *space]`, by `start`,
     `charge`, `fire` and `reset`, with `per_channel` for what is learned; docs/models.md has an example.
@@ -223,3 +226,106 @@ class SpikingNeuron(NeuronLayer):
 
     def forget(self) -> None:
         self.left = None
+
+
+class _ParallelInTime(NeuronLayer):
+    """Spikes where W x + b is 0 or more, W being `[T, T]`. There is no potential and no reset.
+
+    Every rank holds the weights whole; their gradient is summed over the channels' ranks. Backward keeps the input.
+
+    Args:
+        spec: its surrogate is taken, and `v_threshold`, at which -b starts; None for SpikingJelly's defaults.
+    Raises:
+        ValueError: the context shows time steps in windows; or, in a forward, weights are for another T.
+    """
+
+    kind: str
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(
+        self,
+        spec: NeuronSpec | None,
+        context: BuildContext,
+        weight: tuple[tuple[int, ...], Initialiser],
+        shape_of_bias: tuple[int, ...],
+    ) -> None:
+        super().__init__(context)
+        if context.carries:
+            raise ValueError(f"--bptt-steps with a {self.kind} neuron, which takes all time steps; leave it out")
+        self.spec = spec = spec or NeuronSpec(self.kind, surrogate="atan")
+        for name, shape, initialise in (("weight", *weight), ("bias", shape_of_bias, constant(-spec.v_threshold))):
+            declare(self, name, context.shard(shape, partial_gradient=True, initialise=initialise), context.dtype)
+
+    @staticmethod
+    @abstractmethod
+    def matrix(weight: Tensor, steps: int) -> Tensor:
+        """W for so many time steps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = self.at_every_step(x)
+        if self.weight.ndim > 1 and len(self.weight) != len(inputs):
+            raise ValueError(f"this neuron has weights for {len(self.weight)} time steps, and is given {len(inputs)}")
+        if x.is_meta:
+            return self.observed(torch.empty_like(inputs))
+        fire = surrogate_function(self.spec.surrogate, self.spec.surrogate_alpha)
+        compute = partial(_fire_at_once, matrix=self.matrix, fire=fire)
+        (spikes,) = recomputed(compute, inputs, self.weight, self.bias)
+        return self.observed(remember_bits(spikes, pack_bits(spikes) if wants_bits(spikes) else None))
+
+    def forget(self) -> None:
+        """Has no state."""
+
+
+class ParallelPSN(_ParallelInTime):
+    """Parallel spiking neuron, with weights from every time step to every other (SpikingJelly's PSN). T is fixed."""
+
+    kind = "psn"
+
+    def __init__(self, spec: NeuronSpec | None = None, context: BuildContext | None = None) -> None:
+        context = context_for(context)
+        steps = context.time_steps
+        super().__init__(spec, context, ((steps, steps), uniform(steps)), (steps, 1))
+
+    @staticmethod
+    def matrix(weight: Tensor, steps: int) -> Tensor:
+        return weight
+
+
+class ParallelSlidingPSN(_ParallelInTime):
+    """Sliding PSN, with the same weights of the last `order` time steps at each of them (SpikingJelly's SlidingPSN).
+
+    Args:
+        order: k of the paper; weights start at 1 for the present step and half as much for each one before.
+    """
+
+    kind = "sliding_psn"
+
+    def __init__(self, spec: NeuronSpec | None = None, context: BuildContext | None = None, *, order: int = 2) -> None:
+        super().__init__(spec, context_for(context), ((order,), _halving), ())
+
+    @staticmethod
+    def matrix(weight: Tensor, steps: int) -> Tensor:
+        lags = weight.flip(0)[:steps]
+        bands = torch.stack([weight.new_ones(steps - lag).diag(-lag) for lag in range(len(lags))])
+        return (lags.view(-1, 1, 1) * bands).sum(0)
+
+
+def _halving(tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.copy_(0.5 ** torch.arange(len(tensor) - 1, -1, -1, dtype=torch.float64))
+
+
+def _fire_at_once(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    matrix: Callable[[Tensor, int], Tensor],
+    fire: Callable[[Tensor], Tensor],
+) -> tuple[Tensor]:
+    """Spikes, channels last in memory; those of reduced types are computed in float32."""
+    dtype = torch.float32 if x.dtype in REDUCED else x.dtype
+    channels = min(2, x.ndim - 1)
+    rows = x.to(dtype).movedim(channels, -1)
+    h = torch.addmm(bias.to(dtype), matrix(weight.to(dtype), len(x)), rows.flatten(1))
+    return (fire(h).view(rows.shape).movedim(-1, channels).to(x.dtype),)

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megasnn.common.recompute import is_replaying
 from megasnn.kernels.torch_backend import REDUCED, batch_norm
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import ones, zeros
@@ -15,7 +16,6 @@ from megasnn.layers.shape_inference import calls_of, count_call
 from megasnn.parallel.sharding import Initialiser, declare
 from megasnn.parallel.sync_batch_norm import SharedStatistics
 from megasnn.parallel_state import Group
-from megasnn.recompute import is_replaying
 
 
 class ParallelBatchNorm(nn.Module):

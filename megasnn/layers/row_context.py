@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megasnn.common.recompute import cached_collective, is_replaying
 from megasnn.kernels.spike_codec import Content, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.shape_inference import LARGEST_COUNT, content_of
 from megasnn.parallel.collectives import Exchange, all_reduce_sum, gather_columns, start_exchange
 from megasnn.parallel.sharding import own_span
 from megasnn.parallel_state import Group
-from megasnn.recompute import cached_collective, is_replaying
 
 
 def shared_rows(height: int, ranks: int) -> tuple[range, ...]:

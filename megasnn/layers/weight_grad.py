@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.kernels.tensor_cores import on_gpu
+from megasnn.kernels.layout import on_gpu
 
 AddGradient = Callable[[Tensor], None]  # adds to the tensor it is given, which is shaped and typed like the parameter
 Leave = Callable[[AddGradient], None]

@@ -14,22 +14,33 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megasnn.bundle import Bundle, entries_of, logits_of, shapes_text
-from megasnn.grid import ContextCut
+from megasnn.common.bundle import Bundle, entries_of, logits_of, shapes_text
+from megasnn.common.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import ParallelConv, ParallelLinear
 from megasnn.layers.context import BuildContext, building
-from megasnn.layers.init import tensors_of, without_memory
-from megasnn.layers.refusals import is_plain, refuse, refuse_mixed_rows
-from megasnn.layers.replicated import apply_layer, forget_state, make_whole, plain_layer
+from megasnn.layers.init import tensors_of
+from megasnn.layers.layer import Layer
+from megasnn.layers.plain.by_channel import ChannelWatch, cuts_by_shape, may_be_cut
+from megasnn.layers.plain.initial_values import without_memory
+from megasnn.layers.plain.network import convert_network, why_whole
+from megasnn.layers.plain.refusals import is_plain, refuse, refuse_mixed_rows
+from megasnn.layers.plain.replicated import apply_layer, forget_state, make_whole, plain_layer
 from megasnn.layers.shape_inference import MaxInference, RefuseRandom, content_of, note_never_called
-from megasnn.models.by_channel import ChannelWatch, cuts_by_shape, may_be_cut
-from megasnn.models.convert_module import convert_network, why_whole
-from megasnn.models.description import DRY_SAMPLES, Built, EntryDescription, LayerDescription, ModelDescription, Tie
-from megasnn.models.layer import Layer
+from megasnn.models.description import (
+    DRY_SAMPLES,
+    Built,
+    EntryDescription,
+    LayerDescription,
+    ModelDescription,
+    Tie,
+    Ties,
+    has_state,
+    separate,
+    tie_all,
+)
 from megasnn.models.model import Model
-from megasnn.models.task import task_of
-from megasnn.models.ties import Ties, has_state, separate, tie_all
+from megasnn.models.task import Task, mean_over_time
 from megasnn.parallel.sharding import described_tensors, parameter_count, sharded_tensors
 from megasnn.parallel_state import Group
 
@@ -71,6 +82,19 @@ def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
         tensors=tuple(sharded_tensors(named)),
         neurons=frozenset(spec for spec in specs if isinstance(spec, NeuronSpec)),
     )
+
+
+def task_of(model: Model) -> Task:
+    """The task of a model. Raises ValueError for a target that is no input's name, and for one without a loss."""
+    inputs, target, own = dict(model.inputs), model.target, model.own_task()
+    if not inputs or (isinstance(target, str) and target not in inputs):
+        raise ValueError(f"the target is {target!r}, and the inputs are {', '.join(inputs) or 'none'}")
+    if "target" in own and "loss" not in own:
+        raise ValueError("the losses of --loss are for classes: give a model with a `target` a method `loss`, too")
+    classes = 0 if "target" in own else model.num_classes
+    metrics: Any = model.metrics or (None if classes else lambda output, target: {})
+    evaluated = ("top1", "top5") if classes > 5 else ("top1",)  # top-5 of five classes is always right
+    return Task(inputs, target, classes, model.loss, metrics, model.predict or mean_over_time, evaluated=evaluated)
 
 
 def building_problems(

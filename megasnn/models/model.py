@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megasnn.config.checks import at_least
 from megasnn.config.neuron import NeuronConfig
-from megasnn.config.pretrain import PretrainConfig
+from megasnn.config.run import PretrainConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megasnn.models.layer import Layer
-    from megasnn.models.task import ArraySpec
+    from megasnn.layers.layer import Layer
+    from megasnn.models.arrays import ArraySpec
     from megasnn.models.weight_names import Dialect
 
 TASK = ("inputs", "target", "loss", "metrics", "predict")
@@ -70,7 +70,7 @@ class Model(ABC):
 
         The first one takes frames `[T, N, C, H, W]`, or `[1, N, C, H, W]` for an image that is shown at every step;
         the last one gives logits `[T, N, num_classes]` of a classification, whole on every tensor parallel rank, or a
-        bundle with them (`megasnn.bundle.logits_of`); of another task, what its `loss` takes.
+        bundle with them (`megasnn.common.bundle.logits_of`); of another task, what its `loss` takes.
         """
 
     @property
@@ -83,14 +83,14 @@ class Model(ABC):
     @property
     def inputs(self) -> Mapping[str, ArraySpec]:
         """Arrays that every sample has for the layers, which name them in `takes`; the first layer takes the first."""
-        from megasnn.models.task import ArraySpec
+        from megasnn.models.arrays import ArraySpec
 
         return {"images": ArraySpec(self.input_shape, over_time=len(self.input_shape) == 4)}
 
     @property
     def target(self) -> ArraySpec | str:
         """Target of a sample: the array that is learned, or the name of the input that is. By default a class."""
-        from megasnn.models.task import ArraySpec
+        from megasnn.models.arrays import ArraySpec
 
         return ArraySpec((), "int", below=self.num_classes)
 
@@ -98,12 +98,6 @@ class Model(ABC):
     def own_task(cls) -> list[str]:
         """Names in `TASK` of what the class says itself: without any, it classifies images."""
         return [name for name in TASK if getattr(cls, name) is not getattr(Model, name)]
-
-    def units(self) -> list[str]:
-        """The unit of each layer, from input to output."""
-        from megasnn.models.build import describe
-
-        return [each.unit for each in describe(self).layers]
 
     def problems(self, tensor_parallel: int) -> list[str]:
         """Problems of the dimensions, with value and flag; what does not divide by the tensor parallel ranks is found

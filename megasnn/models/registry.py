@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from megasnn.common.files import CheckpointError, raise_problems
+from megasnn.common.registry import Registry
 from megasnn.config import PretrainConfig, from_dict
-from megasnn.files import CheckpointError, raise_problems
 from megasnn.models.e_spikeformer.model import ESpikeFormer
 from megasnn.models.model import Model, run_config
 from megasnn.models.qkformer.model import QKFormer
@@ -16,7 +17,6 @@ from megasnn.models.spike_driven.model import SpikeDrivenTransformer
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.models.weight_names import Dialect
-from megasnn.registry import Registry
 
 if TYPE_CHECKING:
     from megasnn.models.description import ModelDescription

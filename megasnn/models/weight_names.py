@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megasnn.common.files import CheckpointError, raise_problems
 from megasnn.config.checks import flag
-from megasnn.files import CheckpointError, raise_problems
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megasnn.config.optimizer import OptimizerConfig
-from megasnn.grid import Axis
+from megasnn.common.grid import Axis
+from megasnn.config.optimizer import OPTIMIZERS, OptimizerConfig
 from megasnn.optim.norms import ShardedNorms
-from megasnn.optimizers import OPTIMIZERS
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import Group
 

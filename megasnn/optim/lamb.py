@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.host_memory import without_waiting
+from megasnn.common.memory import without_waiting
 from megasnn.kernels.layout import flat_in_memory
 
 Norms = Callable[[Mapping[Tensor, Tensor]], Mapping[Tensor, Tensor]]

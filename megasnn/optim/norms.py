@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megasnn.grid import HOLDING_AXES, Axis
+from megasnn.common.grid import HOLDING_AXES, Axis
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import Group

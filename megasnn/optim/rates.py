@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from megasnn.config.optimizer import OptimizerConfig
-from megasnn.optimizers import DECAY_STYLES
+from megasnn.config.optimizer import DECAY_STYLES, OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, iteration: int, iterations: int, epoch: Fraction = Fraction(1)) -> float:

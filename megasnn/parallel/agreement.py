@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megasnn.files import CheckpointError, DamagedError, raise_problems
+from megasnn.common.files import CheckpointError, DamagedError, raise_problems
 
 T = TypeVar("T")
 

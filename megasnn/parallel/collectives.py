@@ -6,29 +6,36 @@ that every collective here works on rows; each returns early at size 1.
 Sums of columns are formed on the receiving rank in rank order from an all-to-all: the result does not depend on the
 algorithm that a backend picks for its size, and on Gloo an all-to-all is several times faster than its reduce-scatter.
 Gradients are summed over replicas by the backend's all-reduce, which gives the same bits for the same layout.
+
+Calls and bytes are counted by group, for the whole process. Bytes are those that cross from one rank to another, after
+spikes have been packed: of a collective the bytes that this rank receives, of a message its payload, at the sender.
+Summed over ranks, every byte is counted once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megasnn.common.memory import let_others_go
+from megasnn.common.recompute import cached_collective
 from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, decode_into, encode
-from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
-from megasnn.recompute import cached_collective
-from megasnn.telemetry.allocations import let_others_go
 
 EXCHANGE_BYTES = 32 << 20
 """What should travel together of what is cut into several exchanges on GPUs, whose links come to their speed with
 messages of some megabytes (PyTorch's DDP: 25 MiB)."""
 
 _ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
+Exchange = Callable[[], list[Tensor]]
 
 
 def to_matrix(x: Tensor) -> Tensor:
@@ -153,9 +160,6 @@ def start_all_reduce_sum(tensor: Tensor, group: Group) -> Callable[[], object]:
     return dist.all_reduce(tensor, group=group.handle, async_op=True).wait
 
 
-Exchange = Callable[[], list[Tensor]]
-
-
 def start_exchange(outgoing: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int], group: Group) -> Exchange:
     """Starts sending each other rank of a group its part of a tensor `[n]`. The returned function waits for what each
     rank has sent, in rank order; nothing from this one.
@@ -220,3 +224,48 @@ def own_channels(x: Tensor, group: Group) -> Tensor:
             f"{what} the output {list(x.shape)} do not divide by --tensor-model-parallel-size {group.size}"
         )
     return _Channels.apply(x, group, False)
+
+
+@dataclass
+class Traffic:
+    """Calls and bytes of a group; `dense_bytes` is what the same tensors are without packing."""
+
+    calls: int = 0
+    bytes: int = 0
+    dense_bytes: int = 0
+
+    def add(self, calls: int, moved: int, dense: int) -> None:
+        self.calls, self.bytes, self.dense_bytes = self.calls + calls, self.bytes + moved, self.dense_bytes + dense
+
+
+class CommStatistics:
+    """Counters of traffic. Recording costs a dictionary look-up for each collective, nothing outside of counting."""
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.by_group: dict[str, Traffic] = defaultdict(Traffic)
+
+    @contextmanager
+    def counting(self, enabled: bool = True) -> Iterator[None]:
+        """Turns counting on, or off, for a while."""
+        before, self.enabled = self.enabled, enabled
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    def record(self, group: str, moved: int, dense: int | None = None) -> None:
+        if self.enabled:
+            self.by_group[group].add(1, moved, moved if dense is None else dense)
+
+    def total(self) -> Traffic:
+        total = Traffic()
+        for each in self.by_group.values():
+            total.add(each.calls, each.bytes, each.dense_bytes)
+        return total
+
+
+traffic = CommStatistics()

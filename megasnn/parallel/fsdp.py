@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel.zero import aligned, by_owner, joined, own_param_rows, send_rows, side_by_side
 from megasnn.parallel_state import Group
-from megasnn.schedule.fsdp_passes import AT_ONCE
+from megasnn.schedule.passes import AT_ONCE
 
 
 class GatheredWeights:

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megasnn.common.random import keyed_generator
 from megasnn.kernels.layout import flat_in_memory
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import Group, ParallelState
-from megasnn.random import keyed_generator
 
 NAMED = 10  # tensors that an error lists
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megasnn.grid import FLAG_OF_AXIS, HOLDING_AXES, Axis, Place
-from megasnn.random import keyed_generator
+from megasnn.common.grid import FLAG_OF_AXIS, HOLDING_AXES, Axis, Place
+from megasnn.common.random import keyed_generator
 
 Initialiser = Callable[[Tensor, torch.Generator], object]
 

@@ -15,15 +15,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megasnn.host_memory import without_waiting
-from megasnn.parallel.collectives import all_gather_into
-from megasnn.parallel.traffic import traffic
+from megasnn.common.memory import without_waiting
+from megasnn.parallel.collectives import all_gather_into, traffic
 from megasnn.parallel_state import Group
 
 
 @dataclass(frozen=True)
 class SharedStatistics:
-    """The exchange over a group of several ranks; see `megasnn.kernels.unit.Shared`."""
+    """The exchange over a group of several ranks; see `megasnn.kernels.norm_neuron.Shared`."""
 
     group: Group
 

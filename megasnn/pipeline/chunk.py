@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megasnn.bundle import Bundle, Key, bundle_of, entries_of, map_entries
-from megasnn.device_checks import explained
+from megasnn.common.bundle import Bundle, Key, bundle_of, entries_of, map_entries
+from megasnn.common.checks import explained
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.neuron import NeuronLayer
-from megasnn.layers.replicated import apply_layer
+from megasnn.layers.plain.replicated import apply_layer
 from megasnn.layers.row_context import own_pixel_rows, row_group
 from megasnn.layers.shape_inference import to_channels_last
 from megasnn.models.description import Built, Carried, ModelDescription
 from megasnn.parallel.sharding import ShardedTensor, described_tensors, materialise, sharded_tensors
 from megasnn.pipeline.graphs import Capture, ChunkGraphs, why_not
-from megasnn.telemetry.ranges import named
+from megasnn.telemetry.timers import named
 
 
 class PipelineChunk(nn.Module):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megasnn.schedule import ChunkCost
-from megasnn.schedule.memory import stage_shares
+from megasnn.schedule.costs import stage_shares
 
 TIMED = "forward", "input_gradient", "weight_gradient"
 

@@ -10,21 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.bundle import Bundle
-from megasnn.device_checks import placed
+from megasnn.common.bundle import Bundle
+from megasnn.common.checks import placed
+from megasnn.common.recompute import recording, replaying
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.graphs import ChunkGraphs
-from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer, StepState, without_graph
+from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer, PackedInput, StepState, without_graph
 from megasnn.pipeline.p2p import Transfers
-from megasnn.pipeline.packed_input import PackedInput
-from megasnn.recompute import recording, replaying
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, USES_WEIGHTS, Key
-from megasnn.telemetry.ranges import named
+from megasnn.telemetry.timers import named
 
 LossFunction = Callable[[Bundle, Any, bool], Tensor]
 """(output of the model, targets, is computed again) -> this micro-batch's share of the global batch's mean loss."""

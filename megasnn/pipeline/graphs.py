@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from megasnn.bundle import entries_of, map_entries
-from megasnn.device_checks import DeviceChecks, refuse
+from megasnn.common.bundle import entries_of, map_entries
+from megasnn.common.checks import DeviceChecks, refuse
 from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.dropout import drawing_for
 from megasnn.layers.norm import ParallelBatchNorm

@@ -9,7 +9,7 @@ ranks has a process group of its own: with both in one queue, a receive that is 
 its peer waits for. `megasnn/schedule/receives.py` decides which receives are posted before which action.
 
 A message has the size that was planned, whatever the values: a packed one that cannot hold them is noted by its sender
-(megasnn/device_checks.py) and read with the loss. No host looks at what travels.
+(megasnn/common/checks.py) and read with the loss. No host looks at what travels.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.bundle import Key, entries_of
-from megasnn.device_checks import explained
+from megasnn.common.bundle import Key, entries_of
+from megasnn.common.checks import explained
 from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, bits_of, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext
@@ -33,8 +33,8 @@ from megasnn.layers.init import tensors_of
 from megasnn.layers.row_context import WholeImages, row_group
 from megasnn.layers.shape_inference import is_channels_last
 from megasnn.models.description import DRY_SAMPLES, Built, Carried, ModelDescription
+from megasnn.parallel.collectives import traffic
 from megasnn.parallel.sharding import own_span
-from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group, ParallelState, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.schedule import Action, Kind, Schedule

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from megasnn.pipeline.cost_model import LayerCost, PipelineCosts
 from megasnn.schedule import Kind, Schedule
-from megasnn.schedule.actions import COMPUTE, PROPAGATING, Action
-from megasnn.schedule.passes import crosses, refine, with_recompute
+from megasnn.schedule.actions import COMPUTE, PROPAGATING, Action, crosses
+from megasnn.schedule.passes import refine, with_recompute
 
 MB = 10**6  # bytes
 

@@ -8,9 +8,9 @@ from functools import cache, partial
 
 from torch import nn
 
-from megasnn.batching import micro_batch_counts
+from megasnn.common.files import CheckpointError
+from megasnn.common.grid import micro_batch_counts
 from megasnn.config import ParallelConfig, PretrainConfig
-from megasnn.files import CheckpointError
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import Built, ModelDescription
 from megasnn.parallel.agreement import broadcast_result
@@ -20,10 +20,9 @@ from megasnn.pipeline.cost_model import PipelineCosts
 from megasnn.pipeline.peak_memory import MB, unit_memory, within_budget
 from megasnn.pipeline.profile_layers import profile_pipeline
 from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, plan_schedule, simulate
-from megasnn.schedule.fsdp_passes import SharedWeights
 from megasnn.schedule.named import looks_at_costs
 from megasnn.schedule.partition import layout_to_bounds, placed_bounds
-from megasnn.schedule.passes import NEVER
+from megasnn.schedule.passes import NEVER, SharedWeights
 
 WeightsOf = Callable[[Sequence[range]], SharedWeights]
 """Layers of each unit -> weights to gather."""

@@ -17,21 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megasnn.bundle import entries_of
+from megasnn.common.bundle import entries_of
+from megasnn.common.memory import AllocationCounter
+from megasnn.common.recompute import Cache, recording
 from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.context import BuildContext
 from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.models.description import ModelDescription
 from megasnn.parallel.agreement import broadcast_result
+from megasnn.parallel.collectives import traffic
 from megasnn.parallel.sharding import materialise
-from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group, ParallelState, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.cost_model import TIMED, LayerCost, LinkCost, PipelineCosts, for_samples
 from megasnn.pipeline.microbatch_state import MicroBatchInput, StepState
 from megasnn.pipeline.p2p import TensorSpec
-from megasnn.recompute import Cache, recording
-from megasnn.telemetry.allocations import AllocationCounter
 
 ROUNDS = 3
 TRIAL_SAMPLES = 1, 2

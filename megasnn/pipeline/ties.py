@@ -17,9 +17,9 @@ from torch import Tensor
 from megasnn.layers import ParallelBatchNorm
 from megasnn.layers.shape_inference import calls_of
 from megasnn.models.description import ModelDescription
+from megasnn.parallel.collectives import traffic
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel.sync_batch_norm import StepStatistics
-from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.p2p import linked

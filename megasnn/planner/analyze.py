@@ -1,13 +1,15 @@
-"""`analyze`: what of a model can be cut along which axis, and what its layers cost at each size; for a costs file.
+"""`analyze`: the axes that a model can be cut along, and the cost of its layers at each size, for a costs file.
 
 Sizes are counted on one process. The other ranks are torch's `fake` process group: exchanges give back what was there,
 so that layers compute with values that mean nothing and tensors of the right sizes, and what they exchange is counted.
+
+Seconds are measured on one rank alone, and on all ranks at the same time.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,19 +20,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megasnn.common.grid import ContextCut
+from megasnn.common.memory import held_memory_mb, keep_free_memory, processor_name, release_free_memory
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError
-from megasnn.grid import ContextCut
+from megasnn.config.training import PRECISIONS
 from megasnn.kernels.products import can_be_sparse
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.models.build import building_problems, describe
 from megasnn.models.description import LayerDescription, ModelDescription
-from megasnn.parallel.process_group import choose_device
+from megasnn.parallel.agreement import broadcast_result
+from megasnn.parallel.process_group import choose_device, start_process_group
 from megasnn.parallel.sharding import sharded_tensors
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.profile_layers import COUNTED_AS_THEY_ARE, TRIAL_SAMPLES, count_memory
-from megasnn.planner.cost_file import Analysis, Counted, CutAxis, HeldTensor, LayerFacts, identity
-from megasnn.precisions import PRECISIONS
+from megasnn.pipeline.cost_model import LayerCost, LinkCost
+from megasnn.pipeline.profile_layers import (
+    COUNTED_AS_THEY_ARE,
+    TRIAL_SAMPLES,
+    count_memory,
+    profile_layers,
+    profile_pipeline,
+)
+from megasnn.planner.costs import Analysis, Counted, CutAxis, HeldTensor, LayerFacts, Timed, identity
+from megasnn.planner.machines import DEVICES, Machine
 
 TENSOR_SIZES = 1, 2, 3, 4, 6, 8, 12, 16
 CONTEXT_SIZES = 2, 3, 4, 6, 8, 12, 16, 24, 32
@@ -53,7 +65,6 @@ def analyze(config: PretrainConfig, measure: bool = False) -> Analysis:
     description = describe(config.model, config.neuron.spec)
     if not measure:
         return counted_sizes(description, config)
-    from megasnn.planner.measure import measured
 
     device, _ = choose_device(config.parallel.device)
     is_first = os.environ.get("RANK", "0") == "0"
@@ -173,3 +184,60 @@ def _tensors_of(name: str, layer: nn.Module) -> Iterator[HeldTensor]:
     for entry in sharded_tensors([(name, layer)]):
         shape, size = tuple(entry.tensor.shape), entry.tensor.itemsize
         yield HeldTensor(entry.name, shape, size, entry.is_parameter, multiplied.get(entry.tensor, size))
+
+
+def measured(description: ModelDescription, config: PretrainConfig, known: Analysis | None) -> Analysis:
+    """Measured costs, with the machine that they are of. Collective over the ranks of torchrun.
+
+    Args:
+        known: on the first rank.
+    """
+    keep_free_memory()  # as an Engine does
+    joined_before = dist.is_initialized()
+    device = start_process_group(config.parallel.device)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    context, samples = one_rank(config, device.type == "cpu"), config.training.micro_batch_size
+    timed, link = [], None
+    if known is not None:
+        timed.append(_timed(profile_layers(description, samples, context, device), samples, 1))
+    if ranks > 1:
+        try:  # stages, whose link is measured
+            costs = profile_pipeline(description, samples, context, initialize_model_parallel(pp=ranks, device=device))
+        finally:
+            destroy_model_parallel()
+        timed.append(_timed(costs.layers, samples, ranks))
+        link = costs.link
+
+    def put_together() -> Analysis:
+        assert known is not None, "the first rank knows it"
+        return replace(known, timed=tuple(timed), machine=_machine(device, link, ranks))
+
+    found = broadcast_result(dist.group.WORLD if ranks > 1 else None, put_together)
+    if ranks > 1 and not joined_before:
+        dist.destroy_process_group()
+    return found
+
+
+def _machine(device: torch.device, link: LinkCost | None, ranks: int) -> Machine:
+    """The machine that seconds were measured on; sizes that were not measured are scaled by rates of the table.
+
+    Args:
+        link: between two ranks; None where there was one.
+    """
+    is_cpu = device.type == "cpu"
+    base = DEVICES["cpu-core" if is_cpu else "h100"]
+    release_free_memory()
+    return replace(
+        base,
+        name=processor_name() if is_cpu else torch.cuda.get_device_name(device),
+        least=0.0,
+        start=0.0,
+        within=link or base.within,
+        program=1e6 * held_memory_mb(device) if is_cpu else base.program,
+        memory=base.memory if is_cpu else float(torch.cuda.get_device_properties(device).total_memory),
+        told=f"measured with {ranks} rank(s)" + ("" if link else ", links from the table of devices"),
+    )
+
+
+def _timed(layers: Sequence[LayerCost], samples: int, ranks: int) -> Timed:
+    return Timed(samples, ranks, tuple((each.forward, each.input_gradient, each.weight_gradient) for each in layers))

@@ -9,11 +9,11 @@ from functools import cache, cached_property
 from itertools import product
 from typing import Literal
 
+from megasnn.common.grid import AXES, ContextCut, Grid
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
-from megasnn.config.validate import layout_problems
-from megasnn.grid import AXES, ContextCut, Grid
-from megasnn.planner.cost_file import Analysis
+from megasnn.config.validate import cut_problems, layout_problems
+from megasnn.planner.costs import Analysis
 from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.partition import layout_text
 from megasnn.schedule.passes import NEVER
@@ -164,7 +164,7 @@ def _of_grid(
     refused = analysis.possible["tensor"][grid.tp]
     if refused is None and grid.cp > 1:
         refused = analysis.possible[plain.cut].get(grid.cp, "was not asked for by analyze")
-    if refused is None and (problems := layout_problems(with_layout(config, plain), grid.world_size, None)):
+    if refused is None and (problems := layout_problems(with_layout(config, plain), grid.world_size)):
         refused = problems[0]
     if refused is not None or not may_be_best(plain):
         yield plain, refused or ""
@@ -175,7 +175,9 @@ def _of_grid(
                 layout = Layout(grid, plain.micro_batch_size, plain.cut, name, chunks, recompute, shards)
                 if not _is_asked(config, layout, whole=True):
                     continue
-                problems = layout_problems(with_layout(config, layout), grid.world_size, lambda: analysis.units)
+                chosen = with_layout(config, layout)
+                problems = layout_problems(chosen, grid.world_size)
+                problems = problems or cut_problems(chosen.parallel, analysis.units)
                 yield layout, problems[0] if problems else ""
 
 

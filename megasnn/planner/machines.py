@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import with_config
 
-from megasnn.files import STRICT
-from megasnn.grid import AXES, Axis, Grid
+from megasnn.common.files import STRICT
+from megasnn.common.grid import AXES, Axis, Grid
+from megasnn.common.registry import Registry
 from megasnn.pipeline.cost_model import LinkCost
-from megasnn.registry import Registry
 
 GB = 1e9
 AUTO = "auto"  # stands for the device that was measured

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from math import prod
 
 from megasnn.config import PretrainConfig
-from megasnn.config.optimizer import OptimizerConfig
-from megasnn.optimizers import OPTIMIZERS
-from megasnn.planner.cost_file import HeldTensor
+from megasnn.config.optimizer import OPTIMIZERS, OptimizerConfig
+from megasnn.planner.costs import HeldTensor
 
 BUCKET_BYTES = 8 << 20  # on a CPU
 GPU_BUCKET_BYTES = 32 << 20

@@ -1,4 +1,4 @@
-"""`plan` and `apply`: which layout to take on a cluster and why none of the others, and the file that runs it.
+"""`plan` and `apply`: the layout to take on a cluster, the reasons against all others, and the file that runs it.
 
 Reads a costs file, and needs no torch.
 """
@@ -9,21 +9,24 @@ import math
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isinf
 from pathlib import Path
 from typing import get_args
 
-from megasnn.batching import micro_batch_counts
+from megasnn.common.files import write_whole
+from megasnn.common.grid import micro_batch_counts
 from megasnn.config import ConfigError, PretrainConfig
 from megasnn.config.checks import flag
 from megasnn.config.data import SAMPLE
 from megasnn.config.training import LENGTHS
 from megasnn.config.values import to_json
-from megasnn.files import write_whole
+from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.planner.candidates import Candidate, Layout, Prefer, with_layout
-from megasnn.planner.cost_file import Analysis, differences
-from megasnn.planner.machines import Cluster
+from megasnn.planner.costs import Analysis, CutAxis, differences
+from megasnn.planner.machines import GB, Cluster
 from megasnn.planner.predict import Predicted
 from megasnn.planner.search import PlanError, Search
 
@@ -33,6 +36,12 @@ NOT_PLANNED = (
     *("bptt_steps", "cuda_graphs"),
 )
 LARGEST, CHOICES = 64, 5  # samples of a micro-batch that is chosen, and of how many sizes
+SHOWN = 12  # candidates
+WAYS: tuple[tuple[CutAxis, str], ...] = (
+    ("tensor", "tensor"),
+    ("samples", "context by samples"),
+    ("rows", "context by rows"),
+)
 
 
 @dataclass(frozen=True)
@@ -197,3 +206,63 @@ def _program(config: PretrainConfig) -> str:
         return f"-m megasnn {config.model.name}"
     script = getattr(sys.modules.get(module), "__file__", None)
     return shlex.quote(str(script)) if script else "SCRIPT"
+
+
+def cuts(analysis: Analysis, ranks: int) -> str:
+    """Parts of the model that so many ranks can cut, along which axis, and why not."""
+    lines = [f"{analysis.model}: {len(analysis.layers)} layers, "
+             f"{sum(each.parameters for each in analysis.layers):,} parameters, "
+             f"{sum(each.operations for each in analysis.layers):,} multiply-adds a sample"]  # fmt: skip
+    lines.append(f"pipeline: up to {len(analysis.layers)} stages, a layer each")
+    for axis, name in WAYS:
+        sizes = {size: refused for size, refused in analysis.possible[axis].items() if size <= ranks}
+        able = [str(size) for size, refused in sizes.items() if refused is None]
+        lines.append(f"{name}: {', '.join(able) or 'none'}")
+        why = dict[str, list[str]]()
+        for size, refused in sizes.items():
+            if refused is not None:
+                why.setdefault(refused, []).append(str(size))
+        lines += [f"  not {', '.join(found)}: {refused}" for refused, found in why.items()]
+    return "\n".join(lines)
+
+
+def table(plan: Plan) -> str:
+    """The plan and the best of the others, aligned for people."""
+    time, largest = plan.predicted.time, max(plan.predicted.memory, key=lambda each: each.total)
+    cluster, layout = plan.cluster, plan.layout
+    unused = 1e-6 * plan.bytes - largest.total
+    lines = [
+        f"plan for {cluster.ranks} x {cluster.machine.name}, {cluster.ranks_of_node} a node, preferring {plan.prefer}: "
+        f"{layout}",
+        f"  step {1e3 * time.total:.1f} ms = forward and backward {1e3 * time.pipeline:.1f} (ranks idle "
+        f"{plan.predicted.idle:.1%}) + sums of gradients that are not hidden {1e3 * time.reduction:.1f} + loss and "
+        f"norm of all ranks {1e3 * time.agreement:.1f} + optimizer {1e3 * time.update:.1f} "
+        f"+ rows of owners {1e3 * time.sharing:.1f}",
+        f"  memory of the largest rank {plan.bytes / GB:.2f} of {cluster.machine.memory / GB:.2f} GB: "
+        f"{1e-6 * plan.bytes:.0f} MB = {largest.told}"
+        + (f" + what an allocator keeps unused {unused:.0f}" if unused >= 1 else ""),
+        f"  {plan.predicted.micro_batches} micro-batch(es) a replica; the largest that would fit has about "
+        f"{plan.largest_micro_batch} samples",
+    ]
+    if layout.grid.pp > 1:
+        lines.append(f"  layers of each chunk {layers_per_chunk(plan.predicted.bounds)}")
+    lines.append(
+        f"  {len(plan.candidates)} layouts looked at in {plan.seconds:.1f} s, {plan.simulated} of them simulated"
+    )
+    lines += [f"advice: {each}" for each in plan.advice] + [f"WARNING: {each}" for each in plan.warnings]
+    rows = [("layout", "step, ms", "GB", "", "why not"), *map(_row, plan.candidates[:SHOWN])]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        cells = [text.ljust(width) for text, width in zip(row[:4], widths, strict=True)]
+        lines.append("  ".join([*cells, row[4]]).rstrip())
+    refused = Counter(each.reason for each in plan.candidates if isinf(each.seconds))
+    lines += [f"{count} cannot be: {reason}" for reason, count in refused.most_common(SHOWN)]
+    return "\n".join(lines)
+
+
+def _row(each: Candidate) -> tuple[str, str, str, str, str]:
+    name = str(each.layout)
+    if isinf(each.seconds):
+        return name, "-", "-", "", each.reason
+    how = "simulated" if each.simulated else "about"
+    return name, f"{1e3 * each.seconds:.1f}", f"{each.bytes / GB:.2f}", how, each.reason or "taken"

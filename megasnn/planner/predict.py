@@ -9,13 +9,13 @@ from functools import cache, lru_cache, partial
 from itertools import chain
 from typing import NamedTuple
 
-from megasnn.batching import micro_batch_counts
+from megasnn.common.grid import micro_batch_counts
 from megasnn.config import PretrainConfig
+from megasnn.config.training import PRECISIONS
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.peak_memory import peak_moments, unit_memory
 from megasnn.planner.candidates import Layout
-from megasnn.planner.cost_file import Analysis
-from megasnn.planner.costs import Share, held_tensors, layer_costs
+from megasnn.planner.costs import Analysis, Share, held_tensors, layer_costs
 from megasnn.planner.machines import Cluster
 from megasnn.planner.memory import (
     MemoryForecast,
@@ -25,7 +25,6 @@ from megasnn.planner.memory import (
     sample_bytes,
     states_of,
 )
-from megasnn.precisions import PRECISIONS
 from megasnn.schedule import (
     ChunkCost,
     Kind,
@@ -36,10 +35,10 @@ from megasnn.schedule import (
     plan_schedule,
     simulate,
 )
-from megasnn.schedule.fsdp_passes import AT_ONCE, SharedWeights
+from megasnn.schedule.actions import crosses
 from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.partition import placed_bounds
-from megasnn.schedule.passes import NEVER, crosses
+from megasnn.schedule.passes import AT_ONCE, NEVER, SharedWeights
 
 ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2}
 Placement = tuple[int, ...]

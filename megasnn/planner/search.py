@@ -12,7 +12,7 @@ from operator import attrgetter
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import flag
 from megasnn.planner.candidates import Candidate, Layout, Prefer, given_flags, layouts
-from megasnn.planner.cost_file import Analysis
+from megasnn.planner.costs import Analysis
 from megasnn.planner.machines import GB, Cluster
 from megasnn.planner.predict import Predicted, Predictor
 from megasnn.schedule.passes import NEVER

@@ -9,11 +9,11 @@ from megasnn.schedule.costs import chunk_costs as chunk_costs
 from megasnn.schedule.named import AUTO as AUTO
 from megasnn.schedule.named import SCHEDULES as SCHEDULES
 from megasnn.schedule.named import equal_costs as equal_costs
+from megasnn.schedule.named import find_best as find_best
 from megasnn.schedule.named import per_stage as per_stage
 from megasnn.schedule.plan import SchedulePlan as SchedulePlan
 from megasnn.schedule.plan import generate as generate
 from megasnn.schedule.plan import plan_schedule as plan_schedule
-from megasnn.schedule.search import find_best as find_best
 from megasnn.schedule.simulate import Simulation as Simulation
 from megasnn.schedule.simulate import simulate as simulate
 from megasnn.schedule.validate import ScheduleError as ScheduleError

@@ -148,3 +148,8 @@ def format_actions(orders: Collection[Sequence[Action]], marks: Collection[Posit
         cut = "... " if first else "", " ..." if len(row) > behind else ""
         lines.append(f"rank {rank}: {' '.join(shown).join(cut)}")
     return "\n".join(lines)
+
+
+def crosses(placement: Sequence[int], unit: int) -> bool:
+    """True if the output of a unit goes to another rank; there are units before and behind it."""
+    return 0 <= unit < len(placement) - 1 and placement[unit] != placement[unit + 1]

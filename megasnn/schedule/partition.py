@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
 
-from megasnn.registry import Registry
+from megasnn.common.registry import Registry
 
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 FILL_AND_DRAIN = 1 / 8  # of a chunk's cost beside a rank's: about that of a step of eight micro-batches

@@ -1,24 +1,43 @@
-"""Transformations of a schedule: from computing alone to what an executor can run.
+"""Passes over a schedule, which turn an order of computations into actions that an executor can run.
 
 Communication is added by a pass, not by the generators, as ``_add_send_recv`` in ``torch.distributed.pipelining`` does:
 a generator says in what order to compute, and nothing else. `refine` and `insert_recompute` are passes over a complete
 schedule, whose result whatever reads schedules reads, too.
+
+Passes for weights that replicas share say when units are gathered and freed, and when gradients are reduce-scattered.
+They take a complete schedule of units. While a unit computes, its own weights are there, and the weights of the unit
+that the rank uses next are gathered.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from megasnn.registry import Registry
-from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, RECEIVES, Action, Kind, Schedule
+from megasnn.common.registry import Registry
+from megasnn.schedule.actions import (
+    COMPUTE,
+    FINISHING,
+    PROPAGATING,
+    RECEIVES,
+    SENDS,
+    SHARDING,
+    USES_WEIGHTS,
+    Action,
+    Kind,
+    Schedule,
+    crosses,
+)
+from megasnn.schedule.costs import weights_held
+from megasnn.schedule.validate import validate_weights
 
-
-def crosses(placement: Sequence[int], unit: int) -> bool:
-    """True if the output of a unit goes to another rank; there are units before and behind it."""
-    return 0 <= unit < len(placement) - 1 and placement[unit] != placement[unit + 1]
+_OF_ALL_UNITS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT_GRADIENT: -1, Kind.WEIGHT_GRADIENT: -1}
+_OF_ALL_UNITS[Kind.REDUCE_GRAD] = -1
+_OF_FIRST_UNIT = {Kind.RECV_FORWARD, Kind.SEND_BACKWARD}
+NEVER = "never"
+AT_ONCE = 2  # gathers on their way: of the unit that computes next, and of the one behind it
 
 
 def complete(order: Schedule) -> Schedule:
@@ -95,11 +114,6 @@ def _with_reduction(order: tuple[Action, ...], units: set[int]) -> tuple[Action,
     return tuple(result)
 
 
-_OF_ALL_UNITS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT_GRADIENT: -1, Kind.WEIGHT_GRADIENT: -1}
-_OF_ALL_UNITS[Kind.REDUCE_GRAD] = -1
-_OF_FIRST_UNIT = {Kind.RECV_FORWARD, Kind.SEND_BACKWARD}
-
-
 def refine(schedule: Schedule, units: Sequence[int]) -> Schedule:
     """Splits every computation of a chunk into those of its units: forwards ascending, backwards descending.
 
@@ -132,8 +146,6 @@ RECOMPUTE: Registry[Callable[[int, int], bool]] = Registry(
 )
 """By name: (micro-batch, number of micro-batches) -> whether its forwards are computed again."""
 
-NEVER = "never"
-
 
 def insert_recompute(schedule: Schedule, wanted: Callable[[int, int], bool]) -> Schedule:
     """Adds an R before the backward of each (unit, micro-batch) that is wanted; its forward keeps its input alone.
@@ -160,3 +172,76 @@ def with_recompute(row: Sequence[Action], wanted: Callable[[int, int], bool]) ->
         if kind in COMPUTE:
             computed = action
     return tuple(result)
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """Weights to gather.
+
+    Attributes:
+        unit_bytes: of the gathered weights of each unit; 0: it has none.
+        scattered: units whose gradients are scattered after every micro-batch.
+        ranks: that shard them.
+    """
+
+    unit_bytes: tuple[int, ...]
+    scattered: frozenset[int] = frozenset()
+    ranks: int = 2
+
+    def insert(self, schedule: Schedule) -> Schedule:
+        """Adds UNSHARD, RESHARD and REDUCE_SCATTER, proved right."""
+        scattered = schedule if schedule.forward_only else insert_reduce_scatters(schedule, self.scattered)
+        complete = insert_unshards(scattered, self.unit_bytes)
+        validate_weights(complete, self.unit_bytes, self.scattered)
+        return complete
+
+    def gathered_and_buffers(self, schedule: Schedule, rank: int) -> tuple[int, int]:
+        """Most bytes of gathered weights that a rank holds, and of what comes, and with more than two ranks goes, on
+        its way."""
+        units = [self.unit_bytes[unit] for unit in schedule.units_of(rank) if self.unit_bytes[unit]]
+        travelling = max(units, default=0) * (self.ranks - 1) // self.ranks * (1 if self.ranks == 2 else 2)
+        return max(weights_held(schedule, rank, self.unit_bytes)), travelling * min(AT_ONCE, len(units))
+
+
+def insert_unshards(schedule: Schedule, unit_bytes: Sequence[int]) -> Schedule:
+    """Adds an UNSHARD before computations that do not find their unit's weights, and a RESHARD behind the last use.
+
+    A unit without bytes of weights has no action.
+    """
+    return replace(schedule, actions=tuple(_with_unshards(row, unit_bytes) for row in schedule.actions))
+
+
+def _with_unshards(row: Sequence[Action], unit_bytes: Sequence[int]) -> tuple[Action, ...]:
+    uses = [(at, unit) for at, (unit, kind, _) in enumerate(row) if kind in USES_WEIGHTS and unit_bytes[unit]]
+    result: list[Action] = []
+    live: Collection[int] = ()
+    start = 0
+    for number, (at, unit) in enumerate(uses):
+        later = (uses[place][1] for place in range(number, len(uses)))
+        wanted = dict.fromkeys((unit, next((each for each in later if each != unit), unit)))
+        result += [Action(each, Kind.RESHARD) for each in live if each not in wanted]
+        result += [Action(each, Kind.UNSHARD) for each in wanted if each not in live]
+        end = at + 1
+        while end < len(row) and row[end].kind in SENDS:  # others wait for what is sent
+            end += 1
+        result += row[start:end]
+        live, start = wanted, end
+    return (*result, *(Action(each, Kind.RESHARD) for each in live), *row[start:])
+
+
+def insert_reduce_scatters(schedule: Schedule, units: Collection[int]) -> Schedule:
+    """Adds a REDUCE_SCATTER behind each B or W of these units."""
+    return replace(schedule, actions=tuple(_with_reduce_scatters(row, frozenset(units)) for row in schedule.actions))
+
+
+def _with_reduce_scatters(row: Sequence[Action], units: Collection[int]) -> tuple[Action, ...]:
+    result: list[Action] = []
+    due: Action | None = None
+    for action in row:
+        if due is not None and action.kind not in SENDS | SHARDING:  # others wait for what is sent and gathered
+            result.append(due)
+            due = None
+        result.append(action)
+        if action.kind in FINISHING and action.unit in units:
+            due = Action(action.unit, Kind.REDUCE_SCATTER, action.micro_batch)
+    return (*result, *([] if due is None else [due]))

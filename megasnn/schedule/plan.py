@@ -9,12 +9,18 @@ from typing import Any
 
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.costs import ChunkCost
-from megasnn.schedule.fsdp_passes import SharedWeights
 from megasnn.schedule.generators import forward_only
-from megasnn.schedule.named import AUTO, SCHEDULES, CostsOf, equal_costs, named_schedule
+from megasnn.schedule.named import AUTO, SCHEDULES, CostsOf, equal_costs, find_best, named_schedule
 from megasnn.schedule.partition import loop_placement
-from megasnn.schedule.passes import NEVER, RECOMPUTE, complete, insert_recompute, insert_transfers, refine
-from megasnn.schedule.search import find_best
+from megasnn.schedule.passes import (
+    NEVER,
+    RECOMPUTE,
+    SharedWeights,
+    complete,
+    insert_recompute,
+    insert_transfers,
+    refine,
+)
 from megasnn.schedule.validate import validate
 
 FLAG = "--num-virtual-stages-per-pipeline-rank"

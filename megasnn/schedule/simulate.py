@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megasnn.schedule.actions import COMPUTE, RECEIVES, USES_WEIGHTS, Action, Kind, Schedule
-from megasnn.schedule.costs import ChunkCost
-from megasnn.schedule.memory import activations_held
+from megasnn.schedule.costs import ChunkCost, activations_held
 from megasnn.schedule.validate import runs
 
 

@@ -14,9 +14,9 @@ from megasnn.schedule.actions import (
     Kind,
     Position,
     Schedule,
+    crosses,
     format_actions,
 )
-from megasnn.schedule.passes import crosses
 
 MOST_TOLD = 8  # missing actions
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megasnn.telemetry.records import EvaluationRecord, IterationRecord, StepResult
-    from megasnn.telemetry.reporter import RunOutline
+from megasnn.telemetry.records import EvaluationRecord, IterationRecord, RunOutline, StepResult
 
 
 class Callback:

@@ -5,10 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Annotated, get_type_hints
 
 _ACCURACIES = {"accuracy": "accuracy", "top1": "top-1 accuracy", "top5": "top-5 accuracy"}
 _CARDS = {"top1": "accuracy_top1", "top5": "accuracy_top5"}
+
+
+@dataclass(frozen=True)
+class RunOutline:
+    """Facts about a run that its reports need beforehand.
+
+    Attributes:
+        iterations: of the whole run. epoch_samples: training samples of an epoch.
+        directory: of TensorBoard; log_directory: of log.jsonl. None writes nothing.
+        resumed: (iteration, consumed samples) from which the run continues.
+    """
+
+    iterations: int
+    epoch_samples: int
+    directory: str | Path | None = None
+    log_directory: str | Path | None = None
+    resumed: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,43 +6,26 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megasnn.telemetry.callback import Callback
-from megasnn.telemetry.energy import LayerWork, describe_operations, synaptic_operations
 from megasnn.telemetry.log import BestEffort, Console, JsonLog
 from megasnn.telemetry.records import (
     EvaluationRecord,
     IterationRecord,
+    RunOutline,
     StepResult,
     format_evaluation,
     format_iteration,
     scalars_of,
     values_of,
 )
-from megasnn.telemetry.spikes import LayerSpikes, mean_spikes
+from megasnn.telemetry.spikes import LayerSpikes, LayerWork, describe_operations, mean_spikes, synaptic_operations
 from megasnn.telemetry.tensorboard import TensorBoard
 
 _NAMES = {"top1": "accuracy"}  # of training
-
-
-@dataclass(frozen=True)
-class RunOutline:
-    """Facts about a run that its reports need beforehand.
-
-    Attributes:
-        iterations: of the whole run. epoch_samples: training samples of an epoch.
-        directory: of TensorBoard; log_directory: of log.jsonl. None writes nothing.
-        resumed: (iteration, consumed samples) from which the run continues.
-    """
-
-    iterations: int
-    epoch_samples: int
-    directory: str | Path | None = None
-    log_directory: str | Path | None = None
-    resumed: tuple[int, int] | None = None
 
 
 class Reporter:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
+from megasnn.common.checks import placed
 from megasnn.config import PretrainConfig
 from megasnn.data import BatchLoader, Datasets, open_datasets
 from megasnn.data.arrays import ArrayFile, ArrayFormat
 from megasnn.data.loader import epoch_samples, order_identity
-from megasnn.device_checks import placed
+from megasnn.data.preprocess.sample import shards_of_sample
 from megasnn.engine import Engine
+from megasnn.models.build import task_of
 from megasnn.models.model import Model
-from megasnn.models.task import task_of
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel_state import ParallelState
-from megasnn.preprocess.sample import shards_of_sample
 
 
 def arrays_of(model: Model) -> ArrayFormat | None:

@@ -1,32 +1,42 @@
-"""The loop of a run: iterations, exit conditions, evaluation, saving."""
+"""The loop of a run: iterations, exit conditions, signals, evaluation, saving.
+
+After SIGTERM, SIGINT or SIGUSR1 a run saves at the end of its step and ends; a second signal ends it at once.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from types import FrameType, TracebackType
 
+from megasnn.common.checks import placed
+from megasnn.common.memory import memory_scalars
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
-from megasnn.device_checks import placed
 from megasnn.engine import Engine
-from megasnn.engine.debug import first_non_finite
+from megasnn.engine.step import first_non_finite
 from megasnn.parallel.agreement import gather
+from megasnn.parallel.collectives import traffic
 from megasnn.parallel.replica_check import ReplicaError, compare_replicas
-from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.callback import Callback
-from megasnn.telemetry.memory import memory_scalars
-from megasnn.telemetry.reporter import Reporter, RunOutline
+from megasnn.telemetry.records import RunOutline
+from megasnn.telemetry.reporter import Reporter
 from megasnn.training.data import RunData
 from megasnn.training.memory import announce, compare, forecast_memory
-from megasnn.training.metrics import Metrics
-from megasnn.training.profiling import Pictures, StepTrace
-from megasnn.training.resume import claim, load_start, require_checkpoint
-from megasnn.training.saving import Saves
-from megasnn.training.signals import StopSignals
+from megasnn.training.metrics import Metrics, Pictures, StepTrace
+from megasnn.training.resume import Saves, claim, load_start, require_checkpoint
 from megasnn.training.startup_log import introduce, log_folder
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SAME_REQUEST_SECONDS = 1.0
+"""A launcher passes on what the terminal has sent to all processes already: that is one request, not two."""
 
 
 class TrainingRun:
@@ -274,3 +284,44 @@ class TrainingRun:
 
 def _due(iteration: int, interval: int | None) -> bool:
     return interval is not None and interval > 0 and iteration % interval == 0
+
+
+class StopSignals:
+    """Context manager: within it the signals ask the run to stop; `requested` names the first one that came.
+
+    Only the main thread of a program can handle signals; anywhere else nothing is ever requested.
+    """
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self._requested_at = 0.0
+        self._handlers = ExitStack()
+
+    @property
+    def status(self) -> int:
+        """The exit status of this rank where the request leaves nothing that counts."""
+        return 1 if self.requested is None else 128 + signal.Signals[self.requested]
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                    self._handlers.callback(signal.signal, number, signal.signal(number, self._take))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._handlers.close()
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.requested is None:
+            self.requested, self._requested_at = name, time.monotonic()
+            # torchrun sends SIGTERM when another rank has failed: then nothing can be saved, and nothing is promised.
+            if number != signal.SIGTERM and os.environ.get("LOCAL_RANK", "0") == "0":
+                text = f"{name}: the run ends after this step or evaluated batch; once more ends it at once\n"
+                sys.stderr.write(text)
+        elif time.monotonic() - self._requested_at > SAME_REQUEST_SECONDS:
+            sys.stderr.write(f"{name} after {self.requested}: ending at once; what was saved before stays\n")
+            os._exit(128 + number)

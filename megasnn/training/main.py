@@ -10,16 +10,15 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from megasnn.common.checks import placed
+from megasnn.common.files import CheckpointError
 from megasnn.config import PretrainConfig
-from megasnn.device_checks import placed
-from megasnn.engine.faults import claim_fault, end_process, in_full
-from megasnn.engine.mesh import join_ranks
-from megasnn.files import CheckpointError
 from megasnn.parallel.agreement import gather
+from megasnn.parallel.faults import claim_fault, end_process, in_full
+from megasnn.parallel.process_group import join_ranks
 from megasnn.parallel.replica_check import ReplicaError
 from megasnn.telemetry.callback import Callback
-from megasnn.training.loop import TrainingRun
-from megasnn.training.signals import StopSignals
+from megasnn.training.loop import StopSignals, TrainingRun
 
 SAVE_FAILED, DIVERGED, INTERRUPTED = 3, 4, 130
 SAVING_SECONDS = 5.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
+from megasnn.common.memory import held_memory_mb, peak_memory_mb, release_free_memory
 from megasnn.config import PretrainConfig
 from megasnn.engine import Engine
 from megasnn.engine.model import DistributedModel
-from megasnn.host_memory import release_free_memory
 from megasnn.optim.build import held_state_bytes, state_bytes, working_bytes
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import ShardedTensor
@@ -18,7 +18,6 @@ from megasnn.pipeline.peak_memory import Moment, peak_moments
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.pipeline.profile_layers import count_memory
 from megasnn.planner.memory import MemoryForecast, sample_bytes
-from megasnn.telemetry.memory import held_memory_mb, peak_memory_mb
 from megasnn.telemetry.reporter import Reporter
 
 

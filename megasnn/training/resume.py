@@ -1,4 +1,4 @@
-"""Starting point of a run: a checkpoint, weights alone, or the initial values."""
+"""Checkpoints of a run: the one it starts from, those it saves, and the best of them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megasnn.checkpoint.folder import go_back, list_checkpoints, resolve
+from megasnn.checkpoint.folder import FolderLock, go_back, list_checkpoints, resolve
 from megasnn.checkpoint.format import Metadata
-from megasnn.checkpoint.job import FolderLock
 from megasnn.checkpoint.load import load_checkpoint, model_differences
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.state_dict import read_state_dict
+from megasnn.checkpoint.save import Writer
+from megasnn.checkpoint.source import read_state_dict
+from megasnn.common.checks import placed
+from megasnn.common.files import CheckpointError, NoCheckpointError, in_message
 from megasnn.config import PretrainConfig
-from megasnn.config.identity import changed_recipe, changed_samples, identity, recipe
-from megasnn.device_checks import placed
+from megasnn.config.values import SAMPLES, changed_recipe, changed_samples, identity, recipe, samples
 from megasnn.engine import Engine
-from megasnn.files import CheckpointError, NoCheckpointError, in_message
 from megasnn.parallel.agreement import broadcast_result, run_on_all_ranks
 from megasnn.parallel_state import ParallelState
+from megasnn.telemetry.reporter import Reporter
 
 
 @placed("while looking at the checkpoint of --load")
@@ -246,3 +247,73 @@ def _problems(config: PretrainConfig, place: Mapping[str, object], saved: Metada
 
 def _warnings(remarks: Iterable[str]) -> str:
     return "\n".join(f"WARNING: {remark}" for remark in remarks)
+
+
+class Saves:
+    """Checkpoints of one run. Making one is collective. Without a claim of a folder nothing is saved."""
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        engine: Engine,
+        claim: Claim | None,
+        place: Mapping[str, object],
+        begin: StartingPoint,
+        reporter: Reporter,
+    ) -> None:
+        options = config.checkpoint
+        self._keeps_best, self._engine, self._claim = options.keep_best, engine, claim
+        self._extra = {**place, SAMPLES: samples(config)}
+        self._best, self._saved_best = begin.best, begin.best if begin.saved else None
+        self._saver: Writer | None = None
+        if claim is not None:
+            self._saver = Writer(
+                claim.folder,
+                process_group=engine.state.world.handle,
+                background=options.async_save,
+                keep_last=options.keep_last,
+                keep_every=options.keep_every,
+                report=reporter.line,
+                complete=reporter.saved,
+                saved=engine.iteration if begin.saved else None,
+            )
+
+    def save(self, skipped_steps: int) -> None:
+        """Saves unless this iteration is saved already; a save that fails is reported, and the run goes on. Collective.
+
+        Args:
+            skipped_steps: since the save before, steps that were not finite.
+        """
+        if self._saver is None:
+            return
+        best = {} if self._best is None else {"best": asdict(self._best)}
+        progress = self._engine.checkpoints.progress({**self._extra, **best}, skipped_steps)
+        is_best = self.at_best(self._engine.iteration) and self._best != self._saved_best
+        self._saved_best = self._best if is_best else self._saved_best
+        self._saver.save(progress, self._engine.checkpoints.state, is_best)
+
+    def found(self, iteration: int, accuracy: float) -> None:
+        """Takes the share of right answers of an evaluation, the same on every rank."""
+        if self._keeps_best and (self._best is None or accuracy > self._best.accuracy_top1):
+            self._best = Best(iteration, accuracy)
+
+    def at_best(self, iteration: int) -> bool:
+        """Returns True where this iteration is the best so far, and is to be kept as that."""
+        return self._best is not None and self._best.iteration == iteration
+
+    def finish(self, seconds: float | None = None) -> bool:
+        """Waits for a save in the background; False when the last save has failed. Collective.
+
+        Args:
+            seconds: no longer than that, after which nothing more can be saved.
+        """
+        if self._saver is None:
+            return True
+        self._saver.finish(seconds)
+        return not self._saver.failed
+
+    def close(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
+        if self._claim is not None:
+            self._claim.release()

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
+from megasnn.common.files import write_whole
 from megasnn.config import PretrainConfig, changed_flags, to_dict, to_json, with_model_name
 from megasnn.config.data import SAMPLE
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import Length
-from megasnn.data.paths import shown_path
+from megasnn.data.remote import shown_path
 from megasnn.engine import Engine
 from megasnn.engine.model import DistributedModel
-from megasnn.files import write_whole
 from megasnn.kernels.backends import backend_for
 from megasnn.kernels.neuron_spec import NeuronSpec
 from megasnn.kernels.spike_codec import Content
@@ -26,8 +26,8 @@ from megasnn.parallel.process_group import choose_device
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule.draw import raster
-from megasnn.telemetry.energy import LayerWork
 from megasnn.telemetry.reporter import Reporter
+from megasnn.telemetry.spikes import LayerWork
 
 
 def log_folder(config: PretrainConfig) -> Path | None:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.grid import Grid, Place
+from megasnn.common.grid import Grid, Place
+from megasnn.common.random import keyed_generator
 from megasnn.parallel.sharding import Cut, Shard, ShardedTensor, declare, materialise, sharded_tensors
-from megasnn.random import keyed_generator
 
 ONE = Grid()
 CONFIG = {"model": {"embed_dim": 16, "depth": 2}, "neuron": {"tau": 2.0, "v_reset": None}}

@@ -19,8 +19,8 @@ from megasnn.checkpoint.format import Progress, read_metadata
 from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
 from megasnn.checkpoint.save import save_checkpoint, save_global_tensors
 from megasnn.checkpoint.tensor_io import damage as damage_of
-from megasnn.files import DamagedError
-from megasnn.grid import Grid
+from megasnn.common.files import DamagedError
+from megasnn.common.grid import Grid
 from tests.checkpoint.fake_model import CONFIG, Rank, known
 
 

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint.folder import LATEST, go_back, list_checkpoints, name_best, prune
-from megasnn.checkpoint.job import FolderLock
+from megasnn.checkpoint.folder import LATEST, FolderLock, go_back, list_checkpoints, name_best, prune
 from megasnn.checkpoint.load import load_global_tensors
 from megasnn.checkpoint.save import save_global_tensors
-from megasnn.files import CheckpointError, NoCheckpointError
+from megasnn.common.files import CheckpointError, NoCheckpointError
 
 
 def save(folder: Path, iteration: int, value: float = 0.0, **progress: int) -> None:

@@ -17,7 +17,7 @@ from megasnn.checkpoint.format import OPTIMIZER, Progress, SavedTensor, covers_o
 from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
 from megasnn.checkpoint.optimizer_state import allocate
 from megasnn.checkpoint.save import save_checkpoint
-from megasnn.grid import Grid, Place
+from megasnn.common.grid import Grid, Place
 from megasnn.parallel.sharding import sharded_tensors
 from tests.checkpoint.fake_model import CONFIG, Rank, known, layer, wrong
 

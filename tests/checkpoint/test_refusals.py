@@ -16,8 +16,8 @@ from megasnn.checkpoint.format import Progress
 from megasnn.checkpoint.load import load_checkpoint, load_globals_into, model_differences
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import save_checkpoint
-from megasnn.files import CheckpointError, NoCheckpointError
-from megasnn.grid import Grid
+from megasnn.common.files import CheckpointError, NoCheckpointError
+from megasnn.common.grid import Grid
 from megasnn.parallel.sharding import Shard, ShardedTensor
 from tests.checkpoint.fake_model import CONFIG, Rank, known
 

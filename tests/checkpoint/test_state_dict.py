@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor
 
-from megasnn.checkpoint.state_dict import read_state_dict
-from megasnn.files import CheckpointError
+from megasnn.checkpoint.source import read_state_dict
+from megasnn.common.files import CheckpointError
 from megasnn.models.registry import dialect_for, dialect_of
 from megasnn.models.spikformer.weight_names import SPIKINGJELLY
 from megasnn.models.weight_names import NORM_TENSORS, values_of

@@ -13,8 +13,8 @@ import pretrain_spikformer
 from megasnn import pretrain
 from megasnn.checkpoint.save import save_global_tensors
 from megasnn.config import ConfigError, PretrainConfig, parse
+from megasnn.config.checks import help_texts
 from megasnn.config.cli import ORDER, flag_names
-from megasnn.config.fields import help_texts
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
 from megasnn.models.spikformer.model import Spikformer

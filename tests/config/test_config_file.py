@@ -23,8 +23,7 @@ from megasnn.config import (
     to_json,
     validate,
 )
-from megasnn.config.identity import changed_recipe, recipe
-from megasnn.config.values import with_keywords
+from megasnn.config.values import changed_recipe, recipe, with_keywords
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs

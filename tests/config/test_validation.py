@@ -13,13 +13,14 @@ from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
-from megasnn.pretraining import pretrain, refuse_other_device
+from megasnn.pretraining import pretrain, refuse_other_device, refuse_unbuildable
 
 
 def problems(flags: str, world_size: int = 1, length: str = "--train-iters 10", model: type = Spikformer) -> list[str]:
     config = parse(run_config(model), [*length.split(), *flags.split()])
     try:
         validate(config, world_size)
+        refuse_unbuildable(config)
     except ConfigError as error:
         return list(error.problems)
     return []

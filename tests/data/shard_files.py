@@ -13,13 +13,13 @@ from webdataset import TarWriter
 from megasnn import data
 from megasnn.augment import AUGMENTATIONS
 from megasnn.config import DataConfig
-from megasnn.data.dataset import ShardDataset
+from megasnn.data.datasets import ShardDataset
+from megasnn.data.events import Events, FrameOptions, Recording, SensorSize, make_frames
 from megasnn.data.formats import encode_events, encode_frames
 from megasnn.data.images import ImageFormat
 from megasnn.data.loader import BatchLoader, Share
+from megasnn.data.preprocess.sample import shards_of_sample
 from megasnn.data.shards import open_shard
-from megasnn.events import Events, FrameOptions, Recording, SensorSize, make_frames
-from megasnn.preprocess.sample import shards_of_sample
 
 CLASSES = 3
 Samples = dict[str, dict[str, bytes]]

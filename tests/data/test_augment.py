@@ -14,12 +14,20 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from megasnn.augment import AUGMENTATIONS, crop_and_flip, flip_and_one_more, flip_and_roll
-from megasnn.augment.images import CROP_SHAPE, ImageRecipe, flip, random_box
+from megasnn.augment.images import (
+    CROP_SHAPE,
+    NAMES,
+    ImageRecipe,
+    RandAugment,
+    flip,
+    operate,
+    parse_rand_augment,
+    random_box,
+)
 from megasnn.augment.mixing import Mixing
-from megasnn.augment.rand_augment import NAMES, RandAugment, operate, parse_rand_augment
+from megasnn.common.random import keyed_numbers
 from megasnn.config import DataConfig
 from megasnn.data.images import ImageFormat
-from megasnn.random import keyed_numbers
 from tests.data.shard_files import as_events, image_file, loader, open_datasets, write_shard
 
 events = np.random.default_rng(0).integers(1, 200, (3, 2, 24, 24)).astype(np.uint8)

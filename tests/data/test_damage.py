@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megasnn.data.dataset import BrokenSample, ShardDataset
+from megasnn.data.datasets import BrokenSample, ShardDataset
+from megasnn.data.events import FrameOptions
 from megasnn.data.formats import EventFormat
 from megasnn.data.images import ImageFormat
 from megasnn.data.shards import open_shard
-from megasnn.events import FrameOptions
 from tests.data.shard_files import image_file, loader, numbered, open_all, write_shard
 
 IMAGE, EVENTS = ImageFormat(8, 3), EventFormat(FrameOptions(4, size=8))

@@ -10,10 +10,10 @@ import torch
 
 from megasnn.config import DataConfig
 from megasnn.data.datasets import sample_format
+from megasnn.data.events import FrameOptions, Recording
 from megasnn.data.formats import decode_events, encode_events, encode_frames
 from megasnn.data.images import NORMALISATIONS, ImageFormat
-from megasnn.events import FrameOptions, Recording
-from megasnn.preprocess import sample
+from megasnn.data.preprocess import sample
 from tests.data.shard_files import (
     as_events,
     as_frames,

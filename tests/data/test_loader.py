@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from megasnn.data.dataset import BrokenSample
+from megasnn.data.datasets import BrokenSample
 from megasnn.data.loader import order_identity
 from tests.data.shard_files import loader, numbered, open_all, write_shard, write_shards
 

@@ -10,11 +10,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from megasnn.data.dataset import ShardDataset, _opened
-from megasnn.data.datasets import open_shards
+from megasnn.data.datasets import ShardDataset, _opened, open_shards
 from megasnn.data.images import ImageFormat
-from megasnn.data.paths import expand_shards
-from megasnn.data.remote import FetchError
+from megasnn.data.remote import FetchError, expand_shards
 from tests.data.shard_files import CLASSES, numbered, open_all, write_shard, write_shards
 from tests.data.shard_server import serving
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megasnn.data import shards as shards_
-from megasnn.data.paths import expand_shards
+from megasnn.data.remote import expand_shards
 from megasnn.data.shards import open_shard, scan
 from tests.data.shard_files import image_file, numbered, open_all, write_shard, write_shards
 

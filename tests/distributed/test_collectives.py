@@ -11,8 +11,14 @@ from torch import Tensor
 
 from megasnn.kernels.spike_codec import Content
 from megasnn.parallel import collectives
-from megasnn.parallel.collectives import all_gather_into, all_reduce_sum, gather_columns, sum_and_scatter_columns
-from megasnn.parallel.traffic import Traffic, traffic
+from megasnn.parallel.collectives import (
+    Traffic,
+    all_gather_into,
+    all_reduce_sum,
+    gather_columns,
+    sum_and_scatter_columns,
+    traffic,
+)
 from megasnn.parallel_state import Group
 from tests.distributed.whole import everybody, random, spikes
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm
 from megasnn.layers.init import constant
-from megasnn.parallel.collectives import all_reduce_sum
+from megasnn.parallel.collectives import all_reduce_sum, traffic
 from megasnn.parallel.sync_batch_norm import SharedStatistics, merge_running_statistics
-from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
 from tests.distributed.whole import build, channels_last, context, cut_part, everybody, mine, random, require_close
 from tests.parts import Part, assemble, gradients, parts

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasnn.config.optimizer import OptimizerConfig
+from megasnn.config.optimizer import OPTIMIZERS, OptimizerConfig
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelLinear
 from megasnn.optim.build import build_optimizer, held_state_bytes, state_bytes
 from megasnn.optim.norms import GradientNorm
 from megasnn.optim.rates import learning_rate, require_schedule
-from megasnn.optimizers import OPTIMIZERS
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megasnn import Engine, device_checks
-from megasnn.device_checks import DeviceChecks, explained
+from megasnn import Engine
+from megasnn.common import checks
+from megasnn.common.checks import DeviceChecks, explained
 from megasnn.kernels import spike_codec as codec
 from megasnn.kernels.spike_codec import Content, bits_of, remember_bits
 from megasnn.layers import (
@@ -23,10 +24,10 @@ from megasnn.layers import (
     ParallelNeuron,
     WholeImages,
 )
+from megasnn.layers.layer import Layer, layer
 from megasnn.layers.shape_inference import to_channels_last
 from megasnn.models.build import describe
 from megasnn.models.description import Carried
-from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel_state import Group
 from megasnn.pipeline.microbatch_state import without_graph
@@ -90,11 +91,11 @@ def test_in_a_step_what_does_not_fit_is_noted_and_its_message_keeps_its_size(val
     good, content = torch.ones(4, 20), Content.COUNTS if value in (0.5, 256.0) else Content.SPIKES
     bad = good.clone()
     bad[2, 3] = value
-    checks, spec = DeviceChecks(CPU), spec_of(good, content)
+    collected, spec = DeviceChecks(CPU), spec_of(good, content)
     with (
-        mock.patch.object(device_checks, "runs_ahead", lambda device: runs_ahead),
+        mock.patch.object(checks, "runs_ahead", lambda device: runs_ahead),
         mock.patch.object(codec, "_by_numpy", return_value=not runs_ahead),
-        checks.collecting(),
+        collected.collecting(),
     ):
         for number, tensor in enumerate((good, bad, good)):
             with explained(f"number {number}: {{}}".format):
@@ -102,8 +103,8 @@ def test_in_a_step_what_does_not_fit_is_noted_and_its_message_keeps_its_size(val
             got = spec.unpack(message)
             assert message.shape == spec.buffer(CPU).shape
             assert torch.equal(got.view(torch.int32), tensor.view(torch.int32)) is (tensor is good)
-    assert checks.count().item() == 1
-    assert checks.findings()[0].text.startswith("number 1: pack_")
+    assert collected.count().item() == 1
+    assert collected.findings()[0].text.startswith("number 1: pack_")
 
 
 def test_spikes_that_know_their_bits_travel_as_these_in_the_order_of_the_wire() -> None:

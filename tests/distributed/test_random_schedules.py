@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm
 from megasnn.layers.init import trunc_normal
+from megasnn.layers.layer import Layer, layer
 from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
-from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel_state import Group, ParallelState, destroy_model_parallel, initialize_model_parallel

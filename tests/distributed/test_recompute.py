@@ -15,13 +15,12 @@ from megasnn.engine import Engine
 from megasnn.engine.model import DistributedModel
 from megasnn.kernels.spike_codec import Content, bits_of
 from megasnn.layers import ConvNormNeuron, MeanLinear
+from megasnn.layers.layer import Layer, layer
 from megasnn.models.build import describe
 from megasnn.models.description import Carried
-from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.model import Spikformer
-from megasnn.pipeline.microbatch_state import MicroBatchInput
-from megasnn.pipeline.packed_input import PackedInput
+from megasnn.pipeline.microbatch_state import MicroBatchInput, PackedInput
 from tests.parity.ranks import Layout, built, forward_backward, inputs_of
 
 SAMPLES = 2

@@ -33,8 +33,8 @@ from megasnn.layers import (
 from megasnn.layers.context import building
 from megasnn.layers.row_context import RowMove, move_rows, shared_rows
 from megasnn.layers.shape_inference import MaxInference, mark_spikes
+from megasnn.parallel.collectives import traffic
 from megasnn.parallel.sharding import materialise, own_span
-from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
 from tests.distributed.test_conv import CASES as CONVOLUTIONS
 from tests.distributed.test_conv import Case as Convolution
@@ -256,7 +256,7 @@ def test_rows_of_what_one_rank_computes(ranks, name: str) -> None:
 def _sparse_on_the_second_rank() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """Ranks choose sums over spikes by what they measure: here the second one alone does."""
     is_second = everybody("cp").rank == 1
-    with mock.patch("megasnn.kernels.numba.worth.Work.is_worth", lambda self, share, threads=1: is_second):
+    with mock.patch("megasnn.kernels.numba.spike_sums.Work.is_worth", lambda self, share, threads=1: is_second):
         return _run("ties over a border", "fused", sparse_products=True)
 
 

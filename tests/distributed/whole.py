@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megasnn.common.random import philox, philox_key
 from megasnn.layers import BuildContext
 from megasnn.layers.shape_inference import MaxInference, mark_spikes
 from megasnn.parallel.sharding import ShardedTensor, materialise, sharded_tensors
 from megasnn.parallel_state import Group
-from megasnn.random import philox, philox_key
 from tests.parts import Part, gradients
 
 

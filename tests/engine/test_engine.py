@@ -18,6 +18,7 @@ from megasnn import Engine
 from megasnn.checkpoint.load import load_global_tensors
 from megasnn.config import ConfigError, DataConfig
 from megasnn.data import BatchLoader, Share, open_datasets
+from megasnn.data.preprocess.sample import shards_of_sample
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.parallel_state import (
     destroy_model_parallel,
@@ -25,7 +26,6 @@ from megasnn.parallel_state import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
-from megasnn.preprocess.sample import shards_of_sample
 from tests.models.networks import between
 from tests.training.runs import train, without_trial
 

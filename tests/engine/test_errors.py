@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import megasnn
 from megasnn import Engine, layer
 from megasnn.config import TrainingConfig
-from megasnn.engine.mesh import set_precision
+from megasnn.parallel.process_group import set_precision
 from tests.engine.test_engine import MODEL, PP2
 from tests.faults.launch import Ranks, Torchrun
 from tests.models.networks import CLASSES, between

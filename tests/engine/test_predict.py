@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megasnn import ConvNormNeuron, Engine
 from megasnn.layers import ParallelBatchNorm
-from megasnn.models.layer import layer
+from megasnn.layers.layer import layer
 from tests.engine.test_engine import MODEL, PP2, SIZES
 from tests.models.networks import between
 from tests.parity.spikingjelly_reference import from_spikingjelly, with_other_norms

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 import megasnn
-from megasnn import device_checks
+from megasnn.common import checks
 from megasnn.config import OptimizerConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.engine.model import DistributedModel
 from megasnn.kernels import spike_codec as codec
-from megasnn.kernels.numba.worth import Work
+from megasnn.kernels.numba.spike_sums import Work
 from megasnn.layers import ConvNormNeuron, ParallelBatchNorm, ParallelConv, SpikingNeuron
+from megasnn.layers.layer import Layer, layer
 from megasnn.layers.neuron import State
-from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.optim.build import build_optimizer, takes_found_inf
@@ -148,7 +148,7 @@ def noting(name: str, order: list[str], owner: type, method: str) -> Iterator[No
 
 
 def ahead(runs_ahead: bool = True) -> Any:
-    return mock.patch.object(device_checks, "runs_ahead", lambda device: runs_ahead)
+    return mock.patch.object(checks, "runs_ahead", lambda device: runs_ahead)
 
 
 def trained(flags: dict[str, Any], runs_ahead: bool) -> tuple[list[float], dict[str, Tensor], list[str]]:
@@ -326,7 +326,7 @@ def wrong_step(what: str, runs_ahead: bool, stages: int) -> tuple[str, str, list
         with pytest.raises(RuntimeError) as refused:
             engine.train_on(batch)
         after = tensors_of(engine)
-        text = f"{device_checks.place_of(raised.value)}: {raised.value}"
+        text = f"{checks.place_of(raised.value)}: {raised.value}"
         return text, str(refused.value), [n for n in before if not torch.equal(before[n], after[n])]
 
 
@@ -347,15 +347,15 @@ def test_a_finding_ends_all_ranks_with_its_place_and_changes_nothing(ranks, what
 
 
 def test_findings_outside_of_a_step_raise_at_once_and_inside_are_kept_for_one_step() -> None:
-    with pytest.raises(ValueError, match="in words: complaint, seen"), device_checks.explained("in words: {}".format):
-        device_checks.refuse(torch.tensor(True), "complaint", lambda: "seen")
-    checks = device_checks.DeviceChecks(torch.device("cpu"))
-    with checks.collecting():
-        device_checks.refuse(True, "complaint")
-    assert checks.count().item() == 1 and [each.text for each in checks.findings()] == ["complaint"]
-    with checks.collecting():
-        device_checks.refuse(False, "complaint")
-    assert checks.count().item() == 0
+    with pytest.raises(ValueError, match="in words: complaint, seen"), checks.explained("in words: {}".format):
+        checks.refuse(torch.tensor(True), "complaint", lambda: "seen")
+    collected = checks.DeviceChecks(torch.device("cpu"))
+    with collected.collecting():
+        checks.refuse(True, "complaint")
+    assert collected.count().item() == 1 and [each.text for each in collected.findings()] == ["complaint"]
+    with collected.collecting():
+        checks.refuse(False, "complaint")
+    assert collected.count().item() == 0
 
 
 # --- weights that are used in odd ways

@@ -26,8 +26,8 @@ import pretrain_spikformer
 from megasnn.checkpoint import save
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
-from megasnn.engine import mesh as program
 from megasnn.layers.weight_grad import WeightGradients
+from megasnn.parallel import process_group
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import Timers
@@ -172,7 +172,7 @@ def disk_of_its_own() -> None:
 
 def leave_before_joining() -> None:
     """As a rank does whose program does not even start."""
-    mock.patch.object(program, "start_process_group", side_effect=SystemExit(0)).start()
+    mock.patch.object(process_group, "start_process_group", side_effect=SystemExit(0)).start()
 
 
 def main(fault: str, faulty_rank: str, *argv: str) -> int:

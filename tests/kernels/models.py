@@ -15,8 +15,8 @@ from megasnn.kernels import BACKENDS, SURROGATES, NeuronSpec
 from megasnn.kernels.backends import AUTO
 from megasnn.kernels.layout import channels_last as in_order
 from megasnn.kernels.neuron import neuron_multi_step
+from megasnn.kernels.norm_neuron import BatchNorm, Norm, Unit, norm_pool_neuron
 from megasnn.kernels.spike_codec import bits_of, pack_bits
-from megasnn.kernels.unit import BatchNorm, Norm, Unit, norm_pool_neuron
 
 
 def spikingjelly_neuron(spec: NeuronSpec, w: Tensor | None = None) -> neuron.BaseNode:

@@ -14,8 +14,8 @@ from torch import Tensor
 from megasnn.config import ConfigError, parse, validate
 from megasnn.kernels import BACKENDS, NeuronSpec
 from megasnn.kernels.neuron import neuron_multi_step
+from megasnn.kernels.norm_neuron import BatchNorm, Unit, norm_pool_neuron
 from megasnn.kernels.spike_codec import bits_of, pack_counts
-from megasnn.kernels.unit import BatchNorm, Unit, norm_pool_neuron
 from megasnn.layers import BuildContext, ParallelNeuron, SpikeDrivenAttention, SpikingSelfAttention, TokenAttention
 from megasnn.layers.shape_inference import content_of
 from megasnn.models.model import run_config

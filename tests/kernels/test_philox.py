@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from megasnn.common.random import philox, philox_key
 from megasnn.kernels.numba.philox import _philox
 from megasnn.kernels.philox import kept, kept_by_tensors
-from megasnn.random import philox, philox_key
 
 # "philox4x32 10" of kat_vectors in Random123 1.14.0: counter, key, answer.
 KNOWN = [

@@ -18,14 +18,13 @@ from megasnn.config import TrainingConfig
 from megasnn.engine import Engine
 from megasnn.kernels import products
 from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve
-from megasnn.kernels.numba.spike_sums import spikes_in
-from megasnn.kernels.numba.worth import Work
+from megasnn.kernels.numba.spike_sums import Work, spikes_in
 from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import pack_bits, remember_bits
 from megasnn.models.build import describe
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
-from megasnn.planner import analyze, measure
+from megasnn.planner import analyze
 from megasnn.planner.analyze import counted_sizes
 from tests.kernels.models import torch_threads
 from tests.sums import MOST, worth_by_time
@@ -257,8 +256,8 @@ def test_the_planner_measures_what_a_run_computes(precision: str, sparse: bool) 
     description = describe(config.model, config.neuron.spec)
     with (
         mock.patch.object(analyze, "count_memory", wraps=analyze.count_memory) as sized,
-        mock.patch.object(measure, "profile_layers", wraps=measure.profile_layers) as timed,
+        mock.patch.object(analyze, "profile_layers", wraps=analyze.profile_layers) as timed,
     ):
-        measure.measured(description, config, counted_sizes(description, config, on_cpu=True))
+        analyze.measured(description, config, counted_sizes(description, config, on_cpu=True))
     contexts = [call.args[2] for call in (*sized.call_args_list, *timed.call_args_list)]
     assert len(contexts) > 1 and {each.sparse_products for each in contexts} == {sparse}

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megasnn.kernels import BACKENDS, NeuronSpec
+from megasnn.kernels.norm_neuron import BatchNorm, Unit, norm_pool_neuron
 from megasnn.kernels.philox import Runs
-from megasnn.kernels.unit import BatchNorm, Unit, norm_pool_neuron
 from tests.kernels.models import channels_last, plif_weight
 from tests.kernels.triton_code import compiled, compiling_for
 
@@ -126,15 +126,15 @@ def test_threads_wait_before_they_read_what_others_have_written() -> None:
 
 def test_learned_factors_compile() -> None:
     """Repeated input, running statistics, given potentials and a single channel as well."""
-    from megasnn.kernels.triton import alone
+    from megasnn.kernels.triton import norm_neuron
 
     spec = NeuronSpec("plif", decay_input=False, v_reset=None, detach_reset=False, surrogate="atan")
     w = plif_weight(spec, torch.float32)
-    chosen = mock.patch("megasnn.kernels.unit.backend_for", return_value=BACKENDS["triton"])
+    chosen = mock.patch("megasnn.kernels.norm_neuron.backend_for", return_value=BACKENDS["triton"])
     with compiling_for(90) as found, chosen:
         x = channels_last(2, 1, 3, 5, dtype=torch.float32).half().requires_grad_()
         v0 = torch.zeros(1, 3, 5, requires_grad=True)
-        spikes, v = alone.neuron_multi_step(x, spec, v0, w)
+        spikes, v = norm_neuron.neuron_multi_step(x, spec, v0, w)
         (spikes.sum() + v.sum()).backward()
         x = channels_last(1, 1, 1, 3, 5, dtype=torch.float64).requires_grad_()
         for running, pool in ((None, True), ((torch.zeros(1), torch.ones(1)), False)):

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megasnn.common.random import philox_key
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
 from megasnn.kernels.neuron import neuron_multi_step
 from megasnn.kernels.neuron_spec import numbers
+from megasnn.kernels.norm_neuron import BatchNorm, Unit, norm_pool_neuron
 from megasnn.kernels.philox import Runs, kept_by_tensors
 from megasnn.kernels.spike_codec import bits_of, pack_bits, pack_counts
-from megasnn.kernels.unit import BatchNorm, Unit, norm_pool_neuron
-from megasnn.random import philox_key
 from tests.kernels.models import (
     assert_close,
     channels_last,
@@ -130,15 +130,15 @@ def many_steps_in_there() -> None:
 
 def sums_of_many_programs_in_there() -> None:
     """More values than a program takes, and than there are programs before one takes several tiles."""
-    from megasnn.kernels.triton import calls
+    from megasnn.kernels.triton import norm_neuron
 
-    cut = calls._cut(1 << 30, 48, 8)
-    assert cut.tiles == calls.TILES and cut.programs * cut.tiles * cut.rows * cut.row >= 1 << 30
-    with mock.patch.object(calls, "_PROGRAMS", 1):
-        calls._cut.cache_clear()
+    cut = norm_neuron._cut(1 << 30, 48, 8)
+    assert cut.tiles == norm_neuron.TILES and cut.programs * cut.tiles * cut.rows * cut.row >= 1 << 30
+    with mock.patch.object(norm_neuron, "_PROGRAMS", 1):
+        norm_neuron._cut.cache_clear()
         for shape in ((2, 3, 24, 17, 18), (2, 1, 160, 5, 6)):
             assert_same_units(channels_last(*shape) * 2 + 5, NeuronSpec("plif"))
-    calls._cut.cache_clear()
+    norm_neuron._cut.cache_clear()
 
 
 def pool_in_there() -> None:
@@ -308,9 +308,9 @@ def near(room: Far, steps: int, size: int) -> Tensor:
 
 def far_kernels(size: int, steps: int, seed: int, chunk: int) -> list[Tensor]:
     """What the kernels of a forward and a backward give for steps of so many values, of which the first are used."""
+    from megasnn.kernels.triton.fire import fire_kernel, gradient_kernel
     from megasnn.kernels.triton.launch import COLUMNS, NUMBERS, at_once, launch
     from megasnn.kernels.triton.sums import backward_sums_kernel
-    from megasnn.kernels.triton.unit import fire_kernel, gradient_kernel
 
     norm = normal(5, CHANNELS, seed=seed)
     x, g = (far(2 * normal(steps, BLOCK, seed=seed + each), size) for each in (1, 2))

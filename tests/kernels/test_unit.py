@@ -8,8 +8,8 @@ from torch import nn
 
 from megasnn.kernels import BACKENDS, NeuronSpec
 from megasnn.kernels.layout import channels_last as in_order
+from megasnn.kernels.norm_neuron import BatchNorm, Norm, Unit, norm_pool_neuron
 from megasnn.kernels.torch_backend import batch_norm
-from megasnn.kernels.unit import BatchNorm, Norm, Unit, norm_pool_neuron
 from tests.kernels.models import (
     assert_close,
     channels_last,

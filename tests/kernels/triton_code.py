@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.unit import Norm, Unit
+from megasnn.kernels.norm_neuron import Norm, Unit
 
 SMALL = 8, 64, 32, 32  # samples, channels and sides: programs that sum have several tiles
 
@@ -83,7 +83,7 @@ def compiling_for(capability: int) -> Iterator[list[Code]]:
     """In it kernels are compiled where they would be started, and nothing is computed."""
     from triton.runtime import driver
 
-    from megasnn.kernels.triton import alone, calls, codec, launch, philox
+    from megasnn.kernels.triton import codec, launch, norm_neuron, philox
 
     found: list[Code] = []
 
@@ -93,7 +93,7 @@ def compiling_for(capability: int) -> Iterator[list[Code]]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(driver, "_active", AbsentGpu(capability)))
-        for module in (alone, calls, codec, philox):
+        for module in (norm_neuron, codec, philox):
             stack.enter_context(mock.patch.object(module, "launch", compile_only))
         yield found
 
@@ -112,7 +112,7 @@ def compiled(
 
     Several tests look at the same ones: compiling takes seconds.
     """
-    from megasnn.kernels.triton import alone, calls
+    from megasnn.kernels.triton import norm_neuron
 
     def absent(*sides: int) -> torch.Tensor:
         samples, channels, *_ = sizes
@@ -123,10 +123,10 @@ def compiled(
     unit, norm = Unit(spec, 1e-5, pool, steps), Norm(channels.double(), channels.double(), channels, channels)
     x, g = absent(*sizes[2:]), absent(*unit.space_of_spikes(sizes[2:]))
     with compiling_for(capability) as found:
-        calls.statistics(x)
-        calls.fire(x, norm, None, unit, packed=True)
-        sums, carried, _ = calls.backward_sums(x, g, norm, None, unit, False)
-        calls.input_gradient(x, g, norm, None, unit, sums, 7, carried)
+        norm_neuron.statistics(x)
+        norm_neuron.fire(x, norm, None, unit, packed=True)
+        sums, carried, _ = norm_neuron.backward_sums(x, g, norm, None, unit, False)
+        norm_neuron.input_gradient(x, g, norm, None, unit, sums, 7, carried)
         if not pool:
-            alone.neuron_multi_step(x.requires_grad_(), spec, None, None)[0].backward(g)
+            norm_neuron.neuron_multi_step(x.requires_grad_(), spec, None, None)[0].backward(g)
     return found

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import ConvNormNeuron, MeanLinear, ParallelDropout, SpikingNeuron
-from megasnn.models.layer import Layer, layer
+from megasnn.layers.layer import Layer, layer
 from megasnn.models.model import Model
 
 CLASSES = 4

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasnn.bundle import Bundle, entries_of, logits_of
+from megasnn.common.bundle import Bundle, entries_of, logits_of
 from megasnn.layers import BuildContext, ConvNormNeuron
+from megasnn.layers.layer import Layer, layer
 from megasnn.layers.shape_inference import mark_spikes
-from megasnn.losses.sums import cross_entropy_sum
 from megasnn.models.build import describe
-from megasnn.models.layer import Layer, layer
+from megasnn.models.losses import cross_entropy_sum
 from megasnn.models.model import Model
+from megasnn.parallel.collectives import traffic
 from megasnn.parallel.sharding import materialise
-from megasnn.parallel.traffic import traffic
 from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.profile_layers import count_memory, profile_layers
 from tests.models.networks import CLASSES, Bundles, Random, Sum, UNet, Up, between

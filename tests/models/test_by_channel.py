@@ -25,9 +25,9 @@ from megasnn.layers import (
     ParallelNeuron,
     Residual,
 )
-from megasnn.layers.replicated import LayerCall
+from megasnn.layers.layer import Layer, layer
+from megasnn.layers.plain.replicated import LayerCall
 from megasnn.models.build import describe
-from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.models.registry import MODELS
 from megasnn.parallel_state import Group

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import megasnn
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm, ParallelConv
-from megasnn.layers.init import without_memory
+from megasnn.layers.layer import Layer, layer
+from megasnn.layers.plain.initial_values import without_memory
 from megasnn.models.build import describe
-from megasnn.models.layer import Layer, layer
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.parallel_state import Group

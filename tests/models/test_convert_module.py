@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import megasnn
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelDropout, apply_layer
-from megasnn.layers.converted import CONVERSIONS
+from megasnn.layers.layer import Layer, layer
+from megasnn.layers.plain.table import CONVERSIONS
 from megasnn.models.build import describe
-from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel_state import Group
 from tests.models import given_to_shard as networks

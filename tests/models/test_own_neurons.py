@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, SpikingNeuron
+from megasnn.layers.layer import Layer, layer
 from megasnn.models.build import describe
-from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from megasnn.pipeline.chunk import build_chunks

@@ -14,9 +14,9 @@ from torch import Tensor
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.spike_codec import bits_of, pack_bits
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelIF, ParallelPSN, ParallelSlidingPSN
+from megasnn.layers.layer import Layer, layer
 from megasnn.layers.neuron import NeuronLayer, make_neuron
 from megasnn.models.build import describe
-from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from tests.kernels.models import channels_last, saved_tensors

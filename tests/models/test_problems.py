@@ -9,8 +9,8 @@ import pytest
 
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import ConvNormNeuron
+from megasnn.layers.layer import Layer, layer
 from megasnn.models.build import building_problems, describe
-from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.models.qkformer.model import QKFormer
 from megasnn.models.registry import MODELS

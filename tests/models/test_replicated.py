@@ -25,8 +25,8 @@ from megasnn.layers import (
     ParallelLinear,
     apply_layer,
 )
+from megasnn.layers.layer import FunctionLayer, Layer, layer
 from megasnn.models.build import describe
-from megasnn.models.layer import FunctionLayer, Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel_state import Group

@@ -17,8 +17,8 @@ from megasnn.layers import (
     ParallelConv,
     WholeImages,
 )
+from megasnn.layers.layer import FunctionLayer, layer
 from megasnn.models.build import describe
-from megasnn.models.layer import FunctionLayer, layer
 from megasnn.models.model import Model
 from megasnn.parallel_state import Group
 from tests.models.networks import Integrates, between

@@ -13,22 +13,22 @@ from spikingjelly.activation_based.neuron import LIFNode
 from torch import nn
 
 import megasnn
+from megasnn.checkpoint.exchange import weights_as
 from megasnn.checkpoint.format import Progress, read_metadata
 from megasnn.checkpoint.optimizer_state import LocalState
+from megasnn.checkpoint.reshard import Target, reshard, saved_model
 from megasnn.checkpoint.save import save_checkpoint
+from megasnn.checkpoint.source import open_source
+from megasnn.common.files import CheckpointError
 from megasnn.config import to_dict
-from megasnn.convert.exchange import weights_as
-from megasnn.convert.reshard import Target, reshard, saved_model
-from megasnn.convert.source import open_source
-from megasnn.files import CheckpointError
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
+from megasnn.layers.layer import Layer, layer
 from megasnn.models.build import describe
-from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.models.registry import MODELS, dialect_for, dialect_of, model_of
 from megasnn.parallel.sharding import materialise, sharded_tensors
 from megasnn.pretraining import pretrain
-from tests.convert.saved import CPU
+from tests.checkpoint.saved import CPU
 from tests.parity.e_spikeformer import Published
 
 

@@ -13,16 +13,16 @@ from spikingjelly.activation_based import functional
 from torch import Tensor, nn
 
 from megasnn.checkpoint.load import load_global_tensors
-from megasnn.convert.reshard import Target, reshard, saved_model
-from megasnn.convert.source import open_source
+from megasnn.checkpoint.reshard import Target, reshard, saved_model
+from megasnn.checkpoint.source import open_source
 from megasnn.layers import BuildContext, ConvNormNeuron
-from megasnn.losses.sums import cross_entropy_sum
+from megasnn.layers.layer import layer
 from megasnn.models.build import describe
-from megasnn.models.layer import layer
+from megasnn.models.losses import cross_entropy_sum
 from megasnn.models.model import Model
 from megasnn.models.registry import MODELS
+from megasnn.parallel.collectives import traffic
 from megasnn.parallel.sharding import described_tensors, materialise, parameter_count, sharded_tensors
-from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
 from tests.models.networks import Again, Tied, TwoTied, between
 from tests.parity.ranks import (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import megasnn
 from megasnn.layers import ConvNormNeuron, ParallelLinear
-from megasnn.models.layer import Layer, layer
+from megasnn.layers.layer import Layer, layer
 from megasnn.models.model import Model
 from tests.models import given_to_shard
 from tests.models.networks import Bundles, Plain, Tied, UNet

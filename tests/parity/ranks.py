@@ -13,20 +13,19 @@ import torch
 from spikingjelly.activation_based import neuron
 from torch import Tensor
 
-from megasnn.batching import micro_batch_counts, micro_batch_sizes, micro_batches_of
-from megasnn.bundle import Bundle, logits_of
 from megasnn.checkpoint.load import load_globals_into
+from megasnn.common.bundle import Bundle, logits_of
+from megasnn.common.grid import ContextCut, micro_batch_counts, micro_batch_sizes, micro_batches_of
 from megasnn.config import ParallelConfig, PretrainConfig, TrainingConfig
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.engine.model import DistributedModel, StepFigures
-from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.layers.replicated import LayerCall
+from megasnn.layers.plain.replicated import LayerCall
 from megasnn.layers.weight_grad import CastWeights
-from megasnn.losses.sums import correct_predictions
 from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
+from megasnn.models.losses import correct_predictions
 from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.optim.build import build_optimizer

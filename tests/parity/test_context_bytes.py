@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.grid import ContextCut
+from megasnn.common.grid import ContextCut
 from megasnn.models.build import describe
 from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
-from megasnn.parallel.traffic import traffic
+from megasnn.parallel.collectives import traffic
 from tests.parity.ranks import Layout, built, record_step
 
 

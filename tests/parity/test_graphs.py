@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megasnn.common.checks import place_of
 from megasnn.config import parse
 from megasnn.config.training import Length
-from megasnn.device_checks import place_of
 from megasnn.engine import Engine
 from megasnn.layers import ConvNormNeuron, MeanLinear
+from megasnn.layers.layer import Layer, layer
 from megasnn.layers.shape_inference import mark_spikes
 from megasnn.models.build import describe
-from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.models.registry import MODELS
 from megasnn.pipeline.graphs import CudaCapture

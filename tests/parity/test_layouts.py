@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from megasnn.grid import ContextCut
+from megasnn.common.grid import ContextCut
 from tests.parity.beside import SPIKFORMER, assert_equal_to_truth, run
 from tests.parity.ranks import Layout, assemble, error, name_of
 

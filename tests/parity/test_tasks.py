@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megasnn import ArraySpec, ConvNormNeuron, Engine, MeanLinear, Model, ParallelConv, layer
 from megasnn.config import ConfigError
-from megasnn.models.layer import Layer
+from megasnn.layers.layer import Layer
 from tests.models.networks import Join, Up
 from tests.parity.ranks import TOLERANCE, error
 

@@ -15,7 +15,7 @@ from typing import get_args
 
 import pytest
 
-from megasnn.grid import ContextCut
+from megasnn.common.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, assemble, assert_equal_to_one, model_config

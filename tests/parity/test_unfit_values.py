@@ -12,13 +12,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megasnn.device_checks import place_of
+from megasnn.common.checks import place_of
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers import ConvNormNeuron, ParallelDropout
 from megasnn.layers.blocks import Residual
+from megasnn.layers.layer import Layer, layer
 from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
-from megasnn.models.layer import Layer, layer
 from tests.models.networks import CLASSES, between
 from tests.nccl_like import nccl_like
 from tests.parity.ranks import Layout, built, evaluated, forward_backward, inputs_of

@@ -13,8 +13,9 @@ from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, 
 from torch import Tensor, nn
 
 from megasnn.layers import DropPath
-from megasnn.losses.sums import mse_sum, tet_sum
-from megasnn.models import layer as layers
+from megasnn.layers.layer import Layer
+from megasnn.layers.layer import layer as named
+from megasnn.models.losses import mse_sum, tet_sum
 from megasnn.models.vgg_dvs.model import VggDvs, parse_channels
 from tests.distributed.whole import drawn
 from tests.parity.beside import Case
@@ -37,11 +38,11 @@ class Small(VggDvs):
     drop_path: float = 0.0
     dialects = VggDvs.dialects  # those beside that class
 
-    def layers(self) -> Iterable[layers.Layer]:
+    def layers(self) -> Iterable[Layer]:
         *features, classifier = super().layers()
         yield from features
         if self.drop_path:
-            yield layers.layer("drop", DropPath(self.drop_path, "drop"))
+            yield named("drop", DropPath(self.drop_path, "drop"))
         yield classifier
 
 

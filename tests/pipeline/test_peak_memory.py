@@ -10,7 +10,7 @@ import pytest
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.peak_memory import UnitMemory, moments, peak_moments, within_budget
 from megasnn.schedule import Kind, Schedule, generate, validate
-from megasnn.schedule.memory import activations_held
+from megasnn.schedule.costs import activations_held
 from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.passes import insert_recompute, refine
 

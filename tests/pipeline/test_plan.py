@@ -19,7 +19,7 @@ from megasnn.pipeline import profile_layers
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.peak_memory import peak_moments
 from megasnn.pipeline.plan import PipelinePlan, choose, plan_pipeline
-from megasnn.schedule.fsdp_passes import SharedWeights
+from megasnn.schedule.passes import SharedWeights
 from tests.parity.ranks import model_config
 
 MODEL = describe(model_config(), NeuronSpec())

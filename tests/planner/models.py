@@ -6,14 +6,14 @@ from dataclasses import replace
 from functools import cache
 from unittest.mock import patch
 
+from megasnn.common.grid import AXES, Grid
 from megasnn.config import PretrainConfig, TrainingConfig
-from megasnn.grid import AXES, Grid
 from megasnn.models.build import describe
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.planner.analyze import counted_sizes
 from megasnn.planner.candidates import Layout
-from megasnn.planner.cost_file import Analysis
+from megasnn.planner.costs import Analysis
 from megasnn.planner.machines import DEVICES, Cluster
 
 MODEL = Spikformer(embed_dim=32, depth=1, num_heads=2, image_size=16, in_channels=3, time_steps=2)

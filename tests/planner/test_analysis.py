@@ -8,17 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megasnn.common.grid import ContextCut
 from megasnn.config import ConfigError
-from megasnn.grid import ContextCut
 from megasnn.models.build import building_problems, describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.cost_model import LayerCost, LinkCost
 from megasnn.pipeline.profile_layers import count_memory
-from megasnn.planner.analyze import analyze, context_of, counted, trial_sizes
-from megasnn.planner.cost_file import Analysis, Timed
-from megasnn.planner.costs import Share, counted_costs, layer_costs
+from megasnn.planner.analyze import analyze, context_of, counted, measured, trial_sizes
+from megasnn.planner.costs import Analysis, Share, Timed, counted_costs, layer_costs
 from megasnn.planner.machines import DEVICES
-from megasnn.planner.measure import measured
 from tests.planner.models import analysis, config
 
 FREE = LinkCost()

@@ -13,17 +13,16 @@ import pytest
 
 from megasnn import MeanLinear, Model, layer
 from megasnn.commands.plan import make_plan
+from megasnn.common.files import DescriptionError
 from megasnn.config import ConfigError
 from megasnn.config.validate import validate
-from megasnn.files import DescriptionError
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
 from megasnn.planner import analyze
 from megasnn.planner.candidates import Prefer
-from megasnn.planner.cost_file import Timed, read, write
-from megasnn.planner.plan import Plan, apply, command, plan, sizes_to_choose
+from megasnn.planner.costs import Timed, read, write
+from megasnn.planner.plan import Plan, apply, command, cuts, plan, sizes_to_choose, table
 from megasnn.planner.predict import Predictor
-from megasnn.planner.report import cuts, table
 from megasnn.planner.search import AS_FAST, PlanError
 from megasnn.pretraining import configuration as from_flags
 from tests.planner.models import analysis, cluster, config, layout

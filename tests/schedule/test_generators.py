@@ -22,9 +22,9 @@ from megasnn.schedule import (
     validate,
 )
 from megasnn.schedule.actions import COMPUTE
+from megasnn.schedule.generators import half_limit, min_limit
 from megasnn.schedule.named import SCHEDULES, CostsOf, named_schedule
 from megasnn.schedule.passes import complete
-from megasnn.schedule.zero_bubble import half_limit, min_limit
 
 NAMES = tuple(SCHEDULES)
 durations = st.integers(1, 8).map(lambda quarter: quarter / 4)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.batching import micro_batch_counts, micro_batch_sizes, micro_batches_of
-from megasnn.grid import Grid, Place
+from megasnn.common.grid import Grid, Place, micro_batch_counts, micro_batch_sizes, micro_batches_of
 from megasnn.schedule.partition import (
     balanced_bounds,
     layout_to_bounds,

@@ -13,10 +13,9 @@ from torch.distributed.pipelining.schedules import _Action
 
 from megasnn.schedule import Action, ChunkCost, Kind, Schedule, generate, plan_schedule, simulate, validate
 from megasnn.schedule.actions import COMPUTE, PROPAGATING, RECEIVES, SENDS, SHARDING, USES_WEIGHTS
-from megasnn.schedule.fsdp_passes import SharedWeights
-from megasnn.schedule.memory import activations_held, weights_held
+from megasnn.schedule.costs import activations_held, weights_held
 from megasnn.schedule.named import SCHEDULES
-from megasnn.schedule.passes import RECOMPUTE, insert_recompute, insert_transfers, refine
+from megasnn.schedule.passes import RECOMPUTE, SharedWeights, insert_recompute, insert_transfers, refine
 
 STAGES, MICRO_BATCHES, UNITS = 4, 8, 3
 COST = ChunkCost(3, 3, 3, 1, 1)  # whole numbers, so that sums are exact

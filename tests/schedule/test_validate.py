@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from megasnn.schedule import Action, Kind, Schedule, ScheduleError, generate, plan_schedule, validate
 from megasnn.schedule.actions import FINISHING, PROPAGATING, SENDS, USES_WEIGHTS
-from megasnn.schedule.fsdp_passes import SharedWeights
-from megasnn.schedule.passes import complete, insert_recompute, refine
+from megasnn.schedule.passes import SharedWeights, complete, insert_recompute, refine
 from megasnn.schedule.validate import validate_weights
 from tests.schedule.test_passes import parsed
 

@@ -13,18 +13,18 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megasnn.telemetry import reporter as module
-from megasnn.telemetry.energy import LayerWork
 from megasnn.telemetry.log import BestEffort, Console, JsonLog
 from megasnn.telemetry.records import (
     EvaluationRecord,
     IterationRecord,
+    RunOutline,
     StepResult,
     format_duration,
     format_evaluation,
     format_iteration,
 )
-from megasnn.telemetry.reporter import Reporter, RunOutline
-from megasnn.telemetry.spikes import LayerSpikes
+from megasnn.telemetry.reporter import Reporter
+from megasnn.telemetry.spikes import LayerSpikes, LayerWork
 
 NOW = datetime(2026, 2, 3, 4, 5, 6)
 RECORD = dict(

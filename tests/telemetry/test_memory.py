@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from megasnn.common.memory import AllocationCounter, peak_memory_mb, reset_peak_memory
 from megasnn.telemetry import timers as module
-from megasnn.telemetry.allocations import AllocationCounter
-from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
 from megasnn.telemetry.pictures import raster_picture, to_rgb
 from megasnn.telemetry.timers import Timers
 

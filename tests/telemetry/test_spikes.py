@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megasnn.telemetry.energy import LayerWork, describe_operations, synaptic_operations
 from megasnn.telemetry.spikes import (
     RASTER_NEURONS,
     RASTER_SAMPLES,
     LayerSpikes,
+    LayerWork,
     RasterRecorder,
     SpikeRecorder,
+    describe_operations,
     mean_spikes,
     place_in_model,
+    synaptic_operations,
 )
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from megasnn.checkpoint.exchange import export_weights
 from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.checkpoint.format import read_metadata
 from megasnn.checkpoint.load import load_global_tensors
+from megasnn.checkpoint.source import open_source
+from megasnn.common.files import CheckpointError
 from megasnn.config import TrainingConfig
-from megasnn.convert.exchange import export_weights
-from megasnn.convert.source import open_source
 from megasnn.engine.model import DistributedModel
-from megasnn.files import CheckpointError
 from tests.training.runs import log_of, train
 
 COMMON = ("--train-iters", "4", "--eval-iters", "0")

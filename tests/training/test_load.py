@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from megasnn.checkpoint.save import save_global_tensors
+from megasnn.common.files import CheckpointError, NoCheckpointError
 from megasnn.config import PretrainConfig, to_json, validate
-from megasnn.config.identity import samples
-from megasnn.files import CheckpointError, NoCheckpointError
+from megasnn.config.values import samples
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
 from megasnn.pretraining import configuration, pretrain
-from tests.convert.saved import MODELS as SAVED
-from tests.convert.saved import save_whole
+from tests.checkpoint.saved import MODELS as SAVED
+from tests.checkpoint.saved import save_whole
 from tests.data.shard_files import image_file, numbered, write_shard
 from tests.training.runs import TINY, log_of, train
 

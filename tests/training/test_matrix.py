@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from megasnn.data.formats import FRAMES, encode_frames
-from megasnn.preprocess.writing import write_shard
+from megasnn.data.preprocess.writing import write_shard
 from tests.training.runs import Outcome, close, same, saved, train_vgg, without_trial
 
 STEPS, SAVED_AT = 3, 2

@@ -15,15 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from megasnn.common.memory import AllocationCounter
+from megasnn.data.preprocess.sample import shards_of_sample
 from megasnn.engine import Engine
 from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.parallel import gradient_buckets
 from megasnn.parallel.gradient_buckets import BUCKET_BYTES
-from megasnn.preprocess.sample import shards_of_sample
-from megasnn.telemetry.allocations import AllocationCounter
-from megasnn.telemetry.reporter import Reporter, RunOutline
+from megasnn.telemetry.records import RunOutline
+from megasnn.telemetry.reporter import Reporter
 from megasnn.training.memory import forecast_memory, layer_costs, peak_of
 from tests.parity.ranks import forward_backward
 

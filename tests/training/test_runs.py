@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megasnn.config import OptimizerConfig
 from megasnn.data.formats import encode_frames
-from megasnn.losses.sums import correct_predictions
 from megasnn.models import task
+from megasnn.models.losses import correct_predictions
 from megasnn.optim.rates import learning_rate
 from tests.data.shard_files import write_shard, write_shards
 from tests.data.shard_server import serving

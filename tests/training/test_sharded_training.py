@@ -20,13 +20,12 @@ from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
 from megasnn.optim.build import held_state_bytes
 from megasnn.parallel import fsdp, zero
-from megasnn.parallel.collectives import Exchange, start_exchange
+from megasnn.parallel.collectives import Exchange, start_exchange, traffic
 from megasnn.parallel.fsdp import FlatParameter, GatheredWeights
 from megasnn.parallel.replica_check import ReplicaError
-from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
 from megasnn.schedule import Kind
-from megasnn.schedule.memory import weights_held
+from megasnn.schedule.costs import weights_held
 from megasnn.telemetry.records import StepResult
 from tests.training.runs import TINY, train
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megasnn.augment import AUGMENTATIONS
+from megasnn.commands.flags import name_in
 from megasnn.config import DataConfig
 from megasnn.config.checks import at_least
-from megasnn.config.tool_flags import name_in
 from megasnn.data import BatchLoader, ShardDataset, Share, open_datasets
-from megasnn.preprocess.sample import shards_of_sample
+from megasnn.data.preprocess.sample import shards_of_sample
 from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, summary
 
 Kind = Literal["images", "events"]

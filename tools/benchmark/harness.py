@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, ClassVar
 
+from megasnn.common.memory import processor_name
 from megasnn.config.checks import ConfigError, at_least
-from megasnn.telemetry.memory import processor_name
 
 Figures = dict[str, Any]
 """Of one row, by name: numbers, texts, Summary; None for what the row does not have."""

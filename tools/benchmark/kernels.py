@@ -13,11 +13,11 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
+from megasnn.commands.flags import name_in
+from megasnn.common.memory import keep_free_memory
 from megasnn.config.checks import at_least
-from megasnn.config.tool_flags import name_in
-from megasnn.host_memory import keep_free_memory
 from megasnn.kernels import BACKENDS, NeuronSpec
-from megasnn.kernels.unit import BatchNorm, Unit, norm_pool_neuron
+from megasnn.kernels.norm_neuron import BatchNorm, Unit, norm_pool_neuron
 from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, seconds, summary
 
 

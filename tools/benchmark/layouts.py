@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Annotated, Any, ClassVar, Literal
 
+from megasnn.commands.flags import ScheduleName, name_in
 from megasnn.config import ParallelConfig, TrainingConfig
 from megasnn.config.checks import at_least, refusal
-from megasnn.config.tool_flags import ScheduleName, name_in
-from megasnn.config.validate import layout_problems
+from megasnn.config.validate import cut_problems, layout_problems
 from megasnn.kernels import BACKENDS
-from megasnn.models.build import building_problems
+from megasnn.models.build import building_problems, describe
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.schedule.named import AUTO, SCHEDULES
@@ -170,7 +170,9 @@ calls, MB moved: of the busiest rank in a step: received in collectives, sent in
                     "micro-batches"]  # fmt: skip
         model, tensor = self.dimensions_of_model(), row.sizes.get("tp", 1)
         wrong = building_problems(model, model.neuron().spec, tensor)
-        wrong = wrong or layout_problems(self.work(row).configuration(), row.ranks, model.units)
+        config = self.work(row).configuration()
+        wrong = wrong or layout_problems(config, row.ranks)
+        wrong = wrong or cut_problems(config.parallel, [each.unit for each in describe(model).layers])
         return [f"row {row.name}: {problem}" for problem in wrong]
 
     def parsed(self) -> list[Row]:

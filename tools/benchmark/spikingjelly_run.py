@@ -19,13 +19,13 @@ from spikingjelly.activation_based import functional
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megasnn.config.optimizer import OPTIMIZERS
 from megasnn.data import BatchLoader, MicroBatch, Share, open_datasets
 from megasnn.data.loader import epoch_samples
+from megasnn.data.preprocess.sample import shards_of_sample
 from megasnn.models.registry import MODELS
 from megasnn.optim.rates import learning_rate
-from megasnn.optimizers import OPTIMIZERS
 from megasnn.parallel.process_group import BACKENDS, choose_device
-from megasnn.preprocess.sample import shards_of_sample
 from megasnn.pretraining import configuration
 from tools.benchmark.steps import spikingjelly_model
 

@@ -16,20 +16,18 @@ from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, 
 from spikingjelly.activation_based.model import spikformer
 from torch import Tensor, nn
 
+from megasnn.common.memory import AllocationCounter, peak_memory_mb, release_free_memory, reset_peak_memory
 from megasnn.config import OptimizerConfig, ParallelConfig, PretrainConfig, TrainingConfig
 from megasnn.config.neuron import NeuronConfig
 from megasnn.config.training import Length
 from megasnn.engine import Engine
-from megasnn.host_memory import release_free_memory
-from megasnn.kernels.tensor_cores import let_products_round
+from megasnn.kernels.layout import let_products_round
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs, parse_channels
+from megasnn.parallel.collectives import traffic
 from megasnn.parallel.process_group import BACKENDS
-from megasnn.parallel.traffic import traffic
 from megasnn.pipeline.cost_model import layers_per_chunk
-from megasnn.telemetry.allocations import AllocationCounter
-from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
 from tools.benchmark.harness import seconds
 from tools.benchmark.ranks import join_ranks
 

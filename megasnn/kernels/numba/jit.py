@@ -19,7 +19,7 @@ from filelock import FileLock
 from numba import njit
 from numba.core.caching import FunctionCache, UserProvidedCacheLocator
 
-from megasnn.cache import MACHINE_CODE, CacheError, cache_folder
+from megasnn.common.files import MACHINE_CODE, CacheError, cache_folder
 
 COMPILED: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from numba import njit
 
+from megasnn.common.random import WORD, philox
 from megasnn.kernels.numba.jit import kernel, part
-from megasnn.random import WORD, philox
 
 # Inlined before LLVM sees it: only then are several counters computed at once. Numba does not notice when the other
 # file changes, but what it holds is fixed by its paper.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from megasnn.kernels.numba.jit import kernel, part
-from megasnn.kernels.numba.row import LANES, back, fire
-from megasnn.kernels.numba.unit import fold
+from megasnn.kernels.numba.loops import fold
+from megasnn.kernels.numba.time_loop import LANES, back, fire
 
 
 @part

@@ -5,7 +5,9 @@ A sum stays in registers while its rows come from the nearest caches: columns ar
 registers hold, `cuts [blocks, 2]`, the first column of each and how many half lines of the cache it has. The terms of
 an output are added one after the other, by row, column and channel of the kernel, as one dense sum would add them.
 
-Arrays of an input are as in `megasnn.kernels.numba.spike_lists`; `weight [kh kw C, out]`.
+Lists of the positions of spikes come from the bits that `megasnn.kernels.spike_codec` packs. `words [pixels, C / 64]`,
+rounded up, are the bits of an input with its channels last. `x [pixels, C]` are its values, or an array without
+elements, where every value that is not 0 is 1. `weight` is `[kh kw C, out]`.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba.cpython.unsafe import numbers
 
 from megasnn.kernels.numba.jit import kernel, part
 from megasnn.kernels.numba.lanes import count_of, lanes, load, multiply_add, store
-from megasnn.kernels.numba.spike_lists import WORD, by_channel, by_pixel
 
 HALF_LINE = 32  # bytes
 BLOCKS = (48, 24, 16, 12, 8, 6, 4, 2, 1)
 """How many half lines a block may have. The largest takes 24 of 32 registers of the widest kind."""
+_trailing_zeros: Any = numbers.trailing_zeros
+WORD = 64
+"""Bits that are looked through at once."""
 
 
 @part
@@ -175,3 +180,63 @@ def weight_gradients(words, x, grad, total, seen, cuts, sizes, offsets, rows, fi
                         else:
                             row[:columns] = 0
                 add_block(halves, zero, (spikes, padded, total, column, stride, offsets))
+
+
+@part
+def lowest(word):
+    """Place of the lowest bit of a word that is not 0."""
+    return np.intp(_trailing_zeros(word))
+
+
+@part
+def without_lowest(word):
+    return word & (word - np.uint64(1))
+
+
+@part
+def by_pixel(words, x, first, last, starts, channels, values):
+    """Lists for pixels `first` to `last` the channels that are not 0, in their order, and their values.
+
+    Those of the w-th 64 channels of the i-th pixel lie from `starts[i * words + w]` to the next start.
+    """
+    count, entry = 0, 0
+    for pixel in range(first, last):
+        for i in range(words.shape[1]):
+            starts[entry] = count
+            entry += 1
+            left = words[pixel, i]
+            while left != 0:
+                channel = WORD * i + lowest(left)
+                channels[count] = channel
+                values[count] = x[pixel, channel] if x.size > 0 else 1
+                count += 1
+                left = without_lowest(left)
+    starts[entry] = count
+
+
+@part
+def by_channel(words, x, first, last, width, stride, ends, places, values):
+    """Lists for each channel the pixels from `first` to `last` where it is not 0, in their order, and their values.
+
+    Those of a channel lie from the end of the one before to `ends[channel]`, which while they are filled in is how far
+    that has come. Pixels are counted from `first` on, in lines of `width` that begin `stride` places apart.
+    """
+    ends[:] = 0
+    for pixel in range(first, last):
+        for i in range(words.shape[1]):
+            left = words[pixel, i]
+            while left != 0:
+                ends[WORD * i + lowest(left) + 1] += 1
+                left = without_lowest(left)
+    for channel in range(1, ends.size):
+        ends[channel] += ends[channel - 1]
+    for pixel in range(first, last):
+        place = (pixel - first) // width * stride + (pixel - first) % width
+        for i in range(words.shape[1]):
+            left = words[pixel, i]
+            while left != 0:
+                channel = WORD * i + lowest(left)
+                places[ends[channel]] = place
+                values[ends[channel]] = x[pixel, channel] if x.size > 0 else 1
+                ends[channel] += 1
+                left = without_lowest(left)

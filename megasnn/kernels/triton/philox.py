@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.random import philox_impl
 
-from megasnn.kernels.philox import Runs
 from megasnn.kernels.triton.launch import launch
 
 _COUNTERS = 512  # of a program; each gives four values
@@ -36,14 +35,17 @@ def keep_kernel(kept, k0, k1, samples, runs, stride, offset, length, threshold, 
     tl.store(kept + row * length + place, at_least.to(tl.int8), mask=(place >= 0) & (place < length))
 
 
-def kept_by_kernel(threshold: int, keys: Tensor, steps: int, cut: Runs) -> Tensor:
-    """As `kept_by_tensors`: bool `[steps, N, runs, length]`."""
+def kept_by_kernel(
+    threshold: int, keys: Tensor, steps: int, runs: int, stride: int, offset: int, length: int
+) -> Tensor:
+    """As `megasnn.kernels.philox.kept_by_tensors`, with the numbers of a `Runs`: bool `[steps, N, runs, length]`."""
     samples = keys.shape[1]
-    kept = torch.empty(steps, samples, cut.runs, cut.length, dtype=torch.bool, device=keys.device)
+    kept = torch.empty(steps, samples, runs, length, dtype=torch.bool, device=keys.device)
     if kept.numel():
-        blocks = -(-(cut.length + 3) // (4 * _COUNTERS))
+        blocks = -(-(length + 3) // (4 * _COUNTERS))
         launch(
-            keep_kernel, steps * samples * cut.runs * blocks,
-            kept.view(torch.uint8), *keys, samples, *cut, threshold, blocks, COUNTERS=_COUNTERS,
+            keep_kernel, steps * samples * runs * blocks,
+            kept.view(torch.uint8), *keys, samples, runs, stride, offset, length, threshold, blocks,
+            COUNTERS=_COUNTERS,
         )  # fmt: skip
     return kept

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megasnn.kernels.triton.steps import norm_backward, of_channel
+from megasnn.kernels.triton.step import norm_backward, of_channel
 
 
 @triton.jit

@@ -12,9 +12,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megasnn.kernels.triton.neuron import charging_factor, factor_backward, reset, step_backward
 from megasnn.kernels.triton.pool import pooled
-from megasnn.kernels.triton.steps import at_step, first_potential, keep_chunk_starts, of_channel, recomputed
+from megasnn.kernels.triton.step import (
+    at_step,
+    charging_factor,
+    factor_backward,
+    first_potential,
+    keep_chunk_starts,
+    of_channel,
+    recomputed,
+    reset,
+    step_backward,
+)
 
 
 @triton.jit

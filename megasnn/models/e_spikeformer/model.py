@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic.dataclasses import dataclass as config_dataclass
 
-from megasnn.config.checks import numbers, refusal
-from megasnn.config.fields import Positive, Size
+from megasnn.common.files import STRICT
+from megasnn.config.checks import Positive, Size, numbers, refusal
 from megasnn.config.neuron import NeuronConfig
-from megasnn.files import STRICT
 from megasnn.kernels import NEURONS
 from megasnn.models.model import Model
 
 if TYPE_CHECKING:
-    from megasnn.models.layer import Layer
+    from megasnn.layers.layer import Layer
 
 FIRST_WITH_ATTENTION, LAST = 3, 4
 """Of the stages, which count from 0. Those before have 1, 1 and 2 blocks; all but the last halve height and width."""
@@ -71,8 +70,8 @@ class ESpikeFormer(Model):
 
     def layers(self) -> Iterable[Layer]:
         """The downsampling before each stage, the halves or thirds of its blocks, the head."""
+        from megasnn.layers.layer import layer
         from megasnn.models.e_spikeformer import blocks as e
-        from megasnn.models.layer import layer
 
         first, second, third, last = numbers("embed_dims", self.embed_dims, 4)
         dims, depths = (first // 2, first, second, third, last), (1, 1, 2, *numbers("depths", self.depths, 2))

@@ -11,12 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megasnn.config.checks import numbers, refusal
-from megasnn.config.fields import Positive, Size
+from megasnn.config.checks import Positive, Size, numbers, refusal
 from megasnn.models.model import Model
 
 if TYPE_CHECKING:
-    from megasnn.models.layer import Layer
+    from megasnn.layers.layer import Layer
 
 STAGES = 3
 
@@ -53,7 +52,7 @@ class QKFormer(Model):
     def layers(self) -> Iterable[Layer]:
         """The patch embedding and the halves of the blocks of each stage, the head."""
         from megasnn.layers import MeanLinear, Residual, ResidualMLP, SpikingSelfAttention, TokenAttention
-        from megasnn.models.layer import layer
+        from megasnn.layers.layer import layer
         from megasnn.models.qkformer.blocks import PatchEmbedding
 
         inputs, small = self.in_channels, self.patch_embedding == "cifar"

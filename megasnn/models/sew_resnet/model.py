@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megasnn.config.fields import Size
+from megasnn.config.checks import Size
 from megasnn.models.model import Model
 
 if TYPE_CHECKING:
-    from megasnn.models.layer import Layer
+    from megasnn.layers.layer import Layer
 
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}  # of each stage
 
@@ -35,7 +35,7 @@ class SewResNet(Model):
         """The stem, every block, and the head."""
         from megasnn.layers import ConvNormNeuron, MaxPool, MeanLinear
         from megasnn.layers.init import kaiming_normal
-        from megasnn.models.layer import layer
+        from megasnn.layers.layer import layer
         from megasnn.models.sew_resnet.blocks import SewBlock
 
         inputs = self.width

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megasnn.config.fields import Positive, Size
+from megasnn.config.checks import Positive, Size
 from megasnn.models.model import Model
 
 if TYPE_CHECKING:
-    from megasnn.models.layer import Layer
+    from megasnn.layers.layer import Layer
 
 STEM_STAGES = 4
 
@@ -49,7 +49,7 @@ class SpikeDrivenTransformer(Model):
     def layers(self) -> Iterable[Layer]:
         """The stages of the patch stem and the positional encoding, the halves of each block, the head."""
         from megasnn.layers import ConvNormNeuron, MaxPool, NeuronConvNorm, Residual, SpikeDrivenAttention
-        from megasnn.models.layer import layer
+        from megasnn.layers.layer import layer
         from megasnn.models.spike_driven.blocks import MLP, Head, Potential
 
         dim, stem = self.embed_dim, "patch_embed"

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megasnn.config.fields import Positive, Size
+from megasnn.config.checks import Positive, Size
 from megasnn.models.model import Model
 
 if TYPE_CHECKING:
-    from megasnn.models.layer import Layer
+    from megasnn.layers.layer import Layer
 
 STEM_STAGES = 4
 
@@ -53,7 +53,7 @@ class Spikformer(Model):
         """The stages of the patch stem and the positional encoding, the two halves of each block, the head."""
         from megasnn.layers import ConvNormNeuron, MeanLinear, ResidualMLP
         from megasnn.layers.init import trunc_normal, zeros
-        from megasnn.models.layer import layer
+        from megasnn.layers.layer import layer
         from megasnn.models.spikformer.blocks import AttentionHalf, PositionalEncoding
 
         dim, stem = self.embed_dim, "patch_embed"

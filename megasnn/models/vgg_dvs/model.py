@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic.dataclasses import dataclass as config_dataclass
 
-from megasnn.config.checks import refusal
-from megasnn.config.fields import ShareBelowOne, Size
+from megasnn.common.files import STRICT
+from megasnn.config.checks import ShareBelowOne, Size, refusal
 from megasnn.config.neuron import NeuronConfig, Surrogate
-from megasnn.files import STRICT
 from megasnn.models.model import Model
 
 if TYPE_CHECKING:
-    from megasnn.models.layer import Layer
+    from megasnn.layers.layer import Layer
 
 CIFAR10_DVS = "64,128,P,256,256,P,512,512,P,512,512,P"
 
@@ -88,7 +87,7 @@ class VggDvs(Model):
         """Each convolution with its norm and neurons, then the classifier."""
         from megasnn.layers import ConvNormNeuron
         from megasnn.layers.init import kaiming_normal
-        from megasnn.models.layer import layer
+        from megasnn.layers.layer import layer
         from megasnn.models.vgg_dvs.blocks import Classifier
 
         convolutions, pools_last = parse_channels(self.channels)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from megasnn.files import CheckpointError
+from megasnn.common.files import CheckpointError
 from megasnn.models.vgg_dvs.model import parse_channels
 from megasnn.models.weight_names import Dialect, ModelValues, NameMap, moved
 

@@ -1,0 +1,162 @@
+"""A model's weights to other programs' files, and theirs to a checkpoint that a run can start from.
+
+Two sources are compared tensor by tensor, and the content of one is printed as text.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megasnn.checkpoint.folder import require_empty
+from megasnn.checkpoint.format import AVERAGE, BESIDE, OPTIMIZER
+from megasnn.checkpoint.save import save_global_tensors
+from megasnn.checkpoint.source import Source, derived, in_our_names
+from megasnn.checkpoint.tensor_io import dtype_name
+from megasnn.common.files import CheckpointError, sync
+from megasnn.models.registry import all_dialects, dialect_for, dialect_of, model_of
+from megasnn.models.weight_names import renamed
+
+if TYPE_CHECKING:
+    Names = str
+else:  # so that the command line lists them
+    Names = Literal[(*dict.fromkeys(dialect.name for dialect in all_dialects()), "megasnn")]
+"""Program whose names tensors get: one that some model in the registry has names for, or ours."""
+
+
+def weights_as(source: Source, names: Names, averaged: bool = False) -> Source:
+    """The model's tensors, without the optimizer's, under another program's names.
+
+    With `averaged`, their running average in their place. Raises CheckpointError where the source is of no model that
+    the program has, tensors are missing or unexpected, or there is no average of them.
+    """
+    ours = in_our_names(source)
+    if averaged:
+        of_averages = {name.removeprefix(AVERAGE): name for name in ours.tensors if name.startswith(AVERAGE)}
+        if not of_averages:
+            raise CheckpointError(f"{ours.path} holds no average of the weights: the run had no --ema-decay")
+        ours = derived(ours, renamed(of_averages))
+    weights = [name for name in ours.tensors if not name.startswith(BESIDE)]
+    if names == "megasnn":
+        return derived(ours, renamed({name: name for name in weights}))
+    return derived(ours, dialect_for(names, weights, ours.metadata.model).from_ours(weights, ours.dimensions))
+
+
+def export_weights(source: Source, output: Path, names: Names, averaged: bool = False) -> Source:
+    """Writes the model's tensors, or their averages, to a new file, and returns them: safetensors where its name ends
+    so; otherwise a state_dict of torch.save, for programs that read nothing else.
+
+    Raises CheckpointError as `weights_as`, and where there is such a file already.
+    """
+    weights = weights_as(source, names, averaged)
+    if output.exists():
+        raise CheckpointError(f"{output} exists already; remove it or give another --output")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    aside = output.with_name(f"{output.name}.tmp")
+    tensors = {name: value.clone() for name, value in weights.tensors.items()}
+    try:
+        if output.suffix == ".safetensors":
+            save_file(tensors, aside, {"format": "pt"})
+        else:
+            torch.save(tensors, aside)
+        sync(aside)
+        os.rename(aside, output)
+        sync(output.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+    return weights
+
+
+def import_weights(source: Source, save: Path) -> tuple[Path, str]:
+    """Writes weights as a checkpoint of iteration 0 without optimizer state and configuration, for --finetune.
+
+    Returns:
+        the checkpoint, and the program whose names the weights had.
+    Raises:
+        CheckpointError: they are of no model and program known here, or `save` holds checkpoints already.
+    """
+    require_empty(save)
+    title = "MegaSNN" if model_of(None, source.tensors) else dialect_of(source.tensors).title
+    weights = weights_as(source, "megasnn")
+    model, extra = model_of(source.metadata.model, weights.tensors), {"source": source.path.name}
+    name = None if model is None else model.name
+    return save_global_tensors(save, weights.tensors, model=name, extra=extra), title
+
+
+def as_text(source: Source) -> str:
+    """Progress, tensors with type, size, shape and the files that they lie in, and totals."""
+    metadata = source.metadata
+    what = "checkpoint" if source.is_checkpoint else "state_dict"
+    lines = [f"{source.path}: {what}" + (f" of the model {metadata.model}" if metadata.model else "")]
+    if source.is_checkpoint:
+        lines.append(f"iteration {metadata.iteration}, {metadata.consumed_samples} samples consumed")
+        lines.append(f"written by {_pairs(metadata.versions)}; layout: {_pairs(metadata.layout or {'ranks': 1})}")
+        lines += [f"{part}: {_pairs(values)}" for part, values in (metadata.config or {}).items()]
+    width = max(map(len, source.tensors), default=0)
+    for name, value in source.tensors.items():
+        files = dict.fromkeys(box.file for box in metadata.tensors[name].boxes) if source.is_checkpoint else ()
+        row = f"{name:<{width}}  {dtype_name(value):<8}  {size_text(value.nbytes):>10}  {list(value.shape)!s:<20}"
+        lines.append(f"{row}  {', '.join(files)}".rstrip())
+    for label, prefix in (("model", ""), ("average of the model", AVERAGE), ("optimizer state", OPTIMIZER)):
+        chosen = [value for name, value in source.tensors.items() if _beginning(name) == prefix]
+        elements, size = sum(value.numel() for value in chosen), sum(value.nbytes for value in chosen)
+        kind = f" of {metadata.optimizer}" if prefix == OPTIMIZER and metadata.optimizer else ""
+        lines.append(f"{label}{kind}: {len(chosen)} tensors, {elements:,} elements, {size_text(size)}")
+    return "\n".join(lines)
+
+
+def _beginning(name: str) -> str:
+    return next(filter(name.startswith, BESIDE), "")
+
+
+def _pairs(values: Any) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items()) if isinstance(values, dict) else f"{values}"
+
+
+def size_text(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
+
+
+class Difference(NamedTuple):
+    """Largest difference of two elements of a tensor in two sources: infinite where they cannot be compared, for which
+    `note` says why."""
+
+    name: str
+    largest: float
+    note: str
+
+
+def differences(first: Source, second: Source, model_only: bool) -> Iterator[Difference]:
+    """Compares every tensor of either source, in both under the same names."""
+    for name in sorted({*first.tensors, *second.tensors}):
+        if model_only and _beginning(name):
+            continue
+        one, other = first.tensors.get(name), second.tensors.get(name)
+        if one is None or other is None:
+            yield Difference(name, math.inf, f"missing in {(first if one is None else second).path}")
+        elif one.shape != other.shape:
+            yield Difference(name, math.inf, f"shapes {list(one.shape)} and {list(other.shape)}")
+        else:
+            note = f"{dtype_name(one)} and {dtype_name(other)}" if one.dtype != other.dtype else ""
+            yield Difference(name, largest_difference(one, other), note)
+
+
+def largest_difference(one: Tensor, other: Tensor) -> float:
+    """Largest difference of two elements. Two nans are equal; the difference of a nan and a number is infinite."""
+    if not one.numel():
+        return 0.0
+    a, b = one.double(), other.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    gap = (a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return gap.max().item()

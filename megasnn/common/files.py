@@ -1,0 +1,229 @@
+"""Files: errors, JSON of known shape, sizes checked before memory is taken, durable writes, the cache.
+
+The cache folder holds files that can be made again: indexes, fetched and unpacked shards, sample data, machine code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import reprlib
+import stat
+import threading
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
+from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+"""For dataclasses that are read here: a number is no text, and unknown fields are refused."""
+Count = Annotated[int, Field(ge=0, le=1 << 62)]
+"""Number of bytes, samples or elements; an offset in a file."""
+FreeForm = dict[str, JsonValue]
+"""Values that are shown or compared, and trusted for nothing."""
+SAMPLE_MB = 512
+"""Default of --max-sample-mb: an RGB image of 134 million pixels, 41 million events."""
+SAMPLE_LIMIT = "MEGASNN_MAX_SAMPLE_MB"
+"""Environment variable that --max-sample-mb sets, so that worker processes inherit it."""
+_SHOWN = 200  # characters of a value in a message
+_PROBLEMS = 30  # lines of one error
+_ZIP_ERRORS = OSError, ValueError, EOFError, KeyError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error
+FOLDER = "MEGASNN_CACHE"
+"""Environment variable: the cache folder, instead of megasnn in XDG_CACHE_HOME or ~/.cache."""
+MACHINE_CODE = "numba"
+"""Folder of the kernels' machine code."""
+_ADVICE = f"set the environment variable {FOLDER} to a folder with space that you alone can write to"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, read, or used for this model. Every argument is one problem."""
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.args)
+
+
+class DamagedError(CheckpointError):
+    """Files are missing, cut or altered. Another checkpoint may be intact."""
+
+
+class NoCheckpointError(CheckpointError):
+    """No checkpoint at all was found where one was looked for; a run may choose to start anew."""
+
+
+class DescriptionError(ValueError):
+    """A description cannot be read. The message names the file, the field, the value found, and what to do."""
+
+
+def raise_problems(title: str, problems: Iterable[str], kind: type[CheckpointError] = CheckpointError) -> None:
+    """Raises one error with all distinct problems, when there is any; beyond 30 they are only counted."""
+    if distinct := sorted(set(problems)):
+        rest = [f"... and {len(distinct) - _PROBLEMS} more"] if len(distinct) > _PROBLEMS else []
+        raise kind(title, *(f"  {problem}" for problem in distinct[:_PROBLEMS] + rest))
+
+
+def in_message(value: object) -> str:
+    """Text of a value for a message: short, and without what would steer a terminal."""
+    text = str(value) if isinstance(value, str | int | float) else reprlib.repr(value)
+    text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+@lru_cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def described(
+    kind: type[T], content: bytes, file: object, *, advice: str = "it is damaged, or another program wrote it"
+) -> T:
+    """Reads JSON as a value of a type that pydantic knows, like a dataclass with `STRICT`.
+
+    Args:
+        file: where it comes from, for the error.
+        advice: what to do when it is wrong, for the error.
+    Raises:
+        DescriptionError: it is no JSON, or a field is missing, unknown, or of another type or range.
+    """
+    try:
+        return _adapter(kind).validate_json(content)  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        text = f"{'.'.join(in_message(part) for part in first['loc']) or 'the file'}: {first['msg']}"
+        if first["type"] not in ("missing", "json_invalid"):
+            text += f", found {in_message(reprlib.repr(first['input']))}"
+        raise DescriptionError(f"{file}: {text}; {advice}") from None
+
+
+# --- sizes
+
+
+def require_size(what: str, size: int) -> None:
+    """Raises ValueError for a sample, or a part of one, of more bytes than `SAMPLE_LIMIT` allows."""
+    limit = float(os.environ.get(SAMPLE_LIMIT, SAMPLE_MB))
+    if size > limit * (1 << 20):
+        raise ValueError(
+            f"{what} would take {size / (1 << 20):,.1f} MB, and a sample may take {limit:g}; "
+            f"if it is sound, raise --max-sample-mb"
+        )
+
+
+def read_file(path: Path) -> bytes:
+    """Reads a regular file, or what a link leads to. Raises OSError, and ValueError for one that is too large."""
+    if path.exists() and not path.is_file():  # a pipe would wait for its other end
+        raise ValueError("is no regular file")
+    require_size("its content", path.stat().st_size)
+    return path.read_bytes()
+
+
+def read_arrays(data: bytes) -> dict[str, NDArray]:
+    """Arrays of an .npz, which is given whole, by name. Python objects are refused.
+
+    Raises:
+        ValueError: it is none, cut, damaged, or too large, or an array is not of numbers.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            require_size("its arrays", sum(member.file_size for member in archive.infolist()))
+        loaded = np.load(io.BytesIO(data), allow_pickle=False)
+        return {name: loaded[name] for name in loaded.files}
+    except _ZIP_ERRORS as error:
+        raise ValueError(f"not a sound NumPy file of {len(data)} bytes: {error}") from error
+
+
+# --- durable writes
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or a folder's list of names, is on disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes or replaces a file by way of `.NAME.partial` beside it. Raises OSError; nothing is left of it then."""
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        aside.write_text(text)
+        sync(aside)
+        os.replace(aside, path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink()
+        raise
+
+
+class CacheError(ValueError):
+    """The cache cannot be used: not this user's, not writable, or full. The message names the folder and what helps."""
+
+
+def cache_folder(*parts: str) -> Path:
+    """The cache folder, or a folder in it; made where it is missing.
+
+    Raises:
+        CacheError: it cannot be made, or others can write to it: machine code that lies there is run.
+    """
+    named, shared = os.environ.get(FOLDER), os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(named) if named else Path(shared if os.path.isabs(shared) else "~/.cache", "megasnn")
+    try:
+        folder = root.expanduser().absolute()
+        for part in ("", *parts):
+            folder = folder / part
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            state = folder.stat()
+            if state.st_uid != os.geteuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise CacheError(f"another user owns or can write to the cache folder {folder}; {_ADVICE}")
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        raise CacheError(f"cannot use the cache folder {root}: {error}; {_ADVICE}") from error
+    return folder
+
+
+def cached_name(source: Path, suffix: str, *version: str) -> str:
+    """File name that changes with the path, size and time of change of `source` and with `version`."""
+    state = source.stat()
+    return name_in_cache(source.name, suffix, str(source.absolute()), f"{state.st_size} {state.st_mtime_ns}", *version)
+
+
+def name_in_cache(readable: str, suffix: str, *version: str) -> str:
+    """File name that begins with `readable` and changes with `version`."""
+    beginning = re.sub(r"[^A-Za-z0-9_.-]", "_", readable).lstrip(".")[:80]
+    return f"{beginning}-{hashlib.blake2b(os.fsencode(chr(0).join(version)), digest_size=8).hexdigest()}{suffix}"
+
+
+def build_once(target: Path, build: Callable[[Path], object]) -> Path:
+    """Returns `target`; where it does not exist yet, `build(temporary path)` makes it, in one process of a host.
+
+    It appears complete or not at all: it is written beside its place, synced and renamed.
+
+    Raises:
+        CacheError: it cannot be written; and what `build` raises.
+    """
+    if target.exists():
+        return target
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with FileLock(target.with_name(f".{target.name}.lock")):  # a process that ends releases it
+            if not target.exists():
+                build(temporary)
+                sync(temporary)  # lest a power cut leave an empty file in its place
+                os.replace(temporary, target)
+    except OSError as error:
+        raise CacheError(f"cannot make {target}: {error}; {_ADVICE}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target

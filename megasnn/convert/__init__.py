@@ -1,1 +1,0 @@
-"""Checkpoints and weights between layouts and programs, from one process without a GPU."""

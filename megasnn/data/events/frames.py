@@ -1,0 +1,191 @@
+"""Recordings of event cameras in memory, their checks, and their frames [T, 2, H, W].
+
+A recording is four arrays and the size of the sensor. A frame counts the events of each polarity that every pixel sent
+in one part of the recording.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megasnn.common.files import require_size
+
+LARGEST_SIDE = 1 << 16
+"""Pixels that a side of a sensor may have: coordinates are 16-bit numbers."""
+
+
+class RecordingError(ValueError):
+    """A recording that cannot be used. The message names the file, and the event or byte."""
+
+
+class SensorSize(NamedTuple):
+    """Pixels of an event camera."""
+
+    height: int
+    width: int
+
+
+@dataclass(frozen=True, eq=False)
+class Events:
+    """N events as arrays of shape [N].
+
+    Attributes:
+        t: time in microseconds, int64.
+        x, y: column and row, uint16.
+        p: polarity, uint8: 1 where it became brighter, 0 where darker.
+    """
+
+    t: NDArray[np.int64]
+    x: NDArray[np.uint16]
+    y: NDArray[np.uint16]
+    p: NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.t)
+
+    def __getitem__(self, part: slice | NDArray) -> Events:
+        """Events of a slice, a mask or an array of indices."""
+        return Events(self.t[part], self.x[part], self.y[part], self.p[part])
+
+    def between(self, start: int, end: int) -> Events:
+        """Events with start <= t < end; they must be in order of time."""
+        return self[slice(*np.searchsorted(self.t, (start, end)))]
+
+    @staticmethod
+    def make(t: ArrayLike, x: ArrayLike, y: ArrayLike, p: ArrayLike) -> Events:
+        """Converts anything array-like to the types above; values must fit, nothing is checked."""
+        return Events(
+            np.ascontiguousarray(t, np.int64),
+            np.ascontiguousarray(x, np.uint16),
+            np.ascontiguousarray(y, np.uint16),
+            np.ascontiguousarray(p, np.uint8),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """Events of one file and the sensor that sent them.
+
+    Attributes:
+        events: at least one, in order of time and inside the sensor once it is checked.
+        sensor: height and width.
+    """
+
+    events: Events
+    sensor: SensorSize
+
+
+def check_recording(recording: Recording, sort: bool = False) -> Recording:
+    """Checks that there are events, inside the sensor and in order of time; `sort` puts them in order instead, where
+    equal times keep theirs. Raises ValueError, naming the event."""
+    events, sensor = recording.events, recording.sensor
+    if not len(events):
+        raise ValueError("has no events")
+    for axis, values, limit in (("x", events.x, sensor.width), ("y", events.y, sensor.height)):
+        if values.max() >= limit:
+            index = int((values >= limit).argmax())
+            raise ValueError(f"{axis} = {values[index]} at event {index} is outside the sensor of {sensor}")
+    backwards = events.t[1:] < events.t[:-1]
+    if backwards.any():
+        if not sort:
+            index = int(backwards.argmax()) + 1
+            raise ValueError(
+                f"time runs backwards at event {index}: {events.t[index]} us comes after {events.t[index - 1]} us; "
+                "sort=True (--sort-events) puts events in order"
+            )
+        events = events[np.argsort(events.t, kind="stable")]
+    return Recording(events, sensor)
+
+
+@dataclass(frozen=True)
+class FrameOptions:
+    """Options of frames of a recording. Unscaled they are counts, bit for bit SpikingJelly's.
+
+    Raises:
+        ValueError: values below 1, or another name.
+    """
+
+    time_steps: int = 10
+    """Frames of a sample, T."""
+    split_by: Literal["number", "time"] = "number"
+    """Equal shares of a recording's events (number) or of its time for all frames."""
+    size: int | None = None
+    """Height and width to scale frames to (48 is usual for CIFAR10-DVS); by default the sensor's."""
+
+    def __post_init__(self) -> None:
+        for name in ("time_steps", "size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.split_by not in ("number", "time"):
+            raise ValueError(f"--split-by must be number or time, got {self.split_by!r}")
+
+
+def make_frames(recording: Recording, options: FrameOptions) -> NDArray[Any]:
+    """Counts the events of each frame of a checked recording, and scales as the options say.
+
+    Returns:
+        [T, 2, H, W], polarity 0 before polarity 1: int32 counts, or float32 where they are scaled.
+    Raises:
+        ValueError: a recording too short for the number of frames by time, or frames that are too large.
+    """
+    sensor, count, size = recording.sensor, options.time_steps, options.size
+    pixels = max(sensor.height * sensor.width, (size or 0) ** 2)
+    require_size(f"{count} frames of {pixels} pixels", 8 * count * pixels)  # two polarities, four bytes each
+    frames: NDArray[Any] = _count(recording.events, sensor, _bounds(recording.events.t, options))
+    if size is not None and sensor != (size, size):
+        frames = resize_frames(frames, size)
+    return frames
+
+
+def _bounds(t: NDArray[np.int64], options: FrameOptions) -> NDArray[np.int64]:
+    """First event of each frame and, as the last entry, the end of the last frame: shape [T + 1].
+
+    The last frame takes the remainder too, as in SpikingJelly's `integrate_events_by_fixed_frames_number`.
+    """
+    count = options.time_steps
+    if options.split_by == "number":
+        return np.append(len(t) // count * np.arange(count), len(t))
+    step = int(t[-1] - t[0]) // count
+    if step == 0:
+        raise ValueError(f"a recording of {t[-1] - t[0]} us is too short for {count} frames by time")
+    return np.append(np.searchsorted(t, t[0] + step * np.arange(count)), len(t))
+
+
+def _count(events: Events, sensor: SensorSize, bounds: NDArray[np.int64]) -> NDArray[np.int32]:
+    height, width = sensor
+    cells = 2 * height * width
+    cell = (events.p != 0).astype(np.intp) * height
+    cell += events.y
+    cell *= width
+    cell += events.x
+    # One frame at a time: its counters stay in the cache.
+    frames = np.empty((len(bounds) - 1, cells), np.int32)
+    for frame, start, end in zip(frames, bounds[:-1], bounds[1:], strict=True):
+        frame[:] = np.bincount(cell[start:end], minlength=cells)
+    return frames.reshape(-1, 2, height, width)
+
+
+def resize_frames(frames: NDArray[Any], size: int) -> NDArray[np.float32]:
+    """Scales frames [..., H, W] to [..., size, size]: bilinear, each new pixel a mean over all it covers (antialiased).
+
+    That is torchvision's `Resize`, with which the literature scales CIFAR10-DVS from 128 to 48 (Deng et al. 2022, TET).
+    Values are means of counts, no sums: their scale does not depend on the size.
+    """
+    height, width = frames.shape[-2:]
+    return _weights(height, size) @ frames.astype(np.float32, copy=False) @ _weights(width, size).T
+
+
+@lru_cache(maxsize=16)
+def _weights(old: int, new: int) -> NDArray[np.float32]:
+    """Matrix [new, old] of the triangle filter, as wide as a new pixel when scaling down, one old pixel when up."""
+    scale = old / new
+    centers = (np.arange(new) + 0.5) * scale
+    distance = np.abs(np.arange(old) + 0.5 - centers[:, None]) / max(scale, 1.0)
+    weights = np.maximum(1 - distance, 0)
+    return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)

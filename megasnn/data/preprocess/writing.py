@@ -1,0 +1,135 @@
+"""Writes the shards of a data set, several at a time, and their index.
+
+All is written into a folder `<output>.partial`, which gets its name last of all: a folder with the name of the output
+is complete, also after a kill or a power cut.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import to_json
+from tqdm import tqdm
+
+from megasnn.common.files import sync
+from megasnn.data.preprocess.sources import Item, Listing
+from megasnn.data.shards import INDEX_NAME, Index, ShardRecord, scan
+from megasnn.data.workers import end_with_parent
+
+Sample = tuple[str, Mapping[str, bytes]]
+"""Key, and the contents of its files by suffix."""
+Encode = Callable[[Item], Mapping[str, bytes]]
+"""Reads an item and returns its files by suffix. Raises ValueError for one that cannot be used; can be pickled."""
+
+
+def preprocess(
+    listing: Listing,
+    encode: Encode,
+    output: Path,
+    samples_per_shard: int,
+    workers: int = 1,
+    skip_broken: bool = False,
+) -> Index:
+    """Writes the shards of a data set and their index, which it returns; the same bytes for any number of workers.
+
+    Args:
+        output: folder for them, which must not exist, or be empty.
+        samples_per_shard: the last shard of a split has the rest.
+        skip_broken: leaves out and counts items that cannot be used.
+
+    Raises:
+        ValueError: the folder exists, or cannot be written, or an item cannot be used. Nothing is left then.
+    """
+    aside = output.with_name(f"{output.name}.partial")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--output {output} exists, and is no empty folder; choose another one, or remove it")
+    if aside.exists():
+        raise ValueError(f"{aside} exists: another run is writing there, or was killed; wait for it, or remove it")
+    tasks = [
+        (aside / f"{split}-{number:05d}.tar", split, items[start : start + samples_per_shard])
+        for split, items in listing.splits.items()
+        for number, start in enumerate(range(0, len(items), samples_per_shard))
+    ]
+    with _named(output):
+        try:
+            aside.mkdir(parents=True)
+            records = _write_shards(partial(_write_task, encode, skip_broken), tasks, workers)
+            index = Index(listing.classes, records)
+            (aside / INDEX_NAME).write_bytes(to_json(asdict(index)))
+            sync(aside / INDEX_NAME)
+            os.replace(aside, output)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+    return index
+
+
+def write_shard(path: Path, samples: Iterable[Sample]) -> None:
+    """Writes a shard whose bytes depend on `samples` only."""
+    from webdataset import TarWriter  # with which its ShardWriter writes each shard; imports torch
+
+    # Owner, rights and time of change are the same everywhere and always. GNU's tar has names of any length.
+    attributes: dict[str, Any] = {"user": "", "group": "", "mode": 0o644, "mtime": 0, "format": "GNU_FORMAT"}
+    with open(path, "wb") as file, TarWriter(file, encoder=False, compress=False, **attributes) as archive:
+        for key, files in samples:
+            archive.write({"__key__": key, **files})
+    sync(path)
+
+
+def _write_shards(
+    write: Callable[..., ShardRecord], tasks: Sequence[tuple[Path, str, list[Item]]], workers: int
+) -> list[ShardRecord]:
+    """Writes all shards; after the first error only those that are being written."""
+    with ExitStack() as stack:
+        run: Callable[..., Iterator[ShardRecord]] = map
+        if workers > 1:
+            context = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker)
+            stack.callback(pool.shutdown, cancel_futures=True)
+            run = pool.map
+        return list(tqdm(run(write, *zip(*tasks, strict=True)), total=len(tasks), unit=" shards", disable=None))
+
+
+def _write_task(encode: Encode, skip_broken: bool, path: Path, split: str, items: list[Item]) -> ShardRecord:
+    broken: list[str] = []
+
+    def samples() -> Iterator[Sample]:
+        for item in items:
+            try:
+                files = encode(item)
+            except (ValueError, OSError) as error:
+                if not skip_broken:
+                    raise ValueError(f"{error}; mend it, or leave such samples out with --skip-broken") from error
+                broken.append(str(error).encode("utf-8", "backslashreplace").decode())
+            else:
+                yield item.key, {**files, "cls": str(item.label).encode()}
+        if len(broken) == len(items):
+            raise ValueError(f"none of the {len(items)} samples of {path.name} can be used; the first: {broken[0]}")
+
+    with _named(path):
+        write_shard(path, samples())
+    return ShardRecord(path.name, split, path.stat().st_size, broken, scan(path, str(path)))
+
+
+def _start_worker() -> None:
+    """Leaves Ctrl-C to the parent process, and ends when that does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,262 @@
+"""Trained models as plain modules on one device: loaded from checkpoints, traced, exported, kept in a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, with_config
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from megasnn.checkpoint.folder import resolve
+from megasnn.checkpoint.format import AVERAGE, BESIDE, Metadata, read_metadata
+from megasnn.checkpoint.load import load_globals_into
+from megasnn.checkpoint.tensor_io import checksum, read_full
+from megasnn.common.bundle import Bundle, logits_of
+from megasnn.common.files import (
+    STRICT,
+    CheckpointError,
+    DamagedError,
+    DescriptionError,
+    FreeForm,
+    described,
+    write_whole,
+)
+from megasnn.config.values import SAMPLES
+from megasnn.data.images import NORMALISATIONS
+from megasnn.layers import BuildContext
+from megasnn.models.model import Model
+from megasnn.models.registry import MODELS, saved_model
+from megasnn.pipeline.chunk import build_chunks
+
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class About:
+    """Content of config.json.
+
+    Attributes:
+        model: its name. config: its dimensions and its neuron, {"model": {...}, "neuron": {...}}.
+        samples: how pixels become inputs: mean and standard deviation of a channel, of values from 0 to 1.
+        training: iteration, flags of the run, and accuracy where it is known.
+        crc32: checksum of the file of weights; none of a model that is in no folder.
+        format: number of this shape of the file.
+    """
+
+    model: str
+    config: dict[str, FreeForm]
+    samples: FreeForm = field(default_factory=dict)
+    training: FreeForm = field(default_factory=dict)
+    crc32: Annotated[str, Field(pattern="^([0-9a-f]{8})?$")] = ""
+    format: Literal[1] = 1
+
+
+class TrainedModel(nn.Module):
+    """A model for inference, on one device, in evaluation mode and without gradients. Consists of plain functions of
+    torch: torch.export and torch.jit.trace follow it, for the model's T.
+
+    Args:
+        about: what was saved. values: all weights and buffers by global name.
+        model: the class of the model; None for the one that `megasnn.MODELS` has by its name.
+    Attributes:
+        about: the same. config: the model's dimensions. description: its layers. dtype: of weights and computation.
+    Raises:
+        CheckpointError: an unknown model, dimensions that cannot be, or weights of another model.
+    """
+
+    def __init__(self, about: About, values: Mapping[str, Tensor], model: type[Model] | None = None) -> None:
+        super().__init__()
+        if model is None and about.model not in MODELS:
+            raise CheckpointError(
+                f"{about.model} is not in megasnn.MODELS: give its class, megasnn.load_model(..., model=MyModel)"
+            )
+        if model is not None and not isinstance(model, type):
+            raise CheckpointError(f"model= takes the class of the model, {type(model).__name__}, and not one of it")
+        model = model or MODELS[about.model]
+        if model.name != about.model:
+            raise CheckpointError(f"it is of the model {about.model}, and model={model.__name__} is {model.name}")
+        run, self.description = saved_model(about.model, model, about.config)
+        is_double = any(value.dtype == torch.float64 for value in values.values())
+        self.about, self.config, self.dtype = about, run.model, torch.float64 if is_double else torch.float32
+        context = BuildContext(
+            dtype=self.dtype, compute_dtype=self.dtype, neuron_backend="torch", neuron=run.neuron.spec, traceable=True
+        )
+        bounds = [range(len(self.description.layers))]
+        (self.chunk,) = build_chunks(self.description, bounds, [0], context, torch.device("cpu"), 0).values()
+        load_globals_into(self.chunk.sharded_tensors(), values)
+        self.eval().requires_grad_(False)
+
+    def output(self, inputs: Tensor | Mapping[str, Tensor]) -> Bundle:
+        """Computes the output of the last layer.
+
+        Args:
+            inputs: by name, or the only one: images `[N, C, H, W]`, or event frames `[N, T, C, H, W]`, normalised as in
+                training.
+        Raises:
+            ValueError: other inputs than the model's.
+        """
+        specs = self.description.task.inputs
+        given = inputs if isinstance(inputs, Mapping) else {next(iter(specs)): inputs}
+        if given.keys() != specs.keys():
+            raise ValueError(f"the model takes a dict of its inputs, {', '.join(specs)}; got {', '.join(given)}")
+        with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():  # which torch.export cannot read back
+            output: Bundle = self.chunk({name: x.to(specs[name].type_for(self.dtype)) for name, x in given.items()})
+            return output
+
+    def steps(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
+        """Computes the logits of each time step, `[T, N, classes]`."""
+        return logits_of(self.output(inputs))
+
+    def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
+        """Computes logits `[N, classes]`, the mean over time, or what the model's `predict` gives, as `Engine.predict`
+        does."""
+        return self.description.task.answers_of(self.output(inputs))
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns weights and buffers by global name; a tied tensor has the name of its owner."""
+        return {entry.name: entry.tensor.detach() for entry in self.chunk.sharded_tensors()}
+
+    # --- folders
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Writes weights, description and a model card: the files that a hub of models has of one."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        weights = {name: value.cpu().contiguous().clone() for name, value in self.state().items()}
+        save_file(weights, path / WEIGHTS, {"format": "pt"})
+        about = replace(self.about, crc32=checksum(path / WEIGHTS))
+        write_whole(path / CARD, _card(self))
+        write_whole(path / CONFIG, json.dumps(vars(about), indent=2, allow_nan=False) + "\n")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str], model: type[Model] | None = None) -> TrainedModel:
+        """Reads a folder of `save_pretrained`. Nothing in it is run.
+
+        Args:
+            model: the class of the model, where `megasnn.MODELS` does not have it.
+        Raises:
+            DamagedError: a file is missing, cut or altered. CheckpointError: as of the class.
+        """
+        path = Path(folder)
+        try:
+            about = described(About, (path / CONFIG).read_bytes(), path / CONFIG)
+            if about.crc32 != checksum(path / WEIGHTS):
+                raise DamagedError(f"{path / WEIGHTS} was altered: its checksum is not that of {CONFIG}")
+            values = load_file(path / WEIGHTS)
+        except (OSError, SafetensorError, DescriptionError) as error:
+            raise DamagedError(f"cannot read {path}: {error}") from None
+        return cls(about, values, model)
+
+
+def load_model(
+    checkpoint: str | os.PathLike[str],
+    model: type[Model] | None = None,
+    step: int | None = None,
+    ema: bool | None = None,
+) -> TrainedModel:
+    """Loads the model of a checkpoint, of any layout, for inference.
+
+    Args:
+        checkpoint: a run's folder, of which the latest is taken, or one checkpoint in it.
+        model: the class of the model, where `megasnn.MODELS` does not have it.
+        step: iteration of the checkpoint.
+        ema: True for the average of the weights, False for the weights; None for the average where there is one.
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged (DamagedError), holds no configuration or no
+            average, or is of another model.
+    """
+    path = resolve(Path(checkpoint), step)[0]
+    metadata = read_metadata(path)
+    if metadata.model is None or metadata.config is None:
+        raise CheckpointError(f"{path} holds weights without the configuration of a model: give one that a run saved")
+    averaged = any(name.startswith(AVERAGE) for name in metadata.tensors)
+    if ema and not averaged:
+        raise CheckpointError(f"{path} holds no average of the weights: the run had no --ema-decay")
+    averaged = averaged if ema is None else ema
+    names = [name for name in metadata.tensors if not name.startswith(BESIDE)]
+    saved = {name: AVERAGE + name if averaged else name for name in names}
+    values = read_full(path, metadata, saved.values())
+    about = About(metadata.model, metadata.config, _samples(metadata), _training(metadata, averaged))
+    return TrainedModel(about, {name: values[saved[name]] for name in names}, model)
+
+
+def _samples(metadata: Metadata) -> dict[str, Any]:
+    """How the run has made its inputs; empty where a program of its own has."""
+    found = metadata.extra.get(SAMPLES)
+    samples = dict(found) if isinstance(found, dict) else {}
+    if (constants := samples.get("normalize_images")) in NORMALISATIONS:
+        samples["mean"], samples["std"] = map(list, NORMALISATIONS[constants])
+    return samples
+
+
+def _training(metadata: Metadata, averaged: bool) -> dict[str, Any]:
+    done: dict[str, Any] = {
+        "iteration": metadata.iteration,
+        "samples": metadata.consumed_samples,
+        "averaged_weights": averaged,
+    }
+    best, recipe = metadata.extra.get("best"), metadata.extra.get("recipe")
+    if isinstance(best, dict) and best.get("iteration") == metadata.iteration:
+        done["accuracy_top1"] = best.get("accuracy_top1")
+    return {**done, "flags": recipe if isinstance(recipe, dict) else {}}
+
+
+def _card(model: TrainedModel) -> str:
+    """Text of the model card; hubs of models read its head."""
+    about, config, task = model.about, model.config, model.description.task
+    shapes = {name: ["N", *each.shape] for name, each in task.inputs.items()}
+    inputs: object = shapes if len(shapes) > 1 else next(iter(shapes.values()))
+    flags, top1 = about.training.get("flags"), about.training.get("accuracy_top1")
+    told = "not known" if top1 is None else f"{top1:.2%}, in training, on its validation data"
+    return _CARD.format(
+        name=about.model,
+        parameters=f"{sum(each.numel() for each in model.parameters()):,}",
+        dtype=str(model.dtype).removeprefix("torch."),
+        time_steps=config.time_steps,
+        tag="image-classification" if task.classes else "other",
+        inputs=str(inputs).replace("'N'", "N"),
+        answers=", ".join(map(str, ["N", *task.answer.shape])),
+        samples=json.dumps(about.samples) if about.samples else "by the program that trained it, which says how",
+        call="logits = model(images)" if task.classes and len(shapes) == 1 else "answers = model(inputs)",
+        accuracy=f"- Accuracy (top-1): {told}.\n" if task.classes else "",
+        dimensions=json.dumps(about.config),
+        training=json.dumps({name: value for name, value in about.training.items() if name != "flags"}),
+        flags=json.dumps(flags),
+    )
+
+
+_CARD = """\
+---
+library_name: megasnn
+pipeline_tag: {tag}
+tags:
+- spiking-neural-network
+- {name}
+---
+
+# {name}
+
+A spiking neural network trained with MegaSNN: {parameters} parameters ({dtype}), T = {time_steps}.
+
+```python
+import megasnn
+
+model = megasnn.TrainedModel.from_pretrained("this folder")  # a class of your own: model=CLASS
+{call}  # {inputs} -> [{answers}]
+```
+
+- Inputs: {samples}. Pixels are scaled to 0 to 1; then `mean` is subtracted, and the rest divided by `std`.
+{accuracy}- Dimensions and neuron: {dimensions}
+- Training: {training}
+- Flags: {flags}
+"""

@@ -1,0 +1,215 @@
+"""Neurons at one time step: charge, fire, reset, and the gradients of the three, of lanes.
+
+What differs between neurons is told by the types of their numbers, so that numba compiles a loop for each neuron that
+is used, without a branch in it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba.extending import overload
+
+from megasnn.kernels.neuron_spec import NeuronSpec, numbers
+from megasnn.kernels.numba.lanes import exp_negative, where
+
+
+class Integrate(NamedTuple):
+    """h = v + x."""
+
+    rest: Any
+    factor: Any
+
+
+class DecayDivided(NamedTuple):
+    """h = v + (x - (v - rest)) / factor."""
+
+    rest: Any
+    factor: Any
+
+
+class DecayScaled(NamedTuple):
+    """h = v + (x - (v - rest)) * factor."""
+
+    rest: Any
+    factor: Any
+
+
+class LeakDivided(NamedTuple):
+    """h = v - (v - rest) / factor + x."""
+
+    rest: Any
+    factor: Any
+
+
+class LeakScaled(NamedTuple):
+    """h = v - (v - rest) * factor + x."""
+
+    rest: Any
+    factor: Any
+
+
+class Hard(NamedTuple):
+    """Hard reset: behind a spike the potential becomes `by`."""
+
+    by: Any
+
+
+class Soft(NamedTuple):
+    """Soft reset: behind a spike the potential loses `by`."""
+
+    by: Any
+
+
+class Detached(NamedTuple):
+    """No gradient flows through the spike of the reset."""
+
+    zero: Any
+
+
+class Attached(NamedTuple):
+    """d(v after reset) / d(spike) = jump - slide * h."""
+
+    jump: Any
+    slide: Any
+
+
+class Sigmoid(NamedTuple):
+    """The derivative of a sigmoid, as surrogate gradient amplitude * shape(slope * (h - threshold))."""
+
+    slope: Any
+    amplitude: Any
+
+
+class ATan(NamedTuple):
+    """The derivative of an arc tangent, likewise."""
+
+    slope: Any
+    amplitude: Any
+
+
+CHARGES = {
+    "CHARGE_ADD": Integrate,
+    "CHARGE_DIVIDE": DecayDivided,
+    "CHARGE_SCALE": DecayScaled,
+    "LEAK_DIVIDE": LeakDivided,
+    "LEAK_SCALE": LeakScaled,
+}
+SURROGATES = {"SIGMOID": Sigmoid, "ATAN": ATan}
+
+
+class Constants(NamedTuple):
+    """A neuron in numbers, all in the type of the data; see `neuron_spec.Numbers` for those not told here."""
+
+    charge: Any  # one of CHARGES
+    reset: Any  # Hard or Soft
+    path: Any  # Detached or Attached
+    surrogate: Any  # one of SURROGATES
+    learn: bool  # the gradient of the charging factor is wanted
+    rest: Any
+    threshold: Any
+    into: Any
+    through: Any
+    zero: Any
+    one: Any
+
+
+def constants(spec: NeuronSpec, dtype: np.dtype, learned_leak: float, learn: bool) -> Constants:
+    """A neuron as the numbers that the loops take. learned_leak: its factor, where that is learned."""
+    number, n = dtype.type, numbers(spec, learned_leak)
+    return Constants(
+        charge=CHARGES[n.charge](number(n.rest), number(n.factor)),
+        reset=Hard(number(n.rest)) if n.hard else Soft(number(n.threshold)),
+        path=Detached(number(0)) if spec.detach_reset else Attached(number(n.jump), number(n.slide)),
+        surrogate=SURROGATES[n.surrogate](number(n.slope), number(n.amplitude)),
+        learn=learn,
+        rest=number(n.rest),
+        threshold=number(n.threshold),
+        into=number(n.into),
+        through=number(n.through),
+        zero=number(0),
+        one=number(1),
+    )
+
+
+scalar = partial(overload, jit_options={"error_model": "numpy"})
+
+
+def charged(x, v, charge):
+    """The potential before firing, from the input and the potential of the step before."""
+
+
+@scalar(charged)
+def _charged(x, v, charge):
+    return {
+        Integrate: lambda x, v, charge: v + x,
+        DecayDivided: lambda x, v, charge: v + (x - (v - charge.rest)) / charge.factor,
+        DecayScaled: lambda x, v, charge: v + (x - (v - charge.rest)) * charge.factor,
+        LeakDivided: lambda x, v, charge: v - (v - charge.rest) / charge.factor + x,
+        LeakScaled: lambda x, v, charge: v - (v - charge.rest) * charge.factor + x,
+    }[charge.instance_class]
+
+
+def fired(h, reset):
+    """The potential after a spike."""
+
+
+@scalar(fired)
+def _fired(h, reset):
+    return {Hard: lambda h, reset: reset.by, Soft: lambda h, reset: h - reset.by}[reset.instance_class]
+
+
+def of_potential(g_v, h, threshold, zero, reset):
+    """The gradient of the potential before firing by the direct path, from that of the potential after it."""
+
+
+@scalar(of_potential)
+def _of_potential(g_v, h, threshold, zero, reset):
+    def hard(g_v, h, threshold, zero, reset):
+        return where(h >= threshold, zero, g_v)
+
+    return hard if reset.instance_class is Hard else lambda g_v, h, threshold, zero, reset: g_v
+
+
+def of_spike(g_spike, g_v, h, path):
+    """The gradient of a spike, with what reaches it through the reset."""
+
+
+@scalar(of_spike)
+def _of_spike(g_spike, g_v, h, path):
+    if path.instance_class is Detached:
+        return lambda g_spike, g_v, h, path: g_spike
+    return lambda g_spike, g_v, h, path: g_spike + g_v * (path.jump - path.slide * h)
+
+
+def surrogate_gradient(above, surrogate, one):
+    """At a potential so far above the threshold."""
+
+
+@scalar(surrogate_gradient)
+def _surrogate_gradient(above, surrogate, one):
+    def sigmoid(above, surrogate, one):
+        e = exp_negative(-abs(above * surrogate.slope))
+        return surrogate.amplitude * e / ((one + e) * (one + e))
+
+    def atan(above, surrogate, one):
+        u = above * surrogate.slope
+        return surrogate.amplitude / (one + u * u)
+
+    return {Sigmoid: sigmoid, ATan: atan}[surrogate.instance_class]
+
+
+def of_factor(h, v, g_x, charge):
+    """Term of the gradient of the charging factor q, v being the potential before the step.
+
+    With decaying input h - v = q (x - (v - rest)) and g_x = q g_h; otherwise g_x = g_h. `gradient_of_w` does the rest.
+    """
+
+
+@scalar(of_factor)
+def _of_factor(h, v, g_x, charge):
+    if charge.instance_class is DecayScaled:
+        return lambda h, v, g_x, charge: g_x * (h - v)
+    return lambda h, v, g_x, charge: -(g_x * (v - charge.rest))

@@ -1,0 +1,155 @@
+"""Normalise, charge and fire, and the gradient of the input: a pass over memory each. They must equal `fire` and
+`input_gradient` of torch_backend.py.
+
+`x [X, in_size]` with X = T, or 1 for an input that is repeated; `size` is the number of neurons, and `[T, size]` are
+their spikes. Without `norm` a kernel computes the neurons alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megasnn.kernels.triton.pool import pooled
+from megasnn.kernels.triton.step import (
+    at_step,
+    charge,
+    charging_factor,
+    factor_backward,
+    fed,
+    fires,
+    first_potential,
+    keep_chunk_starts,
+    norm_backward,
+    of_channel,
+    recomputed,
+    reset,
+    step_backward,
+)
+
+
+@triton.jit
+def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channels, height, width, above,
+                T: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+                AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """`bits [T, size / 8]`: the spikes once more, packed as `megasnn.kernels.spike_codec` does it, or None.
+
+    AT_ONCE: how many steps, a divisor of T, are written out one after the other.
+    """
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    byte = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    q = charging_factor(q, N, D)
+    v = first_potential(v_first, place, inside, N, D)
+    scale, shift = None, None
+    if norm is not None:
+        scale, shift = of_channel(norm, 0, place, inside, channels), of_channel(norm, 1, place, inside, channels)
+    for _ in range(T // AT_ONCE):
+        for t in tl.static_range(AT_ONCE):
+            if t == 0 or not REPEATED:
+                if POOL:
+                    y, _, _ = pooled(x, place, inside, scale, shift, channels, height, width, above, D)
+                else:
+                    y = fed(x, place, inside, scale, shift, D)
+                if not REPEATED:
+                    x += in_size
+            h = charge(y, v, q, N)
+            fired = fires(h, N)
+            tl.store(spikes + place, fired.to(D).to(spikes.dtype.element_ty), mask=inside)
+            spikes += size
+            if bits is not None:
+                eight = tl.reshape((fired & inside).to(tl.int32), [BLOCK // 8, 8]) << tl.arange(0, 8)[None, :]
+                tl.store(bits + byte, tl.sum(eight, axis=1).to(tl.uint8), mask=byte < size // 8)
+                bits += size // 8
+            v = reset(h, N)
+    if v_last is not None:
+        tl.store(v_last + place, v, mask=inside)
+
+
+@triton.jit
+def gradient_of_chunk(x, g_spikes, g_x, place, inside, scale, shift, mean, mean_g, mean_gx, start, g_v, summed, total,
+                      q, size, STEPS: tl.constexpr, REPEATED: tl.constexpr, LEARN: tl.constexpr, N: tl.constexpr,
+                      D: tl.constexpr):  # fmt: skip
+    """Writes the gradients of the STEPS time steps that x, g_spikes and g_x point to.
+
+    Returns what goes on to the chunk before: the gradient of the potential, and with REPEATED and LEARN the sums of
+    the gradients and of what the learned factor adds up.
+    """
+    h = recomputed(x, place, inside, scale, shift, start, q, size, 0, STEPS, REPEATED, N, D)
+    for i in tl.static_range(STEPS - 1, -1, -1):
+        g_spike = tl.load(at_step(g_spikes, i, size, False) + place, mask=inside, other=0)
+        g, g_v = step_backward(h[i], g_spike.to(D), g_v, q, N)
+        if LEARN:
+            before = reset(h[i - 1], N) if i > 0 else start
+            total += factor_backward(h[i], before, g, N)
+        if REPEATED:
+            summed += g
+        else:
+            store_gradient(at_step(x, i, size, False), at_step(g_x, i, size, False), g, place, inside, scale, mean,
+                           mean_g, mean_gx, D)  # fmt: skip
+    return g_v, summed, total
+
+
+@triton.jit
+def store_gradient(x, g_x, g, place, inside, scale, mean, mean_g, mean_gx, D: tl.constexpr):
+    """Stores the gradient of the input of one time step, through the norm if there is one."""
+    if scale is not None:
+        value = tl.load(x + place, mask=inside, other=0)
+        g = norm_backward(g, value.to(D), scale, mean, mean_g, mean_gx)
+    tl.store(g_x + place, g.to(g_x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals, kept, size, channels,
+                    T: tl.constexpr, CHUNK: tl.constexpr, REPEATED: tl.constexpr, BATCH: tl.constexpr,
+                    N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The gradient of the input, through the norm or of the neurons alone, without pooling.
+
+    Args:
+        norm: rows for each channel; the fourth and fifth are what `norm_backward` subtracts.
+        g_last, g_first: gradients of the potentials after and before all steps, or None.
+        totals: what each program's learned factor adds up, or None.
+        kept: for `keep_chunk_starts`; None where there is one chunk.
+    """
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    q = charging_factor(q, N, D)
+    first = first_potential(v_first, place, inside, N, D)
+    scale, shift, mean, mean_g, mean_gx = None, None, None, None, None
+    if norm is not None:
+        scale, shift = of_channel(norm, 0, place, inside, channels), of_channel(norm, 1, place, inside, channels)
+    last = first
+    if kept is not None:
+        last = keep_chunk_starts(x, place, inside, scale, shift, first, q, size, kept, T, CHUNK, REPEATED, N, D)
+    if BATCH:
+        mean = of_channel(norm, 2, place, inside, channels)
+        mean_g, mean_gx = of_channel(norm, 3, place, inside, channels), of_channel(norm, 4, place, inside, channels)
+    g_v = tl.zeros(place.shape, D)
+    if g_last is not None:
+        g_v = tl.load(g_last + place, mask=inside, other=0).to(D)
+    summed = tl.zeros(place.shape, D)
+    total = tl.zeros(place.shape, D)
+    LEARN: tl.constexpr = totals is not None
+    BEFORE: tl.constexpr = (T - 1) // CHUNK  # the last chunk
+    x_c, g_c = at_step(x, BEFORE * CHUNK, size, REPEATED), at_step(g_spikes, BEFORE * CHUNK, size, False)
+    out_c = at_step(g_x, BEFORE * CHUNK, size, REPEATED)
+    g_v, summed, total = gradient_of_chunk(
+        x_c, g_c, out_c, place, inside, scale, shift, mean, mean_g, mean_gx, last, g_v, summed, total, q, size,
+        T - BEFORE * CHUNK, REPEATED, LEARN, N, D,
+    )  # fmt: skip
+    if kept is not None:
+        kept_c = at_step(kept, BEFORE, size, False)
+        for _ in range(BEFORE):
+            x_c, g_c = at_step(x_c, -CHUNK, size, REPEATED), at_step(g_c, -CHUNK, size, False)
+            out_c, kept_c = at_step(out_c, -CHUNK, size, REPEATED), at_step(kept_c, -1, size, False)
+            g_v, summed, total = gradient_of_chunk(
+                x_c, g_c, out_c, place, inside, scale, shift, mean, mean_g, mean_gx,
+                tl.load(kept_c + place, mask=inside, other=0), g_v, summed, total, q, size,
+                CHUNK, REPEATED, LEARN, N, D,
+            )  # fmt: skip
+    if REPEATED:
+        store_gradient(x, g_x, summed, place, inside, scale, mean, mean_g, mean_gx, D)
+    if g_first is not None:
+        tl.store(g_first + place, g_v, mask=inside)
+    if totals is not None:
+        tl.store(totals + tl.program_id(0), tl.sum(total.to(tl.float64), axis=0))

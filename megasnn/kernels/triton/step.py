@@ -1,0 +1,210 @@
+"""One time step of a neuron, forward and backward, and all steps of a block again for a backward.
+
+The operations and their order are those of `torch_backend.py`. `N` is a `megasnn.kernels.neuron_spec.Numbers`, fixed
+when a kernel is compiled; `q` is what the charge divides or multiplies by, which may be learned. All work on blocks of
+any shape, in the type `q` has.
+
+A block is a tensor of positions in one time step of the output, `[N, ..., C]` in memory, with the channels fastest.
+`norm` points to rows of C numbers: the factor of the input, the summand, and the mean. They are loaded once for all
+time steps: between stores the compiler would load them again. A backward has two rows more, which `norm_backward`
+subtracts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
+FUSES: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
+"""Triton's interpreter rounds a product before it adds."""
+
+
+@triton.jit
+def charging_factor(q, N: tl.constexpr, D: tl.constexpr):
+    """The factor in the type D: learned and in memory, or a constant."""
+    if q is None:
+        factor = tl.full((), N.factor, D)
+    else:
+        factor = tl.load(q).to(D)
+    return factor
+
+
+@triton.jit
+def divided(x, y):
+    """x / y for one y and many x, rounded correctly, and infinite where x is.
+
+    A backward took three times as long with the machine's correct division (H200). So the quotient by the inverse is
+    corrected twice by what it leaves over, which a fused operation gives without rounding. The second time it is exact
+    (Markstein, IBM Journal of Research and Development 34(1), 1990), but for quotients below 1e-30 in float32.
+    """
+    if FUSES:
+        inverse = _divided(tl.full((), 1.0, y.dtype), y)
+        first = x * inverse
+        z = tl.fma(tl.fma(-first, y, x), inverse, first)
+        z = tl.fma(tl.fma(-z, y, x), inverse, z)
+        z = tl.where(z == z, z, first)
+    else:
+        z = _divided(x, y)
+    return z
+
+
+@triton.jit
+def _divided(x, y):
+    return tl.math.div_rn(x, y) if x.dtype == tl.float32 else x / y
+
+
+@triton.jit
+def charge(y, v, q, N: tl.constexpr):
+    """The potential before firing."""
+    rest = tl.full((), N.rest, q.dtype)
+    if N.charge == "CHARGE_ADD":
+        h = v + y
+    elif N.charge == "CHARGE_DIVIDE":
+        h = v + divided(y - (v - rest), q)
+    elif N.charge == "CHARGE_SCALE":
+        h = v + (y - (v - rest)) * q
+    elif N.charge == "LEAK_DIVIDE":
+        h = v - divided(v - rest, q) + y
+    else:
+        tl.static_assert(N.charge == "LEAK_SCALE")
+        h = v - (v - rest) * q + y
+    return h
+
+
+@triton.jit
+def fires(h, N: tl.constexpr):
+    return h >= tl.full((), N.threshold, h.dtype)
+
+
+@triton.jit
+def reset(h, N: tl.constexpr):
+    """The potential after firing."""
+    if N.hard:
+        v = tl.where(fires(h, N), tl.full((), N.rest, h.dtype), h)
+    else:
+        v = tl.where(fires(h, N), h - tl.full((), N.threshold, h.dtype), h)
+    return v
+
+
+@triton.jit
+def surrogate(h, N: tl.constexpr):
+    """The derivative that stands for that of the step."""
+    one = tl.full((), 1.0, h.dtype)
+    amplitude = tl.full((), N.amplitude, h.dtype)
+    above = h - tl.full((), N.threshold, h.dtype)
+    if N.surrogate == "SIGMOID":
+        e = tl.exp2(tl.abs(above) * tl.full((), -LOG2_E * N.slope, h.dtype))
+        s = amplitude * e / ((one + e) * (one + e))
+    else:
+        tl.static_assert(N.surrogate == "ATAN")
+        u = above * tl.full((), N.slope, h.dtype)
+        s = amplitude / (one + u * u)
+    return s
+
+
+@triton.jit
+def step_backward(h, g_spike, g_v, q, N: tl.constexpr):
+    """From the gradients of spike and potential after a step to those of its input and the potential before it."""
+    one = tl.full((), 1.0, h.dtype)
+    if N.jump != 0 or N.slide != 0:  # the reset is not detached
+        g_spike += g_v * (tl.full((), N.jump, h.dtype) - tl.full((), N.slide, h.dtype) * h)
+    direct = tl.where(fires(h, N), tl.full((), 0.0, h.dtype), g_v) if N.hard else g_v
+    g_h = g_spike * surrogate(h, N) + direct
+    if N.learned:
+        g_x = g_h * q if N.charge == "CHARGE_SCALE" else g_h
+        g_v = g_h * (one - q)
+    else:
+        g_x = g_h * tl.full((), N.into, h.dtype)
+        g_v = g_h * tl.full((), N.through, h.dtype)
+    return g_x, g_v
+
+
+@triton.jit
+def factor_backward(h, v, g_x, N: tl.constexpr):
+    """Term of the gradient of a learned factor, v being the potential before the step.
+
+    With decaying input h - v = q (x - (v - rest)) and g_x = q g_h; otherwise g_x = g_h. The caller divides by q^2.
+    """
+    if N.charge == "CHARGE_SCALE":
+        part = g_x * (h - v)
+    else:
+        part = -g_x * (v - tl.full((), N.rest, h.dtype))
+    return part
+
+
+@triton.jit
+def of_channel(norm, row: tl.constexpr, place, inside, channels):
+    """Number in that row for the channel of each place."""
+    return tl.load(norm + row * channels + place % channels, mask=inside, other=0)
+
+
+@triton.jit
+def first_potential(v_first, place, inside, N: tl.constexpr, D: tl.constexpr):
+    if v_first is None:
+        v = tl.full(place.shape, N.rest, D)
+    else:
+        v = tl.load(v_first + place, mask=inside, other=0).to(D)
+    return v
+
+
+@triton.jit
+def fed(x, place, inside, scale, shift, D: tl.constexpr):
+    """Input that one time step of `x` feeds into the neurons; without `scale` the input as it is."""
+    y = tl.load(x + place, mask=inside, other=0).to(D)
+    if scale is not None:
+        y = y * scale + shift
+    return y
+
+
+@triton.jit
+def one_more(row, x):
+    return row + (x,)
+
+
+@triton.jit
+def at_step(x, t: tl.constexpr, size, REPEATED: tl.constexpr):
+    """Time step of x; of what is repeated the only one."""
+    if not REPEATED:
+        x += tl.full((), t, tl.int64) * size
+    return x
+
+
+@triton.jit
+def recomputed(x, place, inside, scale, shift, v, q, size, BEGIN: tl.constexpr, END: tl.constexpr,
+               REPEATED: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """The potentials before firing of the steps from BEGIN to before END. Args: v: the potential before those."""
+    h = ()
+    for t in tl.static_range(BEGIN, END):
+        if t == BEGIN or not REPEATED:
+            y = fed(at_step(x, t, size, REPEATED), place, inside, scale, shift, D)
+        h_t = charge(y, v, q, N)
+        v = reset(h_t, N)
+        h = one_more(h, h_t)
+    return h
+
+
+@triton.jit
+def keep_chunk_starts(x, place, inside, scale, shift, v, q, size, kept, T: tl.constexpr, CHUNK: tl.constexpr,
+                      REPEATED: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """Keeps the potential before each chunk but the last in `kept [(T - 1) // CHUNK, size]`, and returns the last's."""
+    for _ in range((T - 1) // CHUNK):
+        tl.store(kept + place, v, mask=inside)
+        for t in tl.static_range(CHUNK):
+            if t == 0 or not REPEATED:
+                y = fed(at_step(x, t, size, REPEATED), place, inside, scale, shift, D)
+            v = reset(charge(y, v, q, N), N)
+        x = at_step(x, CHUNK, size, REPEATED)
+        kept += size
+    tl.debug_barrier()  # another thread may read what one has written
+    return v
+
+
+@triton.jit
+def norm_backward(g, value, scale, mean, mean_g, mean_gx):
+    """From the gradient of the norm's output to that of its input; without `mean` that did not shape the statistics."""
+    if mean is not None:
+        g = g - mean_g - (value - mean) * mean_gx
+    return scale * g

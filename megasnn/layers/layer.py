@@ -1,0 +1,98 @@
+"""Layer of a model with its name, as a model's `layers` yields it."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from megasnn.layers.init import ModuleInitialiser
+
+
+@dataclass(frozen=True)
+class Layer:
+    """
+    Attributes:
+        name: global name, the prefix of its parameters' names; unlike that of any other layer.
+        module: takes the outputs of `takes`, and returns a tensor, or a tuple or dict of tensors.
+        unit: the coarser part that it belongs to ("patch_embed", "blocks.0"), for explicit layouts (not the unit of a
+            schedule, which is a layer or a chunk: megasnn/schedule/actions.py).
+        initialise: of a plain module: sets initial values of each module in it, after their `reset_parameters`.
+        takes: names of the earlier layers whose outputs are its inputs; empty: the layer before it.
+        is_sharded: the module was given to `megasnn.shard`, and the layer is made of a copy.
+    """
+
+    name: str
+    module: nn.Module
+    unit: str
+    initialise: ModuleInitialiser | None = None
+    takes: tuple[str, ...] = ()
+    is_sharded: bool = False
+
+
+class LayerSource(ABC):
+    """Object that a layer is made of when a model is built, such as `megasnn.shard(net)`."""
+
+    initialise: ModuleInitialiser | None
+
+    @abstractmethod
+    def give(self) -> nn.Module:
+        """The module of the layer. Raises ValueError for one that no layer can be made of."""
+
+
+class FunctionLayer(nn.Module):
+    """A function of the inputs as a module. It is whole on every tensor parallel rank, and learns nothing."""
+
+    mixes_rows = True  # of a function nobody knows: see `megasnn.layers.plain.refusals`
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
+
+
+def require_module(what: str, module: object) -> nn.Module:
+    """The module that is given to `what`. Raises ValueError for anything else, such as a class."""
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{what} is given {module!r}, where it takes a torch.nn.Module")
+    return module
+
+
+def layer(
+    name: str,
+    module: nn.Module | LayerSource | Callable[..., Any],
+    *,
+    unit: str | None = None,
+    initialise: ModuleInitialiser | None = None,
+    takes: Sequence[str] | None = None,
+) -> Layer:
+    """A layer of a model; see `Layer`. Without `unit` it is a unit of its own; one name in `takes` may be alone.
+
+    A function is a layer as well, but not where ranks share out rows: `layer("add", torch.add, takes=("a", "b"))`.
+
+    Raises ValueError for an empty `takes`, `initialise` beside that of `megasnn.shard`, and for what is neither a
+    module nor a function of its inputs alone.
+    """
+    given: Any = module
+    is_sharded = isinstance(given, LayerSource)
+    if inspect.isroutine(given) or isinstance(given, partial):
+        given = FunctionLayer(given)
+    elif is_sharded:
+        if initialise is not None:
+            raise ValueError(f"{name}: give initialise=... to megasnn.shard, which describes the initial values")
+        initialise = given.initialise
+        try:
+            given = given.give()
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    if takes is not None and not takes:
+        raise ValueError(f"{name}: takes={takes!r} names no layer; leave it out to take the layer before")
+    names = (takes,) if isinstance(takes, str) else tuple(takes or ())
+    return Layer(name, require_module(f"layer {name!r}", given), unit or name, initialise, names, is_sharded)

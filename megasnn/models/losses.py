@@ -1,0 +1,88 @@
+"""Losses on logits `[T, N, classes]`, as sums over the samples: a micro-batch's share needs no further weight.
+
+All of them take as labels class indices `[N]` or `[N, 1]`, or probabilities `[N, classes]`; reduced precision is raised
+to float32; they raise ValueError for labels of another shape and indices outside the classes, which are noted inside of
+a step (megasnn/common/checks.py). A loss is given all that the model's last layer gives; of a bundle, these take the
+logits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasnn.common.bundle import Bundle, logits_of
+from megasnn.common.checks import refuse
+
+
+def cross_entropy_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Cross-entropy of the logits' mean over time, summed over the samples."""
+    mean = _raised(logits).mean(0)
+    return F.cross_entropy(mean, _target(mean, labels), reduction="sum", label_smoothing=label_smoothing)
+
+
+def tet_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0, share: float = 1e-3) -> Tensor:
+    """Temporal efficient training (Deng et al. 2022, arXiv 2202.11946, equations 8 to 10), summed over the samples.
+
+    (1 - share) times the mean over time of each step's own cross-entropy, plus `share` times the mean squared distance
+    of all logits from 1.
+
+    Args:
+        share: lambda there; phi is 1.
+    """
+    raised = _raised(logits)
+    steps = len(raised)
+    target = _target(raised[0], labels)
+    repeated = target.repeat(steps, *[1] * (target.ndim - 1))
+    entropy = F.cross_entropy(raised.flatten(0, 1), repeated, reduction="sum", label_smoothing=label_smoothing) / steps
+    distance = (raised - 1).square().mean(dim=(0, 2)).sum()
+    return (1 - share) * entropy + share * distance
+
+
+def mse_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Mean squared distance, over the classes, of the mean over time from the label as 0 and 1; over samples a sum."""
+    rates = _raised(logits).mean(0)
+    target = _target(rates, labels)
+    wanted = target if target.is_floating_point() else _one_hot(target, rates)
+    wanted = wanted * (1 - label_smoothing) + label_smoothing / rates.shape[1]
+    return (rates - wanted).square().mean(1).sum()
+
+
+@torch.no_grad()
+def correct_predictions(logits: Tensor, labels: Tensor, top: tuple[int, ...] = (1, 5)) -> Tensor:
+    """Number of samples with their label among the k highest logits (mean over time), for each k in `top`: a tensor
+    where the logits are. Of probabilities the label is the most probable class."""
+    mean = logits.float().mean(0)
+    wanted = labels.argmax(1) if labels.is_floating_point() else labels
+    ranked = mean.topk(min(max(top), mean.shape[1]), dim=1).indices == wanted.reshape(-1, 1)
+    return torch.stack([ranked[:, :k].any(dim=1).sum() for k in top])
+
+
+def _raised(output: Bundle) -> Tensor:
+    logits = logits_of(output)
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+def _one_hot(labels: Tensor, like: Tensor) -> Tensor:
+    """1 at the label's class and 0 at the others; torch's own waits for the labels on some devices."""
+    return (labels.unsqueeze(1) == torch.arange(like.shape[1], device=labels.device)).to(like.dtype)
+
+
+def _target(logits: Tensor, labels: Tensor) -> Tensor:
+    """Labels of logits `[N, classes]` as indices `[N]` or probabilities `[N, classes]`."""
+    samples, classes = logits.shape
+    if labels.is_floating_point():
+        if labels.shape != logits.shape:
+            raise ValueError(f"soft labels must be [{samples}, {classes}] like the logits, got {list(labels.shape)}")
+        return labels.to(logits.dtype)
+    if labels.shape == (samples, 1):
+        labels = labels.squeeze(1)
+    if labels.shape != (samples,):
+        raise ValueError(f"class labels must be [{samples}] or [{samples}, 1], got {list(labels.shape)}")
+    refuse(
+        ((labels < 0) | (labels >= classes)).any(),
+        f"labels must be from 0 to {classes - 1} with --num-classes {classes}",
+        lambda: f"got labels from {int(labels.min())} to {int(labels.max())}",
+    )
+    return labels.clamp(0, classes - 1)  # a GPU ends the process at a class that is none
