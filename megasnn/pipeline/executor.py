@@ -23,6 +23,7 @@ from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer, P
 from megasnn.pipeline.p2p import Transfers
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, USES_WEIGHTS, Key
+from megasnn.telemetry.operations import not_counting
 from megasnn.telemetry.timers import named
 
 LossFunction = Callable[[Bundle, Any, bool], Tensor]
@@ -176,7 +177,8 @@ class PipelineExecutor:
     def _output(self, step: StepState, key: Key) -> Any:
         unit, micro = self._units[key[0]], step.micro_batches[key[1]]
         x = micro.inputs if unit.is_first else step.entered(key)
-        return unit(x, micro.samples, micro.goes_on, key[1])
+        with not_counting() if micro.is_padding else nullcontext():
+            return unit(x, micro.samples, micro.goes_on, key[1])
 
     def _input_gradient(self, step: StepState, action: Action) -> None:
         with self._units[action.unit].weight_gradients.deferred() as tasks:
