@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "rows": {"context_parallel_size": 2, "context_parallel_cut": "rows"},
     "samples": {"context_parallel_size": 2},
     "data": {},
-    "sharded": {"data_parallel_sharding": 2},
+    "weights": {"weight_parallel_size": 2},
 }
 
 
@@ -54,10 +55,23 @@ def test_neurobench_counts_the_same(name: str) -> None:
     found = counted(name, CASES[name].ours(net.state_dict()), x)
     expected = json.loads(TABLE.read_text())["networks"][name]
     scalars = operation_scalars(found)
-    assert scalars["validation/effective_macs"] == pytest.approx(expected["Effective_MACs"], rel=1e-2)
-    assert scalars["validation/effective_acs"] == pytest.approx(expected["Effective_ACs"], rel=1e-2)
+    assert scalars["validation/effective_macs"] == pytest.approx(expected["Effective_MACs"], rel=1e-9)
+    assert scalars["validation/effective_acs"] == pytest.approx(expected["Effective_ACs"], rel=1e-9)
     for mine, theirs in zip(found, expected["layers"].values(), strict=True):
-        assert mine.effective_macs == pytest.approx(theirs.get("Effective_MACs", 0.0), rel=1e-2)
-        assert mine.effective_acs == pytest.approx(theirs.get("Effective_ACs", 0.0), rel=1e-2)
+        assert mine.effective_macs == pytest.approx(theirs.get("Effective_MACs", 0.0), rel=1e-9)
+        assert mine.effective_acs == pytest.approx(theirs.get("Effective_ACs", 0.0), rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout_counts_the_same(name: str, layout: str, ranks: Any) -> None:
+    """Of 11 samples replicas have different numbers of micro-batches; those that share weights are kept in step."""
+    net, x = network(CASES[name])
+    values = CASES[name].ours(net.state_dict())
+    expected = counted(name, values, x)
+    for found in ranks(2, partial(counted, name, values, x, **LAYOUTS[layout])):
+        assert [each.name for each in found] == [each.name for each in expected]
+        for mine, one in zip(found, expected, strict=True):
+            assert mine[1:] == pytest.approx(one[1:], rel=1e-9)
 
 
