@@ -20,8 +20,8 @@ from megasnn.telemetry.records import (
     StepResult,
     format_evaluation,
     format_iteration,
+    record_values,
     scalars_of,
-    values_of,
 )
 from megasnn.telemetry.spikes import LayerSpikes, mean_spikes
 from megasnn.telemetry.tensorboard import TensorBoard
@@ -98,7 +98,7 @@ class Reporter:
         record = self._record(iteration, samples, skipped_samples)
         self._console.line(format_iteration(record))
         spikes = {layer.name: {k: v for k, v in asdict(layer).items() if k != "name"} for layer in layers}
-        self.entry("iteration", {**values_of(record), **more, "layers": spikes})
+        self.entry("iteration", {**record_values(record), **more, "layers": spikes})
         scalars = {**scalars_of(record), **mean_spikes(layers), **more}
         self.board.scalars(scalars, iteration)
         self.board.flush()
@@ -142,7 +142,7 @@ class Reporter:
             self._console.line(describe_operations(operations, self.multiply_adds))
         scalars = operation_scalars(operations)
         layers = {each.name: {"macs": each.effective_macs, "acs": each.effective_acs} for each in operations}
-        self.entry("validation", {**values_of(record), **scalars, "layers": layers})
+        self.entry("validation", {**record_values(record), **scalars, "layers": layers})
         self.board.scalars({**scalars_of(record), **scalars}, record.iteration)
         self.board.flush()
         self._call("evaluation", record)

@@ -15,7 +15,7 @@ from megasnn.kernels.spike_codec import Content
 from megasnn.layers.weighted import WeightedLayer
 from megasnn.parallel.agreement import gather
 from megasnn.telemetry.operations import LayerOperations, OperationCounter, add_ranks, times_used
-from megasnn.telemetry.spikes import place_in_model
+from megasnn.telemetry.spikes import position_in_model
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -56,10 +56,10 @@ class Operations:
         """Returns the operations of each product, means over so many samples, in the model's order. Collective."""
         of_ranks = gather(self._state.world.handle, self._counter.take())
         found = add_ranks(of_ranks, samples)
-        return sorted(found, key=lambda each: place_in_model(each.name, self._order))
+        return sorted(found, key=lambda each: position_in_model(each.name, self._order))
 
     def _of_ours(self, name: str, layer: WeightedLayer, images: Tensor, steps: int) -> None:
-        are_spikes = layer.plan.content is Content.SPIKES and layer.plan.pool == 1
+        are_spikes = layer.options.content is Content.SPIKES and layer.options.pool == 1
         self._counter.observe(name, images, layer.times_used, steps, are_spikes)
 
     def _of_torch(self, name: str, module: Any, inputs: tuple[Tensor, ...]) -> None:
