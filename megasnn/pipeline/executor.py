@@ -6,7 +6,7 @@ It knows no schedule. `StepState` holds the tensors between actions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer, P
 from megasnn.pipeline.p2p import Transfers
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, USES_WEIGHTS
+from megasnn.telemetry.operations import not_counting
 from megasnn.telemetry.timers import named
 
 LossFunction = Callable[[Bundle, Any, bool], Tensor]
@@ -153,11 +154,15 @@ class PipelineExecutor:
         segment = self._segments[action.segment]
         micro = step.micro_batches[key[1]]
         stashed: PackedInput | None = None
+        surroundings: AbstractContextManager[None] = nullcontext()
         if key in step.repeated:
             # The first segment's input stays in the batch.
             stashed = PackedInput([], ()) if segment.is_first else PackedInput(step.inputs[key], segment.receives)
             step.stashed[key] = stashed
-        with nullcontext() if stashed is None else recording(stashed.collected):
+            surroundings = recording(stashed.collected)
+        elif micro.is_padding:
+            surroundings = not_counting()
+        with surroundings:
             x = micro.inputs if segment.is_first else step.entered(key)
             y = segment(x, micro.samples, micro.goes_on, key[1])
         if not segment.is_last:

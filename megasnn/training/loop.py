@@ -32,6 +32,7 @@ from megasnn.telemetry.reporter import Reporter
 from megasnn.training.data import RunData
 from megasnn.training.memory import announce, compare, forecast_memory
 from megasnn.training.metrics import Metrics, Pictures, StepTrace
+from megasnn.training.operations import Operations
 from megasnn.training.resume import Saves, claim, load_start, require_checkpoint
 from megasnn.training.startup_log import introduce, log_folder
 
@@ -81,6 +82,7 @@ class TrainingRun:
             self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
             self.saves = Saves(config, engine, claimed, self.data, begin, reporter)
             self.metrics = Metrics(engine)
+            self.operations = Operations(engine.distributed)
             self.pictures = Pictures(config, engine, self.data.datasets, self.metrics.rasters, reporter)
             introduce(config, engine, reporter)
             self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
@@ -226,7 +228,9 @@ class TrainingRun:
         batches = loader.batches(limit=self.config.logging.eval_iters)
         of_training = traffic.counting(False)  # the log has the traffic of training
         with of_training, reporter.pause(), closing(batches):
-            record = engine.evaluate_on(self._until_asked_to_stop(batches))
+            with self.operations.counting():
+                record = engine.evaluate_on(self._until_asked_to_stop(batches))
+            operations = self.operations.of_sample(record.samples)
             skipped = data.skipped_over_replicas(engine, loader.skipped, training=False)
         self._in_evaluation = False
         due = data.samples_to_evaluate
@@ -238,7 +242,7 @@ class TrainingRun:
             )
             return
         self.saves.found(engine.iteration, record.metrics.get("top1", 0.0))
-        reporter.evaluation(replace(record, skipped_samples=skipped))
+        reporter.evaluation(replace(record, skipped_samples=skipped), operations)
 
     def _until_asked_to_stop(self, batches: Iterable[GlobalBatch]) -> Iterator[GlobalBatch]:
         """Ends after the same batch on all ranks: the request travels with what they exchange of each batch."""

@@ -19,14 +19,12 @@ from megasnn.engine import Engine
 from megasnn.engine.model import DistributedModel
 from megasnn.kernels.backends import backend_for
 from megasnn.kernels.neuron_spec import NeuronSpec
-from megasnn.kernels.spike_codec import Content
-from megasnn.models.description import LayerDescription, ModelDescription
+from megasnn.models.description import LayerDescription
 from megasnn.parallel.process_group import choose_device
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule.draw import raster
 from megasnn.telemetry.reporter import Reporter
-from megasnn.telemetry.spikes import LayerWork
 
 
 def log_folder(config: PretrainConfig) -> Path | None:
@@ -44,7 +42,7 @@ def introduce(config: PretrainConfig, engine: Engine, reporter: Reporter) -> Non
         *_summary(config, engine),
         *_unread(config, distributed.description.neurons),
     ]
-    reporter.work = _work(distributed.description)
+    reporter.multiply_adds = sum(each.operations for each in distributed.description.layers)
     if state.cp.size > 1:
         lines.append(f"context parallel: {state.cp.size} ranks share each micro-batch by {context.cut}")
     for line in (*lines, *_flags(config), *_model(config, distributed, plan)):
@@ -84,13 +82,6 @@ def _without_secrets(config: PretrainConfig) -> PretrainConfig:
     data = config.data
     valid = None if data.valid_data_path is None else shown_path(data.valid_data_path)
     return replace(config, data=replace(data, data_path=shown_path(data.data_path), valid_data_path=valid))
-
-
-def _work(description: ModelDescription) -> list[LayerWork]:
-    """Multiply-adds of the layers; a layer takes spikes where an output of the one before holds spikes or counts."""
-    spikes = [any(entry.content is not Content.DENSE for entry in each.entries.values()) for each in description.layers]
-    pairs = zip(description.layers, [False, *spikes], strict=False)
-    return [LayerWork(each.name, each.operations, takes_spikes) for each, takes_spikes in pairs]
 
 
 def _config_file(config: PretrainConfig) -> Path | None:

@@ -187,6 +187,8 @@ def test_a_run_that_only_evaluates(ranks, cache, tmp_path) -> None:
     for each in found:
         assert each["loss"] == pytest.approx(expected["loss"], rel=1e-9) and each["top1"] == expected["top1"]
         assert (each["iteration"], each["samples"]) == (3, expected["samples"])
+        assert each["validation/energy_mj"] == pytest.approx(expected["validation/energy_mj"], rel=1e-9)
+        assert each["layers"].keys() == expected["layers"].keys() > {"patch_embed.stages.0.conv", "head"}
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert after == before
     # In the folder of the run itself, its configuration stays.
