@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from tokenize import TokenError
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
@@ -42,6 +43,8 @@ SAMPLE_LIMIT = "MEGASNN_MAX_SAMPLE_MB"
 _SHOWN = 200  # characters of a value in a message
 _PROBLEMS = 30  # lines of one error
 _ZIP_ERRORS = OSError, ValueError, EOFError, KeyError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error
+# NumPy splits the header of an array into Python's tokens.
+_NUMPY_ERRORS = (*_ZIP_ERRORS, SyntaxError, TokenError)
 FOLDER = "MEGASNN_CACHE"
 """Environment variable: the cache folder, instead of megasnn in XDG_CACHE_HOME or ~/.cache."""
 MACHINE_CODE = "numba"
@@ -157,17 +160,19 @@ def read_file(path: Path) -> bytes:
 
 
 def read_arrays(data: bytes) -> dict[str, NDArray]:
-    """Arrays of an .npz, which is given whole, by name. Python objects are refused.
+    """Arrays of an .npz by name, or that of an .npy as "array"; the file is given whole. Python objects are refused.
 
     Raises:
         ValueError: it is none, cut, damaged, or too large, or an array is not of numbers.
     """
     try:
+        if data.startswith(np.lib.format.MAGIC_PREFIX):
+            return {"array": np.load(io.BytesIO(data), allow_pickle=False)}
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             require_size("its arrays", sum(member.file_size for member in archive.infolist()))
         loaded = np.load(io.BytesIO(data), allow_pickle=False)
         return {name: loaded[name] for name in loaded.files}
-    except _ZIP_ERRORS as error:
+    except _NUMPY_ERRORS as error:
         raise ValueError(f"not a sound NumPy file of {len(data)} bytes: {error}") from error
 
 
