@@ -20,7 +20,7 @@ packages() {
     ENVIRONMENTS=$((ENVIRONMENTS + 1))
     ENVIRONMENT=$FOLDER/env$ENVIRONMENTS
     "${PYTHON:-python3}" -m venv "$ENVIRONMENT"
-    "$ENVIRONMENT/bin/python" -m pip install -qq --disable-pip-version-check "$@"
+    "$ENVIRONMENT/bin/python" -m pip install -qq --no-compile --disable-pip-version-check "$@"
     "$ENVIRONMENT/bin/python" - "${@%%==*}" <<'PY'
 import platform
 import sys

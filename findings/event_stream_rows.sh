@@ -27,4 +27,6 @@ with event_stream.Encoder("other.es", "dvs", 16, 16) as encoder:
 print("event_stream writes x 1, y 2; faery reads     x", packet["x"][0], "y", packet["y"][0])
 PY
 expected <<'OUT'
+faery writes     x 1, y 2; event_stream reads x 1 y 13
+event_stream writes x 1, y 2; faery reads     x 1 y 13
 OUT

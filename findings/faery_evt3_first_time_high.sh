@@ -39,4 +39,12 @@ for first_high in (4000, 4095):
     print("  evt3   ", (other - other[0]).tolist())
 PY
 expected <<'OUT'
+TIME_HIGH 4000, events every 50 us, after the first event:
+  written [0, 50, 100, 150, 200, 250]
+  faery   [0, 50, 100, 150, 200, 250]
+  evt3    [0, 50, 100, 150, 200, 250]
+TIME_HIGH 4095, events every 50 us, after the first event:
+  written [0, 50, 100, 150, 200, 250]
+  faery   [0, 50, 100, 100, 100, 100]
+  evt3    [0, 50, 100, 150, 200, 250]
 OUT

@@ -32,4 +32,13 @@ for name in ("recording.dat", "recording.raw"):
         print("  evt3:", evt3.decode_file(name).timestamp.tolist())
 PY
 expected <<'OUT'
+written: [1000000, 1000010, 1000025]
+recording.dat, header line ['% T0 1000000']
+  faery: [1000000, 1000010, 1000025]
+  expelliarmus: [0, 10, 25]
+  evio: [0, 10, 25]
+recording.raw, header line ['% t0 1000000']
+  faery: [1000000, 1000010, 1000025]
+  expelliarmus: [0, 10, 25]
+  evt3: [0, 10, 25]
 OUT

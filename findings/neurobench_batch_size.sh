@@ -31,4 +31,7 @@ for batch_size in (1, 2, 4):
     print(f"batches of {batch_size}, a sample: {counted}")
 PY
 expected <<'OUT'
+batches of 1, a sample: {'Effective_MACs': 3.75, 'Effective_ACs': 71.25, 'Dense': 150.0}
+batches of 2, a sample: {'Effective_MACs': 7.5, 'Effective_ACs': 67.5, 'Dense': 150.0}
+batches of 4, a sample: {'Effective_MACs': 15.0, 'Effective_ACs': 60.0, 'Dense': 150.0}
 OUT

@@ -34,4 +34,8 @@ inferred = unchecked.nodes["conv"].input_type["input"]
 print(f"4 channels, 4 groups, no input_shape, unchecked: input inferred as {inferred.tolist()}")
 PY
 expected <<'OUT'
+4 channels, 1 groups: a graph
+4 channels, 2 groups: Type inference error: type mismatch: input.output: [[4 8 8]] -> conv.input: [[2 8 8]]
+4 channels, 4 groups: Type inference error: type mismatch: input.output: [[4 8 8]] -> conv.input: [[1 8 8]]
+4 channels, 4 groups, no input_shape, unchecked: input inferred as [4, 8, 8]
 OUT

@@ -60,4 +60,8 @@ spikes = result[0] if isinstance(result, tuple) else result
 print("sinabs:", spikes.flatten().int().tolist())
 PY
 expected <<'OUT'
+SpikingJelly: [1, 0, 1, 0, 0]
+norse: [0, 0, 1, 0, 0]
+snnTorch: [0, 0, 1, 1, 0]
+sinabs: [1, 0, 2, 0, 0]
 OUT

@@ -41,4 +41,7 @@ print("tau 2 ms, dt 1 ms, threshold 1, input 1.5, v_reset -3, r 1:", spikes(v_re
 print("tau 2 ms, dt 1 ms, threshold 1, input 1.5, v_reset  0, r 2:", spikes(r=one * 2))
 PY
 expected <<'OUT'
+tau 2 ms, dt 1 ms, threshold 1, input 1.5, v_reset  0, r 1: spikes [0, 1, 0, 1, 0, 1, 0, 1], warnings 0
+tau 2 ms, dt 1 ms, threshold 1, input 1.5, v_reset -3, r 1: spikes [0, 1, 0, 1, 0, 1, 0, 1], warnings 0
+tau 2 ms, dt 1 ms, threshold 1, input 1.5, v_reset  0, r 2: spikes [0, 1, 0, 1, 0, 1, 0, 1], warnings 1
 OUT

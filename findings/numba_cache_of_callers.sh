@@ -41,12 +41,21 @@ print("decay 0.9, threshold 1:", "decayed(1.5) =", neuron.decayed(1.5), "fired(1
 print("  the same, uncompiled:", "fired(1.5) =", fired.py_func(1.5))
 PY
 sed -i 's/THRESHOLD = 1.0/THRESHOLD = 9.0/' "$FOLDER/sources/neuron.py"
-echo "# a comment" >> "$FOLDER/sources/layer.py"
 program <<'PY'
-import neuron
 from layer import fired
 
-print("threshold 9, a comment added to the caller's file:", "fired(1.5) =", fired(1.5), "fired(20.0) =", fired(20.0))
+print("decay 0.9, threshold 9:", "fired(5.0) =", fired(5.0))
+PY
+echo "# a comment" >> "$FOLDER/sources/layer.py"
+program <<'PY'
+from layer import fired
+
+print("  a comment added to the caller's file:", "fired(5.0) =", fired(5.0))
 PY
 expected <<'OUT'
+decay 0.5, threshold 1: decayed(1.5) = 0.75 fired(1.5) = False
+decay 0.9, threshold 1: decayed(1.5) = 1.35 fired(1.5) = False
+  the same, uncompiled: fired(1.5) = True
+decay 0.9, threshold 9: fired(5.0) = True
+  a comment added to the caller's file: fired(5.0) = False
 OUT

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# numba 0.68: a float32 divided by the literal 3 is a float64 in scalar code, and a float32 in an array expression.
-# NumPy and torch keep float32 in both. A leaky neuron written as v + (x - v) / 3 in a loop is therefore computed in
-# double precision, and its spike at the threshold is another one than torch's, and than numba's own of whole arrays.
+# numba 0.68: a float32 divided by the literal 3 is a float64, so that a leaky neuron v + (x - v) / 3 is computed in
+# double precision. NumPy and torch keep float32, and another spike comes out at the threshold. An array expression in
+# numba has float32 as its result, as in NumPy, and still is computed in float64 inside: a comparison in the same
+# expression sees the unrounded potential, and one of the stored potential the rounded one.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_run.sh"
 packages numba==0.68.1 numpy==2.4.6
@@ -27,6 +28,13 @@ def spikes_of_arrays(v, x):
     return v + (x - v) / 3 >= 1
 
 
+@njit
+def stored_potential(v, x):
+    potential = np.empty_like(v)
+    potential[:] = v + (x - v) / 3
+    return potential >= 1
+
+
 compiled = njit(charge)
 v = np.array([0.001], np.float32)
 x = np.array([2.9979999065399170], np.float32)
@@ -36,8 +44,16 @@ print("NumPy, arrays: ", charge(v, x).dtype, bool(charge(v, x)[0] >= 1))
 compiled(v[0], x[0])
 compiled(v, x)
 print("numba's result types, scalars and arrays:", [each.return_type for each in compiled.nopython_signatures])
-print("numba, loop:  ", bool(spikes_in_a_loop(v, x)[0]))
-print("numba, arrays:", bool(spikes_of_arrays(v, x)[0]))
+print("numba, loop:", bool(spikes_in_a_loop(v, x)[0]))
+print("numba, array expression:", bool(spikes_of_arrays(v, x)[0]))
+print("numba, stored potential:", bool(stored_potential(v, x)[0]))
 PY
 expected <<'OUT'
+v 0.0010000000474974513 x 2.997999906539917 threshold 1
+NumPy, scalars: float32 True
+NumPy, arrays:  float32 True
+numba's result types, scalars and arrays: [float64, Array(float32, 1, 'C', False, aligned=True)]
+numba, loop: False
+numba, array expression: False
+numba, stored potential: True
 OUT

@@ -35,4 +35,8 @@ with np.errstate(over="ignore"):
 print("numba, into a uint32 array:  ", njit(upper_half_of_product)(values).tolist())
 PY
 expected <<'OUT'
+rotate 0x80000001 by 13: NumPy 0x3000, numba 0x100000003000
+numba's types: [(uint32,) -> uint64]
+NumPy (x * 0x9E3779B9) >> 16: [5909, 21380]
+numba, into a uint32 array:   [202517, 283524]
 OUT

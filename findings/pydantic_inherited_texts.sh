@@ -40,4 +40,8 @@ for kind in (Neuron, Adaptive, NeuronModel, AdaptiveModel):
     print(f"{kind.__name__}:", {name: each.get("description") for name, each in fields.items()})
 PY
 expected <<'OUT'
+Neuron: {'tau': 'Time constant in steps.'}
+Adaptive: {'tau': None, 'beta': 'Strength of the adaptation.'}
+NeuronModel: {'tau': 'Time constant in steps.'}
+AdaptiveModel: {'tau': 'Time constant in steps.', 'beta': 'Strength of the adaptation.'}
 OUT

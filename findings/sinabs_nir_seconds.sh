@@ -48,4 +48,7 @@ except TypeError as error:
     print("a file of nir 1.0.8:", str(error).split("__init__() ")[-1])
 PY
 expected <<'OUT'
+tau 0.02 in the graph: keeps 0.000 of its potential a step, 0 spikes in 40 steps of 0.4
+tau 20.0 in the graph: keeps 0.951 of its potential a step, 15 spikes in 40 steps of 0.4
+a file of nir 1.0.8: got an unexpected keyword argument 'v_reset'
 OUT

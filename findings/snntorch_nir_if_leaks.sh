@@ -37,4 +37,7 @@ for neuron in (nir.IF(r=one, v_threshold=one), nir.LIF(tau=one * 1e-3, r=one * 1
         print(f"  0.6 in steps 0 and 10, threshold 1: {fired} spikes, potential {potential.item():.3f}; without leak 1 spike")
 PY
 expected <<'OUT'
+nir.IF: Leaky, beta 0.90, reset subtract
+  0.6 in steps 0 and 10, threshold 1: 0 spikes, potential 0.728; without leak 1 spike
+nir.LIF: Leaky, beta 0.90, reset zero
 OUT

@@ -21,4 +21,6 @@ for delay in (True, False):
     print(f"input 2.5, then 0; no leak, threshold 1, reset_delay={delay}: spikes {spikes}, potentials {potentials}")
 PY
 expected <<'OUT'
+input 2.5, then 0; no leak, threshold 1, reset_delay=True: spikes [1, 1, 0, 0, 0], potentials [2.5, 1.5, 0.5, 0.5, 0.5]
+input 2.5, then 0; no leak, threshold 1, reset_delay=False: spikes [1, 0, 0, 0, 0], potentials [1.5, 1.5, 1.5, 1.5, 1.5]
 OUT

@@ -47,4 +47,7 @@ print("labels of samples 0 to 19 as frames:", *(of_frames[sample] for sample in 
 print("that differ:", sum(of_frames[sample] != of_events[sample] for sample in range(20)))
 PY
 expected <<'OUT'
+labels of samples 0 to 19 as events: 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19
+labels of samples 0 to 19 as frames: 0 1 12 13 14 15 16 17 18 19 2 3 4 5 6 7 8 9 10 11
+that differ: 18
 OUT

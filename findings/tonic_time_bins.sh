@@ -27,4 +27,11 @@ ToFrame(sensor_size=(1, 1, 1), n_time_bins=10)(events)
 print("sum of the recording's polarities before 307, after a transform with one polarity", events["p"].sum())
 PY
 expected <<'OUT'
+307 events, one a ms, times in ms, 10 bins: frames hold 300
+307 events, one a ms, times in ms, 50 bins: frames hold 300
+307 events, one a ms, times in ms, 256 bins: frames hold 256
+307 events, one a ms, times in us, 10 bins: frames hold 306
+307 events, one a ms, times in us, 50 bins: frames hold 306
+307 events, one a ms, times in us, 256 bins: frames hold 306
+sum of the recording's polarities before 307, after a transform with one polarity 0
 OUT

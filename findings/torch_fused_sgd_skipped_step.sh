@@ -30,4 +30,16 @@ for fused in (False, True):
         two_steps(fused, first_gradient)
 PY
 expected <<'OUT'
+fused=False, first gradient 0.5
+  gradient 0.5: weight [0.5, 0.5]
+  gradient 0.25: weight [0.0, 0.0]
+fused=False, first gradient inf
+  gradient inf: weight [1.0, 1.0]
+  gradient 0.25: weight [0.75, 0.75]
+fused=True, first gradient 0.5
+  gradient 0.5: weight [0.5, 0.5]
+  gradient 0.25: weight [0.0, 0.0]
+fused=True, first gradient inf
+  gradient inf: weight [1.0, 1.0]
+  gradient 0.25: weight [nan, nan]
 OUT

@@ -51,4 +51,8 @@ nearest = min((below, np.float32(1)), key=lambda value: abs(Fraction(float(value
 print(f"fused, rounded once: potential {nearest!r}, spike {float(nearest >= 1)}")
 PY
 expected <<'OUT'
+compiled for sm_90, options {}: LLVM ['fadd', 'fmul'], PTX ['fma.rn.f32']
+compiled for sm_90, options {'enable_fp_fusion': False}: LLVM ['fadd', 'fmul'], PTX ['add.rn.f32', 'mul.rn.f32']
+interpreter, v 0.6399999856948853, x 0.42399999499320984: spike 1.0
+fused, rounded once: potential np.float32(0.99999994), spike 0.0
 OUT

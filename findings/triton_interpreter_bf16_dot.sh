@@ -29,4 +29,8 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 print("16 * 16256 ** 2 =", 16 * 16256**2)
 PY
 expected <<'OUT'
+torch.float32: an entry of ones(16, 16) @ ones(16, 16) is 16.0
+torch.float16: an entry of ones(16, 16) @ ones(16, 16) is 16.0
+torch.bfloat16: an entry of ones(16, 16) @ ones(16, 16) is 4228120576.0
+16 * 16256 ** 2 = 4228120576
 OUT

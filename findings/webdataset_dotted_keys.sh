@@ -18,4 +18,7 @@ for sample in webdataset.WebDataset("shard.tar", shardshuffle=False).decode():
     print("read:", sample["__key__"], fields)
 PY
 expected <<'OUT'
+written: ('gain_0.5', 'gain_0.7', 'gain_1')
+read: gain_0 {'5.cls': 0, '7.cls': 1}
+read: gain_1 {'cls': 2}
 OUT
