@@ -26,7 +26,9 @@ import platform
 import sys
 from importlib.metadata import version
 
-print(f"Python {platform.python_version()}, {platform.machine()}:", *(f"{name} {version(name)}" for name in sys.argv[1:]))
+print(f"Python {platform.python_version()}, {platform.machine()}")
+for name in sys.argv[1:]:
+    print(name, version(name))
 PY
 }
 
@@ -35,8 +37,9 @@ program() {
     PROGRAMS=$((PROGRAMS + 1))
     mkdir "$FOLDER/work$PROGRAMS"
     cat > "$FOLDER/work$PROGRAMS/program.py"
-    if ! (cd "$FOLDER/work$PROGRAMS" && timeout 300 "$ENVIRONMENT/bin/python" program.py 2> errors | tee -a "$FOLDER/output"); then
-        cat "$FOLDER/work$PROGRAMS/errors" >&2
+    cd "$FOLDER/work$PROGRAMS"
+    if ! timeout 300 "$ENVIRONMENT/bin/python" program.py 2> errors | tee -a "$FOLDER/output"; then
+        cat errors >&2
         echo "$0: the program did not run" >&2
         exit 2
     fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One NIR graph, one integrate-and-fire neuron of threshold 1, four readers, four spike trains. The input 1, 0, 2.5, 0, 0
-# is exact in floating point. At a potential of exactly 1 SpikingJelly and sinabs fire, norse does not. Of 2.5 sinabs
+# One NIR graph of one integrate-and-fire neuron, threshold 1: four readers, four spike trains. The input 1, 0, 2.5, 0,
+# 0 is exact in floating point. At a potential of exactly 1 SpikingJelly and sinabs fire, norse does not. Of 2.5 sinabs
 # gives 2 spikes in one step and keeps 0.5; the others give 1 and drop the rest. snnTorch reads another neuron (see
 # snntorch_nir_if_leaks.sh). NIR leaves equality and reset to the reader. sinabs 3.1.3 needs nir 1.0.4, so it has an
 # environment of its own.

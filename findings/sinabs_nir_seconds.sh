@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# sinabs 3.1.3 reads the seconds of NIR's time constants as steps. A tau of 20 ms, which is 20 steps of 1 ms, becomes 0.02
-# steps: the neuron forgets everything in each step. There is no argument for the length of a step. sinabs needs nir 1.0.4 or older, which cannot read files of nir 1.0.8 with a LIF in them either.
+# sinabs 3.1.3 reads the seconds of NIR's time constants as steps. A tau of 20 ms, which is 20 steps of 1 ms, becomes
+# 0.02 steps: the neuron forgets everything in each step. There is no argument for the length of a step. sinabs needs
+# nir 1.0.4 or older, which cannot read files of nir 1.0.8 with a LIF in them either.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_run.sh"
 packages nir==1.0.8 numpy==2.4.6
@@ -41,7 +42,8 @@ for tau in (0.02, 20.0):
     result = network(torch.full((40, 1), 0.4))
     spikes = result[0] if isinstance(result, tuple) else result
     leak = torch.exp(-1 / torch.as_tensor(neuron.tau_mem)).item()
-    print(f"tau {tau} in the graph: keeps {leak:.3f} of its potential a step, {int(spikes.sum())} spikes in 40 steps of 0.4")
+    kept = f"keeps {leak:.3f} of its potential a step"
+    print(f"tau {tau} in the graph: {kept}, {int(spikes.sum())} spikes in 40 steps of 0.4")
 try:
     nir.read("../lif.nir")
 except TypeError as error:

@@ -34,7 +34,8 @@ for neuron in (nir.IF(r=one, v_threshold=one), nir.LIF(tau=one * 1e-3, r=one * 1
         for step in range(12):
             spike, potential = read(torch.tensor([0.6 if step in (0, 10) else 0.0]), potential)
             fired += int(spike.item())
-        print(f"  0.6 in steps 0 and 10, threshold 1: {fired} spikes, potential {potential.item():.3f}; without leak 1 spike")
+        result = f"{fired} spikes, potential {potential.item():.3f}"
+        print(f"  0.6 in steps 0 and 10, threshold 1: {result}; without leak 1 spike")
 PY
 expected <<'OUT'
 nir.IF: Leaky, beta 0.90, reset subtract

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# snnTorch 1.0.0: with reset_delay=False and reset by subtraction, a neuron that is driven above twice its threshold stays
-# above it and is silent. The threshold is subtracted before the comparison and added back after it, as if that reset
-# had been done before. With the default delay the same neuron fires twice. Neurons read from NIR have no delay.
+# snnTorch 1.0.0: with reset_delay=False and reset by subtraction, a neuron that is driven above twice its threshold
+# stays above it and is silent. The threshold is subtracted before the comparison and added back after it, as if that
+# reset had been done before. With the default delay the same neuron fires twice. Neurons read from NIR have no delay.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_run.sh"
 packages torch==2.13.0 snntorch==1.0.0 numpy==2.4.6

@@ -32,7 +32,8 @@ for name, form in {
     is_cl = form.is_contiguous(memory_format=torch.channels_last)
     print(f"{name}: strides {form.stride()}, channels_last {is_cl}")
     print(f"  output right: {torch.allclose(normed, values)}, gradient right: {torch.allclose(grad, right)}")
-numeric = torch.autograd.gradcheck(lambda x: F.batch_norm(x, None, None, training=True), image.contiguous().requires_grad_())
+checked = image.contiguous().requires_grad_()
+numeric = torch.autograd.gradcheck(lambda x: F.batch_norm(x, None, None, training=True), checked)
 print("NCHW against finite differences:", numeric)
 PY
 expected <<'OUT'

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Triton 3.9: in the interpreter a float32 becomes a bfloat16 by cutting off 16 bits; a GPU rounds to the nearest. The PTX
-# has cvt.rn, round to nearest even, and torch does the same. 1.0078 is nearer to 1.0078125 and becomes 1.0. Half of
+# Triton 3.9: in the interpreter a float32 becomes a bfloat16 by cutting off 16 bits; a GPU rounds to the nearest. The
+# PTX has cvt.rn, round to nearest even, and torch does the same. 1.0078 is nearer to 1.0078125 and becomes 1.0. Half of
 # all values are one unit too small in the interpreter, and sums of them are biased. float16 is rounded in both.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_run.sh"
