@@ -1,5 +1,5 @@
 # What every finding shares; sourced by it, not run. A finding says its behaviour in its first comment and then calls
-#   packages NAME==VERSION ...   once for each environment
+#   packages NAME==VERSION ...   once for each environment; replace_package NAME==VERSION adds to the last one
 #   program <<'PY'               Python without MegaSNN, in the last environment
 #   expected <<'OUT'             the recorded output; any other one ends the script with status 1
 set -euo pipefail
@@ -21,7 +21,17 @@ packages() {
     ENVIRONMENT=$FOLDER/env$ENVIRONMENTS
     "${PYTHON:-python3}" -m venv "$ENVIRONMENT"
     "$ENVIRONMENT/bin/python" -m pip install -qq --no-compile --disable-pip-version-check "$@"
-    "$ENVIRONMENT/bin/python" - "${@%%==*}" <<'PY'
+    versions "${@%%==*}"
+}
+
+# Puts one package into the last environment, whatever version of it another package asks for.
+replace_package() {
+    "$ENVIRONMENT/bin/python" -m pip install -qq --no-compile --no-deps --disable-pip-version-check "$1"
+    versions "${1%%==*}"
+}
+
+versions() {
+    "$ENVIRONMENT/bin/python" - "$@" <<'PY'
 import platform
 import sys
 from importlib.metadata import version

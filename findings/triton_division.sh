@@ -4,7 +4,7 @@
 # is the exact one. A square root is approximate in the same way; float64 divisions are exact. No GPU is needed.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_run.sh"
-packages torch==2.13.0 triton==3.9.0 numpy==2.4.6
+packages triton==3.9.0 numpy==2.4.6
 program <<'PY'
 import re
 

@@ -5,7 +5,8 @@
 # The potential that a GPU gives is computed here in fractions, from the instruction in the PTX.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_run.sh"
-packages torch==2.13.0 triton==3.9.0 numpy==2.4.6
+packages torch==2.13.0 numpy==2.4.6
+replace_package triton==3.9.0
 cat > "$FOLDER/kernel.py" <<'PY'
 import triton
 import triton.language as tl
