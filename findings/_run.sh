@@ -20,14 +20,21 @@ packages() {
     ENVIRONMENTS=$((ENVIRONMENTS + 1))
     ENVIRONMENT=$FOLDER/env$ENVIRONMENTS
     "${PYTHON:-python3}" -m venv "$ENVIRONMENT"
-    "$ENVIRONMENT/bin/python" -m pip install -qq --no-compile --disable-pip-version-check "$@"
+    install "$@"
     versions "${@%%==*}"
 }
 
 # Puts one package into the last environment, whatever version of it another package asks for.
 replace_package() {
-    "$ENVIRONMENT/bin/python" -m pip install -qq --no-compile --no-deps --disable-pip-version-check "$1"
+    install --no-deps "$1"
     versions "${1%%==*}"
+}
+
+install() {
+    if ! "$ENVIRONMENT/bin/python" -m pip install -qq --no-compile --disable-pip-version-check "$@"; then
+        echo "$0: packages could not be installed" >&2
+        exit 2
+    fi
 }
 
 versions() {
