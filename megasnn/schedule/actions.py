@@ -1,16 +1,22 @@
-"""Actions, and schedules as a list of actions for each pipeline rank.
+"""Actions, and schedules as one list of actions per pipeline rank.
 
-An action prints in the notation of ``torch.distributed.pipelining``: ``2F0`` is the forward of segment 2
-on micro-batch 0 and ``1B3`` the backward of segment 1 on micro-batch 3, or in two parts ``1I3``, the gradient of its
-input, and ``1W3``, that of its weights. ``1R3`` computes the forward again where it kept nothing for the backward.
-``0SEND_F2`` sends what segment 0 computed from micro-batch 2. ``0REDUCE_GRAD`` ends the sums of segment 0's gradients
-over the data parallel replicas: those that are complete are on their way already. Where replicas shard weights,
-``3UNSHARD`` starts to gather those of segment 3, ``3RESHARD`` frees them, and ``3REDUCE_SCATTER5`` sends the gradients
-of micro-batch 5 to the ranks that keep them.
+An action prints in the notation of ``torch.distributed.pipelining``, as segment, kind and micro-batch:
 
-A chunk is a run of layers that a rank owns (elsewhere: a virtual stage). A segment is what one action computes: a
-chunk, or, after `refine`, one layer of it. Both are numbered from the input to the loss over the whole pipeline, and
-`Schedule.placement` gives the pipeline rank of each segment.
+====================  ===================================================================
+``2F0``               forward
+``1B3``               whole backward
+``1I3``, ``1W3``      its two parts: input gradient and weight gradient
+``1R3``               recomputes a forward, which stashed only its input
+``0SEND_F2``          sends the output to the next segment; ``1RECV_F2`` receives it
+``1SEND_B2``          sends the input gradient to the segment before; ``0RECV_B2`` receives it
+``0REDUCE_GRAD``      finishes the gradient reduction over data-parallel replicas
+``3UNSHARD``          starts the all-gather of sharded weights
+``3RESHARD``          frees the gathered weights
+``3REDUCE_SCATTER5``  reduce-scatters the gradients after a micro-batch
+====================  ===================================================================
+
+A chunk is a run of layers on one rank (elsewhere: virtual stage). A segment is the part one action computes: a chunk,
+or one of its layers after `refine`. Both are numbered from the input to the loss across the whole pipeline.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """Kind of an action."""
+    """Kind of action; the value is its part of the printed notation."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -38,7 +44,8 @@ class Kind(Enum):
     RESHARD = "RESHARD"
     REDUCE_SCATTER = "REDUCE_SCATTER"
 
-    __hash__ = object.__hash__  # members are single objects; Enum hashes their names, in Python
+    # Enum's own __hash__ is a Python function, and every look-up of an action calls it. Members are single objects.
+    __hash__ = object.__hash__
 
     @property
     def is_receive(self) -> bool:
@@ -47,64 +54,68 @@ class Kind(Enum):
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.RECOMPUTE})
 USES_WEIGHTS = COMPUTE - {Kind.WEIGHT_GRADIENT}
-PROPAGATING = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})  # the segment before waits for their result
-FINISHING = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})  # they free the activations of the forward
+# The previous segment waits for their result.
+PROPAGATING = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
+# They free the activations of the forward.
+FINISHING = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD})
-
-
-ActionKey = tuple[int, int]
-"""(segment, micro-batch)."""
-
-
-class Action(NamedTuple):
-    """One thing a pipeline rank does. A tuple, since large schedules have half a million of them.
-
-    `uSEND_F m` sends the output of segment u and is matched by `(u+1)RECV_F m` on the rank of segment u+1;
-    `uSEND_B m` sends the gradient of the input of segment u and is matched by `(u-1)RECV_B m`.
-    """
-
-    segment: int
-    kind: Kind
-    micro_batch: int | None = None  # None for what is done once a step
-
-    def __str__(self) -> str:
-        return f"{self.segment}{self.kind.value}{'' if self.micro_batch is None else self.micro_batch}"
-
-    @property
-    def key(self) -> ActionKey:
-        """Segment and micro-batch of an action that has one."""
-        assert self.micro_batch is not None
-        return self.segment, self.micro_batch
-
-    @property
-    def peer(self) -> Action:
-        """Other end of a transfer. Raises ValueError for an action that is none."""
-        if self.kind not in _OTHER_END:
-            raise ValueError(f"{self} is no transfer")
-        kind, step = _OTHER_END[self.kind]
-        return Action(self.segment + step, kind, self.micro_batch)
-
-
+# Kind of the other end of a transfer, and the step from this segment to that end's.
 _OTHER_END = {
     Kind.SEND_FORWARD: (Kind.RECV_FORWARD, +1),
     Kind.RECV_FORWARD: (Kind.SEND_FORWARD, -1),
     Kind.SEND_BACKWARD: (Kind.RECV_BACKWARD, -1),
     Kind.RECV_BACKWARD: (Kind.SEND_BACKWARD, +1),
 }
+AROUND = 6  # actions shown on each side of a mark
+
+ActionKey = tuple[int, int]
+"""(segment, micro-batch)."""
+Position = tuple[int, int]
+"""(pipeline rank, index of its action)."""
+
+
+class Action(NamedTuple):
+    """One step of a pipeline rank. A tuple, because large schedules hold half a million actions.
+
+    Attributes:
+        micro_batch: None for an action done once per training step.
+    """
+
+    segment: int
+    kind: Kind
+    micro_batch: int | None = None
+
+    def __str__(self) -> str:
+        micro_batch = "" if self.micro_batch is None else self.micro_batch
+        return f"{self.segment}{self.kind.value}{micro_batch}"
+
+    @property
+    def key(self) -> ActionKey:
+        """Segment and micro-batch; only for actions with a micro-batch."""
+        assert self.micro_batch is not None
+        return self.segment, self.micro_batch
+
+    @property
+    def peer(self) -> Action:
+        """Other end of a transfer: a send's receive, or a receive's send. Raises ValueError for other kinds."""
+        if self.kind not in _OTHER_END:
+            raise ValueError(f"{self} is neither a send nor a receive")
+        kind, step = _OTHER_END[self.kind]
+        return Action(self.segment + step, kind, self.micro_batch)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Actions of every pipeline rank, in order.
+    """Ordered actions of every pipeline rank.
 
     Attributes:
-        name: of the generator, for messages.
+        name: name of the generator, for messages.
         placement: pipeline rank of each segment.
-        micro_batches: number that each segment computes.
-        actions: one sequence for each pipeline rank.
-        forward_only: evaluation; there are no backward actions.
+        micro_batches: number of micro-batches per step.
+        actions: one sequence per pipeline rank.
+        forward_only: evaluation, without backward actions.
     """
 
     name: str
@@ -122,34 +133,37 @@ class Schedule:
         return len(self.placement)
 
     def segments_of(self, rank: int) -> tuple[int, ...]:
-        """Segments of a pipeline rank, ascending."""
+        """Segments on a pipeline rank, ascending."""
         return tuple(segment for segment, home in enumerate(self.placement) if home == rank)
 
 
-Position = tuple[int, int]
-"""(pipeline rank, index of its action)."""
-AROUND = 6  # actions shown on each side of a mark
-
-
 def format_actions(orders: Collection[Sequence[Action]], marks: Collection[Position] = ()) -> str:
-    """Formats actions, a line for each rank.
+    """Formats actions as text, one line per rank.
 
     Args:
         orders: actions of each rank.
-        marks: positions to point out as ``>1B3<``; an index behind the last action is its end. With marks, only the
+        marks: positions to highlight as ``>1B3<``; the index after the last action marks its end. With marks, only
             actions near them are shown.
     """
+    marked = [index for _, index in marks]
+    longest = max(map(len, orders), default=0)
+    first = max(0, min(marked, default=0) - AROUND)
+    stop = max(marked, default=longest) + AROUND + 1
     lines = []
-    first = max(0, min((index for _, index in marks), default=0) - AROUND)
-    behind = max((index for _, index in marks), default=max(map(len, orders), default=0)) + AROUND + 1
     for rank, order in enumerate(orders):
-        row = [*map(str, order), "end"]
-        shown = [f">{text}<" if (rank, at) in marks else text for at, text in enumerate(row)][first:behind]
-        cut = "... " if first else "", " ..." if len(row) > behind else ""
-        lines.append(f"rank {rank}: {' '.join(shown).join(cut)}")
+        texts = [*map(str, order), "end"]
+        for marked_rank, index in marks:
+            if marked_rank == rank:
+                texts[index] = f">{texts[index]}<"
+        line = " ".join(texts[first:stop])
+        if first:
+            line = f"... {line}"
+        if len(texts) > stop:
+            line = f"{line} ..."
+        lines.append(f"rank {rank}: {line}")
     return "\n".join(lines)
 
 
 def crosses(placement: Sequence[int], segment: int) -> bool:
-    """True if the output of a segment goes to another rank; there are segments before and behind it."""
+    """True if a segment's output goes to another rank; False for the last segment and for -1."""
     return 0 <= segment < len(placement) - 1 and placement[segment] != placement[segment + 1]

@@ -1,26 +1,26 @@
-"""Schedules as orders of computations, and evaluation; `passes` adds the rest.
+"""Pipeline schedules as orders of computations; `passes` adds communication.
 
-Letters of the papers: p stages, m micro-batches, v chunks on each rank; T_F, T_B and T_W are the times of a stage's
-forward F, input gradient B and weight gradient W for one micro-batch, and M_B is what its forward keeps. Here B is
-written I where the backward is split. Each function is a whole schedule. Micro-batches run backward in ascending order
-in all of them, so gradients are accumulated in the same order and every schedule gives the same bits.
+Letters of the papers: p stages, m micro-batches, v chunks per rank. T_F, T_B and T_W are the times of a stage's
+forward F, input gradient B and weight gradient W for one micro-batch. M_B is the activation memory of one forward.
+B is written I where the backward is split. Every schedule runs the backwards of a chunk in ascending order of
+micro-batches: gradients accumulate in the same order, so all schedules give the same bits.
 
 Zero-bubble schedules are ZB-H1 and ZB-H2 (arXiv 2401.10241), ZBV, V-Half and V-Min (arXiv 2405.15362). Each is an order
-of F and B, to which `fill` adds W, within a limit of activations in units of M_B:
+of F and B, to which `fill` adds W within a limit on activations, in units of M_B:
 
-======  ========================================  ===============
-name    order                                     limit
-======  ========================================  ===============
-zb1p    1F1B's; bubble (p-1)(T_F + T_B - T_W)     p (ZB-H1)
-zb2p    2(p-r-1) warm-up forwards; no bubble      2p (ZB-H2)
-zbv     two chunks as a V; no bubble if all equal p (ZBV)
-v-half  two chunks as a V                         p // 2 + 1
-v-min   two chunks as a V                         (p+2) / 3
-======  ========================================  ===============
+======  ============================================  ===============
+name    order                                         limit
+======  ============================================  ===============
+zb1p    1F1B; bubble (p-1)(T_F + T_B - T_W)           p (ZB-H1)
+zb2p    2(p-r-1) warm-up forwards; no bubble          2p (ZB-H2)
+zbv     two chunks in a V; no bubble if times equal   p (ZBV)
+v-half  two chunks in a V                             p // 2 + 1
+v-min   two chunks in a V                             (p+2) / 3
+======  ============================================  ===============
 
-The V schedules choose among building blocks: one micro-batch's way down and up the V, forward and backward, repeated
-every six ticks so that no two repetitions meet on a rank. The length of the way gives the number of micro-batches that
-are under way.
+A V schedule is chosen among building blocks: the path of one micro-batch down and up the V, forward and backward. The
+block repeats every six ticks, so that no two repetitions meet on a rank. A longer path keeps more micro-batches in
+flight.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import itemgetter
 
 from megasnn.schedule.actions import Action, Kind, Schedule
 from megasnn.schedule.fill import FORWARD, INPUT_GRADIENT, NO_CUTOFF, Filled, Ticks, fill
 from megasnn.schedule.partition import loop_placement, v_placement
 
-PERIOD = 6  # ticks in which a rank has room for all three computations of both chunks
-# Ticks between neighbouring ranks on each of the four ways, and at the three turns between the ways.
+# Ticks in which a rank has room for all three computations of both its chunks.
+PERIOD = 6
+# Ticks between neighbouring ranks on each of the four legs, and at the three turns between the legs.
 BUILDING_BLOCKS = (
     ((1, 1, 1, 1), (1, 1, 1)),
     ((2, 2, 1, 1), (1, 1, 1)),
@@ -56,40 +56,42 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
 
     Time (m + p - 1)(T_F + T_B + T_W); peak activations m M_B on every rank.
     """
-    actions = tuple(
-        tuple(
-            [Action(stage, Kind.FORWARD, m) for m in range(micro_batches)]
-            + [Action(stage, Kind.BACKWARD, m) for m in range(micro_batches)]
-        )
-        for stage in range(stages)
-    )
-    return Schedule("gpipe", tuple(range(stages)), micro_batches, actions)
+    orders = []
+    for stage in range(stages):
+        forwards = _all(stage, Kind.FORWARD, micro_batches)
+        backwards = _all(stage, Kind.BACKWARD, micro_batches)
+        orders.append((*forwards, *backwards))
+    return Schedule("gpipe", loop_placement(stages), micro_batches, tuple(orders))
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
     """Warm-up of p - r - 1 forwards, then one forward and one backward in turn (PipeDream-flush, arXiv 2006.09503).
 
-    Time as of GPipe; peak activations min(p - r, m) M_B on rank r.
+    Time as for GPipe; peak activations min(p - r, m) M_B on rank r.
     """
-    actions = []
+    orders = []
     for stage in range(stages):
+        forwards = _all(stage, Kind.FORWARD, micro_batches)
+        backwards = _all(stage, Kind.BACKWARD, micro_batches)
         warm_up = min(stages - stage - 1, micro_batches)
-        steady = micro_batches - warm_up
-        order = [Action(stage, Kind.FORWARD, m) for m in range(warm_up)]
-        for m in range(steady):
-            order.append(Action(stage, Kind.FORWARD, warm_up + m))
-            order.append(Action(stage, Kind.BACKWARD, m))
-        order += [Action(stage, Kind.BACKWARD, m) for m in range(steady, micro_batches)]
-        actions.append(tuple(order))
-    return Schedule("1f1b", tuple(range(stages)), micro_batches, tuple(actions))
+        orders.append(_alternating(forwards, backwards, warm_up))
+    return Schedule("1f1b", loop_placement(stages), micro_batches, tuple(orders))
+
+
+def _alternating(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
+    """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards."""
+    order = [*forwards[:warm_up]]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        order.append(forward)
+        order.append(backward)
+    return (*order, *backwards[len(forwards) - warm_up :])
 
 
 def interleaved(stages: int, micro_batches: int, chunks_per_rank: int = 2) -> Schedule:
-    """1F1B over v chunks on each rank, placed in a loop (arXiv 2104.04473).
+    """1F1B over v chunks per rank, placed in a loop (arXiv 2104.04473).
 
     Bubble (p - 1)(T_F + T_B + T_W) / v; peak activations p M_B (1 + (p - 1) / (p v)), after a warm-up of 2 (p - r - 1)
-    + (v - 1) p forwards. Micro-batches go round the loop in groups of p. Where the last group is not full, the order is
-    that of a full one without what is missing, which keeps every dependency. One chunk a rank is 1F1B.
+    + (v - 1) p forwards. Micro-batches go round the loop in groups of p. One chunk per rank is 1F1B.
     """
     if chunks_per_rank == 1:
         plain = one_f_one_b(stages, micro_batches)
@@ -99,53 +101,61 @@ def interleaved(stages: int, micro_batches: int, chunks_per_rank: int = 2) -> Sc
 
 
 def _interleaved_order(rank: int, stages: int, micro_batches: int, chunks_per_rank: int) -> tuple[Action, ...]:
-    groups = range(0, micro_batches, stages)
-    rounds = [(local, m) for first in groups for local in range(chunks_per_rank) for m in range(first, first + stages)]
-    forwards = [Action(local * stages + rank, Kind.FORWARD, m) for local, m in rounds]
-    backwards = [Action((chunks_per_rank - 1 - local) * stages + rank, Kind.BACKWARD, m) for local, m in rounds]
+    forwards = []
+    backwards = []
+    # The last group may not be full. Its order is that of a full group, whose surplus micro-batches are dropped at the
+    # end: that keeps every dependency.
+    for first in range(0, micro_batches, stages):
+        for local in range(chunks_per_rank):
+            forward_chunk = local * stages + rank
+            backward_chunk = (chunks_per_rank - 1 - local) * stages + rank
+            for m in range(first, first + stages):
+                forwards.append(Action(forward_chunk, Kind.FORWARD, m))
+                backwards.append(Action(backward_chunk, Kind.BACKWARD, m))
     warm_up = min(2 * (stages - rank - 1) + (chunks_per_rank - 1) * stages, len(forwards))
-    order = forwards[:warm_up]
-    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        order += [forward, backward]
-    order += backwards[len(forwards) - warm_up :]
+    order = _alternating(forwards, backwards, warm_up)
     return tuple(action for action in order if action.micro_batch is not None and action.micro_batch < micro_batches)
 
 
 def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
-    """Evaluation on any placement: a rank takes the ready chunk that is nearest to the end."""
-    chunks = len(placement)
+    """Evaluation on any placement: each rank runs its ready chunk nearest to the output."""
     orders: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
-    done = [0] * chunks  # micro-batches that each chunk has computed
+    done = [0] * len(placement)  # micro-batches computed by each chunk
     while done[-1] < micro_batches:
-        ready = {placement[c]: c for c in range(chunks) if done[c] < (done[c - 1] if c else micro_batches)}
+        ready = {}
+        arrived = micro_batches
+        for chunk, rank in enumerate(placement):
+            if done[chunk] < arrived:
+                ready[rank] = chunk
+            arrived = done[chunk]
         for rank, chunk in ready.items():
             orders[rank].append(Action(chunk, Kind.FORWARD, done[chunk]))
-        for chunk in ready.values():
             done[chunk] += 1
     return Schedule("forward", placement, micro_batches, tuple(map(tuple, orders)), forward_only=True)
 
 
 def half_limit(stages: int) -> int:
-    """Activations that V-Half may hold, in whole stages' micro-batches."""
+    """Activation limit of V-Half, in micro-batches of a whole stage."""
     return stages // 2 + 1
 
 
 def min_limit(stages: int) -> int:
-    """Activations that V-Min may hold, in whole stages' micro-batches."""
+    """Activation limit of V-Min, in micro-batches of a whole stage."""
     return -(-(stages + 2) // 3)
 
 
 @dataclass(frozen=True)
 class ZeroBubble:
-    """A zero-bubble schedule: an order of F and B, or several to choose from, and what decides where W goes.
+    """A zero-bubble schedule: one or several orders of F and B, and the rules for placing W.
 
     Attributes:
-        name: of the schedule. stages: pipeline ranks.
-        limit: activations that a rank may hold, in whole stages' micro-batches.
-        v: places two chunks on each rank as a V, instead of one.
-        gap: as in `fill`.
-        pace, most: of one chunk a rank: warm-up forwards for each rank that follows, and how many at most. A pace of 1
-            is 1F1B's order.
+        name: name of the schedule.
+        stages: pipeline ranks.
+        limit: activations a rank may hold, in micro-batches of a whole stage.
+        v: two chunks per rank in a V, instead of one.
+        gap: see `fill`.
+        pace: warm-up forwards per following rank, with one chunk per rank; 1 is 1F1B.
+        most: maximum number of warm-up forwards, with one chunk per rank.
     """
 
     name: str
@@ -161,99 +171,121 @@ class ZeroBubble:
         return v_placement(self.stages) if self.v else loop_placement(self.stages)
 
     def fill(self, ticks: Ticks, micro_batches: int, cutoff: tuple[float, float] = NO_CUTOFF) -> Filled | None:
-        """Fills the fastest of its orders that keeps its limit and beats the cutoff; None if none does.
+        """Fastest filled order within the limit and better than the cutoff of `fill`; None if there is none.
 
-        Of equally fast ones that with the smallest bubble inside a rank's span. Args: cutoff: as in `fill`.
+        Equally fast orders are compared by the longest wait between a rank's first and last computation.
         """
         best = None
         for order in self.orders(micro_batches):
-            found = fill(ticks, order, self.limit, self.gap, cutoff)
-            if found is not None and (found.makespan, found.bubble) < cutoff:
-                best, cutoff = found, (found.makespan, found.bubble)
+            filled = fill(ticks, order, self.limit, self.gap, cutoff)
+            if filled is not None and (filled.makespan, filled.bubble) < cutoff:
+                best = filled
+                cutoff = filled.makespan, filled.bubble
         return best
 
     def orders(self, micro_batches: int) -> Iterator[Schedule]:
-        """Forwards and input gradients of each rank."""
+        """Candidate orders of forwards and input gradients."""
+        for orders in self._orders_of_ranks(micro_batches):
+            yield Schedule(self.name, self.placement, micro_batches, tuple(orders))
 
-        def order(orders_of_ranks: Orders) -> Schedule:
-            return Schedule(self.name, self.placement, micro_batches, tuple(orders_of_ranks))
-
+    def _orders_of_ranks(self, micro_batches: int) -> Iterator[Orders]:
         if not self.v:
-            yield order(_one_chunk_orders(self.stages, micro_batches, self.pace, self.most))
+            yield _one_chunk_orders(self.stages, micro_batches, self.pace, self.most)
             return
-        yield order(_full_v_orders(self.stages, micro_batches))
-        blocks = [_block(self.stages, steps, turns) for steps, turns in BUILDING_BLOCKS]
-        for index, block in enumerate(blocks):
-            if block not in blocks[:index]:  # on few stages some are the same
-                yield order(_repeated(block, self.stages, micro_batches))
+        yield _full_v_orders(self.stages, micro_batches)
+        seen = []
+        for steps, turns in BUILDING_BLOCKS:
+            block = _block(self.stages, steps, turns)
+            if block not in seen:  # on few stages several blocks coincide
+                seen.append(block)
+                yield _repeated(block, self.stages, micro_batches)
 
 
 def _one_chunk_orders(stages: int, micro_batches: int, pace: int, most: int | None) -> Orders:
     """Warm-up, then a forward and an input gradient in turn."""
+    limit = micro_batches if most is None else min(most, micro_batches)
     orders = []
     for rank in range(stages):
-        ahead = min(pace * (stages - rank - 1), micro_batches, micro_batches if most is None else most)
-        forwards, gradients = (_all(rank, kind, micro_batches) for kind in (FORWARD, INPUT_GRADIENT))
-        order = forwards[:ahead]
-        for pair in zip(forwards[ahead:], gradients, strict=False):
-            order += pair
-        orders.append((*order, *gradients[micro_batches - ahead :]))
+        forwards = _all(rank, FORWARD, micro_batches)
+        gradients = _all(rank, INPUT_GRADIENT, micro_batches)
+        warm_up = min(pace * (stages - rank - 1), limit)
+        orders.append(_alternating(forwards, gradients, warm_up))
     return orders
 
 
 def _block(stages: int, steps: Sequence[int], turns: Sequence[int]) -> dict[tuple[int, Kind], int]:
-    """Ticks of the first micro-batch; later than asked where a repetition is in the way."""
+    """Tick of each (chunk, kind) of the first micro-batch, delayed where a repetition occupies the rank."""
     placement = v_placement(stages)
-    down, up = range(stages), range(stages, 2 * stages)
-    ways = [(FORWARD, down), (FORWARD, up), (INPUT_GRADIENT, up[::-1]), (INPUT_GRADIENT, down[::-1])]
+    down = range(stages)
+    up = range(stages, 2 * stages)
+    legs = ((FORWARD, down), (FORWARD, up), (INPUT_GRADIENT, up[::-1]), (INPUT_GRADIENT, down[::-1]))
+    waits_before_leg = (0, *turns)
     ticks: dict[tuple[int, Kind], int] = {}
     occupied: list[set[int]] = [set() for _ in range(stages)]
     tick = 0
-    for way, (kind, chunks) in enumerate(ways):
-        for position, chunk in enumerate(chunks):
-            tick += steps[way] if position else (turns[way - 1] if way else 0)
-            while tick % PERIOD in occupied[placement[chunk]]:
+    for (kind, chunks), wait, step in zip(legs, waits_before_leg, steps, strict=True):
+        tick += wait
+        for chunk in chunks:
+            if chunk != chunks[0]:
+                tick += step
+            rank = placement[chunk]
+            while tick % PERIOD in occupied[rank]:
                 tick += 1
-            occupied[placement[chunk]].add(tick % PERIOD)
+            occupied[rank].add(tick % PERIOD)
             ticks[chunk, kind] = tick
     return ticks
 
 
-def _repeated(ticks: dict[tuple[int, Kind], int], stages: int, micro_batches: int) -> Orders:
-    """All micro-batches, one period after another: in the n-th, a chunk is at micro-batch n less its first period."""
+def _repeated(block: dict[tuple[int, Kind], int], stages: int, micro_batches: int) -> Orders:
+    """Orders of all micro-batches, one period after another.
+
+    In the n-th period, a chunk computes micro-batch n minus the period of its first micro-batch.
+    """
     placement = v_placement(stages)
-    ways: list[list[tuple[int, int, list[Action]]]] = [[] for _ in range(stages)]
-    for (chunk, kind), tick in ticks.items():
-        period, turn = divmod(tick, PERIOD)
-        ways[placement[chunk]].append((turn, period, _all(chunk, kind, micro_batches)))
+    # Each rank's computations: tick within a period, first period, actions of all micro-batches.
+    computations: list[list[tuple[int, int, list[Action]]]] = [[] for _ in range(stages)]
+    for (chunk, kind), tick in block.items():
+        first_period, turn = divmod(tick, PERIOD)
+        computations[placement[chunk]].append((turn, first_period, _all(chunk, kind, micro_batches)))
     orders = []
-    for mine in ways:
-        mine.sort(key=itemgetter(0))
-        periods = range(max(period for _, period, _ in mine) + micro_batches)
-        orders.append(
-            tuple(each[n - start] for n in periods for _, start, each in mine if 0 <= n - start < micro_batches)
-        )
+    for own in computations:
+        own.sort(key=lambda computation: computation[0])
+        last_start = max(first_period for _, first_period, _ in own)
+        order = []
+        for period in range(last_start + micro_batches):
+            for _, first_period, actions in own:
+                if 0 <= period - first_period < micro_batches:
+                    order.append(actions[period - first_period])
+        orders.append(tuple(order))
     return orders
-
-
-@lru_cache(maxsize=256)
-def _all(chunk: int, kind: Kind, micro_batches: int) -> list[Action]:
-    return [Action(chunk, kind, m) for m in range(micro_batches)]
 
 
 def _full_v_orders(stages: int, micro_batches: int) -> Orders:
-    """As many forwards as 1F1B's memory allows before the first gradient comes back, then all in turn."""
+    """As many forwards as 1F1B's memory allows before the first gradient returns, then all kinds in turn."""
     orders = []
     for rank in range(stages):
-        down, up = rank, 2 * stages - 1 - rank
-        steady = [(down, FORWARD), (down, INPUT_GRADIENT), (up, FORWARD), (up, INPUT_GRADIENT)]
-        f, i, late_f, late_i = steady
-        warm_up = [f] * (2 * (stages - rank) - 1) + [late_f, f] * rank + [late_f, late_i] * (stages - rank)
-        done = dict.fromkeys(steady, 0)
+        early_f = rank, FORWARD
+        early_i = rank, INPUT_GRADIENT
+        late_f = 2 * stages - 1 - rank, FORWARD
+        late_i = 2 * stages - 1 - rank, INPUT_GRADIENT
+        computations = [early_f] * (2 * (stages - rank) - 1)
+        computations += [late_f, early_f] * rank
+        computations += [late_f, late_i] * (stages - rank)
+        computations += [early_f, early_i, late_f, late_i] * micro_batches
+        computations += [early_i] * micro_batches
+        done = {early_f: 0, early_i: 0, late_f: 0, late_i: 0}
         order = []
-        for each in warm_up + steady * micro_batches + [i] * micro_batches:
-            if done[each] < micro_batches:
-                order.append(Action(*each, done[each]))
-                done[each] += 1
+        for chunk, kind in computations:
+            m = done[chunk, kind]
+            if m < micro_batches:
+                order.append(Action(chunk, kind, m))
+                done[chunk, kind] = m + 1
         orders.append(tuple(order))
     return orders
+
+
+# Cached, since the search for the best schedule asks for the same lists many times. Callers must not change them.
+@lru_cache(maxsize=256)
+def _all(chunk: int, kind: Kind, micro_batches: int) -> list[Action]:
+    """One action per micro-batch."""
+    return [Action(chunk, kind, m) for m in range(micro_batches)]
