@@ -1,12 +1,10 @@
-"""Passes over a schedule, which turn an order of computations into actions that an executor can run.
+"""Passes over a schedule: from an order of computations to the actions an executor runs.
 
-Communication is added by a pass, not by the generators, as ``_add_send_recv`` in ``torch.distributed.pipelining`` does:
-a generator says in what order to compute, and nothing else. `refine` and `insert_recompute` are passes over a complete
-schedule, whose result whatever reads schedules reads, too.
+Generators order computations. Passes add communication, as ``_add_send_recv`` in ``torch.distributed.pipelining`` does.
+`refine` and `insert_recompute` take and give complete schedules.
 
-Passes for weights that replicas share say when segments are gathered and freed, and when gradients are
-reduce-scattered. They take a complete schedule of segments. While a segment computes, its own weights are there, and
-the weights of the segment that the rank uses next are gathered.
+The passes for sharded weights place all-gathers, frees and reduce-scatters in a complete schedule of segments. While a
+segment computes, its weights are gathered, and so are those of the segment the rank uses next.
 """
 
 from __future__ import annotations
@@ -33,113 +31,17 @@ from megasnn.schedule.actions import (
 from megasnn.schedule.costs import resident_weights
 from megasnn.schedule.validate import validate_weights
 
-_OF_ALL_SEGMENTS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT_GRADIENT: -1, Kind.WEIGHT_GRADIENT: -1}
-_OF_ALL_SEGMENTS[Kind.REDUCE_GRAD] = -1
-_OF_FIRST_SEGMENT = {Kind.RECV_FORWARD, Kind.SEND_BACKWARD}
+# Order in which a chunk's segments compute: ascending or descending.
+_SEGMENT_STEP = {
+    Kind.FORWARD: 1,
+    Kind.BACKWARD: -1,
+    Kind.INPUT_GRADIENT: -1,
+    Kind.WEIGHT_GRADIENT: -1,
+    Kind.REDUCE_GRAD: -1,
+}
+_AT_CHUNK_INPUT = frozenset({Kind.RECV_FORWARD, Kind.SEND_BACKWARD})
 NEVER = "never"
-AT_ONCE = 2  # gathers on their way: of the segment that computes next, and of the one behind it
-
-
-def complete(order: Schedule) -> Schedule:
-    """Adds transfers and the reduction of gradients to a schedule that only computes."""
-    return insert_gradient_reduction(insert_transfers(order))
-
-
-def insert_transfers(schedule: Schedule) -> Schedule:
-    """Adds a receive right before each computation that needs one and a send after each that has a taker.
-
-    Neighbouring segments on the same rank hand their tensors over without a transfer. A link is all that one rank sends
-    to another, forward and backward. Receives on it are in the order of the sends: one whose turn comes before it is
-    needed is received early.
-    """
-    placement, links = schedule.placement, defaultdict[tuple[int, int], deque[Action]](deque)
-    for rank, order in enumerate(schedule.actions):
-        for send in filter(None, (_send(action, placement) for action in order)):
-            links[rank, placement[send.peer.segment]].append(send.peer)
-    orders = (tuple(_with_transfers(order, rank, placement, links)) for rank, order in enumerate(schedule.actions))
-    return replace(schedule, actions=tuple(orders))
-
-
-def _with_transfers(
-    order: Sequence[Action], rank: int, placement: Sequence[int], links: Mapping[tuple[int, int], deque[Action]]
-) -> Iterator[Action]:
-    early: set[Action] = set()
-    for action in order:
-        needed = _receive(action, placement)
-        if needed is not None and needed not in early:
-            link = links[placement[needed.peer.segment], rank]
-            while link:
-                following = link.popleft()
-                yield following
-                if following == needed:
-                    break
-                early.add(following)
-        yield action
-        send = _send(action, placement)
-        if send is not None:
-            yield send
-
-
-def _send(action: Action, placement: Sequence[int]) -> Action | None:
-    """Send behind a computation."""
-    segment, kind, m = action
-    if kind is Kind.FORWARD and crosses(placement, segment):
-        return Action(segment, Kind.SEND_FORWARD, m)
-    return Action(segment, Kind.SEND_BACKWARD, m) if kind in PROPAGATING and crosses(placement, segment - 1) else None
-
-
-def _receive(action: Action, placement: Sequence[int]) -> Action | None:
-    """Receive before a computation."""
-    segment, kind, m = action
-    if kind is Kind.FORWARD and crosses(placement, segment - 1):
-        return Action(segment, Kind.RECV_FORWARD, m)
-    return Action(segment, Kind.RECV_BACKWARD, m) if kind in PROPAGATING and crosses(placement, segment) else None
-
-
-def insert_gradient_reduction(schedule: Schedule) -> Schedule:
-    """Adds a REDUCE_GRAD for each segment after its last backward and the send that others wait for."""
-    orders = tuple(
-        _with_reduction(order, set(schedule.segments_of(rank))) for rank, order in enumerate(schedule.actions)
-    )
-    return replace(schedule, actions=orders)
-
-
-def _with_reduction(order: tuple[Action, ...], segments: set[int]) -> tuple[Action, ...]:
-    result = list(order)
-    for index in range(len(order) - 1, -1, -1):
-        if not segments:
-            break
-        segment, kind, _ = order[index]
-        if segment in segments and (kind in FINISHING or kind is Kind.SEND_BACKWARD):
-            segments.discard(segment)
-            result.insert(index + 1, Action(segment, Kind.REDUCE_GRAD))
-    return tuple(result)
-
-
-def refine(schedule: Schedule, segments: Sequence[int]) -> Schedule:
-    """Splits every computation of a chunk into those of its segments: forwards ascending, backwards descending.
-
-    Same order of all sums, same makespan. `segments` has the number of segments of each chunk, one or more.
-    """
-    firsts = [0, *accumulate(segments)]
-    return replace(
-        schedule,
-        placement=tuple(rank for rank, count in zip(schedule.placement, segments, strict=True) for _ in range(count)),
-        actions=tuple(
-            tuple(segment for each in order for segment in _of_segments(each, firsts)) for order in schedule.actions
-        ),
-    )
-
-
-def _of_segments(action: Action, firsts: Sequence[int]) -> Iterator[Action]:
-    chunk, kind, m = action
-    segments = range(firsts[chunk], firsts[chunk + 1])
-    if kind in _OF_ALL_SEGMENTS:
-        yield from (Action(segment, kind, m) for segment in segments[:: _OF_ALL_SEGMENTS[kind]])
-    else:
-        yield Action(segments[0] if kind in _OF_FIRST_SEGMENT else segments[-1], kind, m)
-
-
+AT_ONCE = 2  # all-gathers in flight: for the segment that computes next, and for the one after it
 RECOMPUTE: Registry[Callable[[int, int], bool]] = Registry(
     "--recompute",
     {
@@ -148,14 +50,131 @@ RECOMPUTE: Registry[Callable[[int, int], bool]] = Registry(
         "always": lambda micro_batch, micro_batches: True,
     },
 )
-"""By name: (micro-batch, number of micro-batches) -> whether its forwards are computed again."""
+"""By name: (micro-batch, number of micro-batches) -> whether to recompute its forwards."""
+
+
+def complete(order: Schedule) -> Schedule:
+    """Adds transfers and the gradient reduction to a schedule of computations."""
+    return insert_gradient_reduction(insert_transfers(order))
+
+
+def insert_transfers(schedule: Schedule) -> Schedule:
+    """Adds the receives before computations and the sends after them.
+
+    Neighbouring segments on one rank need no transfer. All messages from one rank to another, forward and backward,
+    share one link, and are received in the order of the sends. A message may therefore be received before it is needed.
+    """
+    placement = schedule.placement
+    # Receives of each (sending rank, receiving rank), in the order of the sends.
+    links = defaultdict[tuple[int, int], deque[Action]](deque)
+    for rank, order in enumerate(schedule.actions):
+        for action in order:
+            send = _send_after(action, placement)
+            if send is not None:
+                receive = send.peer
+                links[rank, placement[receive.segment]].append(receive)
+    orders = [tuple(_with_transfers(order, rank, placement, links)) for rank, order in enumerate(schedule.actions)]
+    return replace(schedule, actions=tuple(orders))
+
+
+def _with_transfers(
+    order: Sequence[Action], rank: int, placement: Sequence[int], links: Mapping[tuple[int, int], deque[Action]]
+) -> Iterator[Action]:
+    early: set[Action] = set()
+    for action in order:
+        needed = _receive_before(action, placement)
+        if needed is not None and needed not in early:
+            link = links[placement[needed.peer.segment], rank]
+            while link:
+                receive = link.popleft()
+                yield receive
+                if receive == needed:
+                    break
+                early.add(receive)
+        yield action
+        send = _send_after(action, placement)
+        if send is not None:
+            yield send
+
+
+def _send_after(action: Action, placement: Sequence[int]) -> Action | None:
+    segment, kind, m = action
+    if kind is Kind.FORWARD and crosses(placement, segment):
+        return Action(segment, Kind.SEND_FORWARD, m)
+    if kind in PROPAGATING and crosses(placement, segment - 1):
+        return Action(segment, Kind.SEND_BACKWARD, m)
+    return None
+
+
+def _receive_before(action: Action, placement: Sequence[int]) -> Action | None:
+    segment, kind, m = action
+    if kind is Kind.FORWARD and crosses(placement, segment - 1):
+        return Action(segment, Kind.RECV_FORWARD, m)
+    if kind in PROPAGATING and crosses(placement, segment):
+        return Action(segment, Kind.RECV_BACKWARD, m)
+    return None
+
+
+def insert_gradient_reduction(schedule: Schedule) -> Schedule:
+    """Adds a REDUCE_GRAD for each segment, after its last backward and the send that follows."""
+    orders = []
+    for rank, order in enumerate(schedule.actions):
+        orders.append(_with_reduction(order, set(schedule.segments_of(rank))))
+    return replace(schedule, actions=tuple(orders))
+
+
+def _with_reduction(order: tuple[Action, ...], unreduced: set[int]) -> tuple[Action, ...]:
+    result = list(order)
+    # Backwards, so that an insertion leaves the indices still to come as they are.
+    for index in range(len(order) - 1, -1, -1):
+        if not unreduced:
+            break
+        segment, kind, _ = order[index]
+        if segment in unreduced and (kind in FINISHING or kind is Kind.SEND_BACKWARD):
+            unreduced.discard(segment)
+            result.insert(index + 1, Action(segment, Kind.REDUCE_GRAD))
+    return tuple(result)
+
+
+def refine(schedule: Schedule, segments: Sequence[int]) -> Schedule:
+    """Splits every computation of a chunk into its segments: forwards ascending, backwards descending.
+
+    The order of all sums and the makespan stay the same.
+
+    Args:
+        segments: number of segments of each chunk, at least one.
+    """
+    placement: list[int] = []
+    for rank, count in zip(schedule.placement, segments, strict=True):
+        placement += [rank] * count
+    firsts = [0, *accumulate(segments)]
+    orders = []
+    for order in schedule.actions:
+        refined: list[Action] = []
+        for action in order:
+            refined += _of_segments(action, firsts)
+        orders.append(tuple(refined))
+    return replace(schedule, placement=tuple(placement), actions=tuple(orders))
+
+
+def _of_segments(action: Action, firsts: Sequence[int]) -> list[Action]:
+    """A chunk's action as actions of its segments; a transfer stays one, at the chunk's first or last segment."""
+    chunk, kind, m = action
+    segments = range(firsts[chunk], firsts[chunk + 1])
+    if kind in _SEGMENT_STEP:
+        return [Action(segment, kind, m) for segment in segments[:: _SEGMENT_STEP[kind]]]
+    segment = segments[0] if kind in _AT_CHUNK_INPUT else segments[-1]
+    return [Action(segment, kind, m)]
 
 
 def insert_recompute(schedule: Schedule, wanted: Callable[[int, int], bool]) -> Schedule:
-    """Adds an R before the backward of each (segment, micro-batch) that is wanted; its forward keeps its input alone.
+    """Adds an R before backwards; the forward then stashes only its input.
 
-    R comes before the rank waits for what the backward needs. Where nothing is computed between forward and backward
-    there is nothing to gain, and no R.
+    R comes before the rank waits for the gradient. A backward right after its own forward gets no R: nothing would be
+    saved.
+
+    Args:
+        wanted: (segment, micro-batch) -> whether to recompute its forward.
     """
     return replace(schedule, actions=tuple(with_recompute(order, wanted) for order in schedule.actions))
 
@@ -163,29 +182,29 @@ def insert_recompute(schedule: Schedule, wanted: Callable[[int, int], bool]) -> 
 def with_recompute(order: Sequence[Action], wanted: Callable[[int, int], bool]) -> tuple[Action, ...]:
     """One rank's actions with R, as `insert_recompute` adds them."""
     result: list[Action] = []
-    computed: Action | None = None  # the last computation
+    last_computed: Action | None = None
     for action in order:
         segment, kind, m = action
-        forward = Action(segment, Kind.FORWARD, m)
-        if kind in PROPAGATING and m is not None and wanted(segment, m) and computed != forward:
-            at = len(result)
-            while at and result[at - 1].kind in RECEIVES:
-                at -= 1
-            result.insert(at, Action(segment, Kind.RECOMPUTE, m))
+        if kind in PROPAGATING and m is not None and wanted(segment, m):
+            if last_computed != Action(segment, Kind.FORWARD, m):
+                index = len(result)
+                while index and result[index - 1].kind in RECEIVES:
+                    index -= 1
+                result.insert(index, Action(segment, Kind.RECOMPUTE, m))
         result.append(action)
         if kind in COMPUTE:
-            computed = action
+            last_computed = action
     return tuple(result)
 
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Weights to gather.
+    """Weights sharded over ranks, and gathered for use.
 
     Attributes:
-        segment_bytes: of the gathered weights of each segment; 0: it has none.
-        scattered: segments whose gradients are scattered after every micro-batch.
-        ranks: that shard them.
+        segment_bytes: bytes of each segment's gathered weights; 0: none.
+        scattered: segments whose gradients are reduce-scattered after every micro-batch.
+        ranks: number of ranks the weights are sharded over.
     """
 
     segment_bytes: tuple[int, ...]
@@ -193,65 +212,88 @@ class SharedWeights:
     ranks: int = 2
 
     def insert(self, schedule: Schedule) -> Schedule:
-        """Adds UNSHARD, RESHARD and REDUCE_SCATTER, proved right."""
-        scattered = schedule if schedule.forward_only else insert_reduce_scatters(schedule, self.scattered)
-        complete = insert_unshards(scattered, self.segment_bytes)
-        validate_weights(complete, self.segment_bytes, self.scattered)
-        return complete
+        """Adds UNSHARD, RESHARD and REDUCE_SCATTER, and validates them."""
+        if not schedule.forward_only:
+            schedule = insert_reduce_scatters(schedule, self.scattered)
+        schedule = insert_unshards(schedule, self.segment_bytes)
+        validate_weights(schedule, self.segment_bytes, self.scattered)
+        return schedule
 
     def gathered_and_buffers(self, schedule: Schedule, rank: int) -> tuple[int, int]:
-        """Most bytes of gathered weights that a rank holds, and of what comes, and with more than two ranks goes, on
-        its way."""
-        segments = [
-            self.segment_bytes[segment] for segment in schedule.segments_of(rank) if self.segment_bytes[segment]
-        ]
-        travelling = max(segments, default=0) * (self.ranks - 1) // self.ranks * (1 if self.ranks == 2 else 2)
-        return max(resident_weights(schedule, rank, self.segment_bytes)), travelling * min(AT_ONCE, len(segments))
+        """Peak bytes of a rank's gathered weights, and of the buffers for shards in flight."""
+        sizes = [self.segment_bytes[segment] for segment in schedule.segments_of(rank)]
+        with_weights = [size for size in sizes if size]
+        buffer = max(with_weights, default=0) * (self.ranks - 1) // self.ranks
+        # With two ranks, only receives need a buffer; with more, sends need one too.
+        if self.ranks > 2:
+            buffer *= 2
+        gathered = max(resident_weights(schedule, rank, self.segment_bytes))
+        return gathered, buffer * min(AT_ONCE, len(with_weights))
 
 
 def insert_unshards(schedule: Schedule, segment_bytes: Sequence[int]) -> Schedule:
-    """Adds an UNSHARD before computations that do not find their segment's weights, and a RESHARD behind the last use.
+    """Adds an UNSHARD before uses of weights that are not gathered, and a RESHARD after the last use.
 
-    A segment without bytes of weights has no action.
+    Args:
+        segment_bytes: bytes of each segment's gathered weights; a segment with 0 gets no actions.
     """
     return replace(schedule, actions=tuple(_with_unshards(order, segment_bytes) for order in schedule.actions))
 
 
 def _with_unshards(order: Sequence[Action], segment_bytes: Sequence[int]) -> tuple[Action, ...]:
-    uses = [
-        (at, segment) for at, (segment, kind, _) in enumerate(order) if kind in USES_WEIGHTS and segment_bytes[segment]
+    indices = [
+        index for index, (segment, kind, _) in enumerate(order) if kind in USES_WEIGHTS and segment_bytes[segment]
     ]
     result: list[Action] = []
-    live: Collection[int] = ()
+    gathered: list[int] = []
     start = 0
-    for number, (at, segment) in enumerate(uses):
-        later = (uses[index][1] for index in range(number, len(uses)))
-        wanted = dict.fromkeys((segment, next((each for each in later if each != segment), segment)))
-        result += [Action(each, Kind.RESHARD) for each in live if each not in wanted]
-        result += [Action(each, Kind.UNSHARD) for each in wanted if each not in live]
-        end = at + 1
-        while end < len(order) and order[end].kind in SENDS:  # others wait for what is sent
-            end += 1
-        result += order[start:end]
-        live, start = wanted, end
-    return (*result, *(Action(each, Kind.RESHARD) for each in live), *order[start:])
+    for index, following in zip(indices, _following_segments(order, indices), strict=True):
+        segment = order[index].segment
+        wanted = [segment] if following is None else [segment, following]
+        result += [Action(each, Kind.RESHARD) for each in gathered if each not in wanted]
+        result += [Action(each, Kind.UNSHARD) for each in wanted if each not in gathered]
+        # Sends go before the next gathers, because other ranks wait for them.
+        stop = index + 1
+        while stop < len(order) and order[stop].kind in SENDS:
+            stop += 1
+        result += order[start:stop]
+        gathered = wanted
+        start = stop
+    result += [Action(segment, Kind.RESHARD) for segment in gathered]
+    return (*result, *order[start:])
+
+
+def _following_segments(order: Sequence[Action], indices: Sequence[int]) -> list[int | None]:
+    """For each of these actions, the next other segment among them; None where no other follows."""
+    following: list[int | None] = []
+    current: int | None = None
+    after: int | None = None
+    for index in reversed(indices):
+        segment = order[index].segment
+        if segment != current:
+            after = current
+            current = segment
+        following.append(after)
+    return following[::-1]
 
 
 def insert_reduce_scatters(schedule: Schedule, segments: Collection[int]) -> Schedule:
-    """Adds a REDUCE_SCATTER behind each B or W of these segments."""
-    return replace(
-        schedule, actions=tuple(_with_reduce_scatters(order, frozenset(segments)) for order in schedule.actions)
-    )
+    """Adds a REDUCE_SCATTER after each B or W of these segments."""
+    scattered = frozenset(segments)
+    return replace(schedule, actions=tuple(_with_reduce_scatters(order, scattered) for order in schedule.actions))
 
 
 def _with_reduce_scatters(order: Sequence[Action], segments: Collection[int]) -> tuple[Action, ...]:
     result: list[Action] = []
     due: Action | None = None
     for action in order:
-        if due is not None and action.kind not in SENDS | SHARDING:  # others wait for what is sent and gathered
+        # Sends and gathers go before the gradients, because other ranks and the next computation wait for them.
+        if due is not None and action.kind not in SENDS and action.kind not in SHARDING:
             result.append(due)
             due = None
         result.append(action)
         if action.kind in FINISHING and action.segment in segments:
             due = Action(action.segment, Kind.REDUCE_SCATTER, action.micro_batch)
-    return (*result, *([] if due is None else [due]))
+    if due is not None:
+        result.append(due)
+    return tuple(result)
