@@ -1,4 +1,4 @@
-"""Simulation of a schedule: times and memory from the costs of its segments. Exact, without contention."""
+"""Simulation of a schedule from the costs of its segments: exact times and memory, without contention."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """Timeline of a schedule and its sums; sequences have one entry per pipeline rank.
+    """Timeline of a schedule and its totals; sequences have one entry per pipeline rank.
 
     Attributes:
-        timeline: all actions, in order. A send takes no time; a receive ends when the tensor has arrived; UNSHARD and
-            REDUCE_SCATTER are on their way from start to end, and hold up nobody.
+        timeline: all actions in order. A send takes no time; a receive ends when the tensor arrives. UNSHARD and
+            REDUCE_SCATTER are in flight from start to end and block nothing.
         makespan: end of the last rank.
-        busy: time spent computing. idle: makespan less `busy`.
-        bubble: the part of `idle` between a rank's first and last computation.
-        peak_activations: most that is held at once, in the unit of the costs.
+        busy: time spent computing.
+        idle: makespan minus `busy`.
+        bubble: idle time between a rank's first and last computation.
+        peak_activations: maximum held at once, in the unit of the costs.
     """
 
     timeline: tuple[tuple[TimedAction, ...], ...]
@@ -41,7 +42,7 @@ class Simulation:
 
     @property
     def idle_share(self) -> float:
-        """Idle time over the time of all ranks; 0 for a schedule that takes no time."""
+        """Idle fraction of all ranks' time; 0 if the schedule takes no time."""
         whole = self.makespan * len(self.idle)
         return sum(self.idle) / whole if whole else 0.0
 
@@ -49,84 +50,98 @@ class Simulation:
 def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
     """Simulates a complete schedule.
 
-    A message arrives when it was sent and its time is over, whatever the two ranks compute meanwhile; the receiver
-    waits for that, the sender does not. REDUCE_GRAD takes no time. UNSHARD and REDUCE_SCATTER go one after another over
-    a link of their own, beside what the rank computes; the first computation that uses the weights waits for them.
+    A message arrives its transfer time after the send. The receiver waits for it, the sender does not. REDUCE_GRAD
+    takes no time. UNSHARD and REDUCE_SCATTER queue on a separate link beside the computations. The first computation
+    with gathered weights waits for their UNSHARD.
 
     Args:
-        costs: one for each segment.
+        costs: one per segment.
     Raises:
-        ValueError: another number of costs; ScheduleError: a deadlock.
+        ValueError: another number of costs.
+        ScheduleError: a deadlock.
     """
     if len(costs) != schedule.segments:
         raise ValueError(f"{len(costs)} costs for {schedule.segments} segments")
-    timeline, activation = _timeline(schedule, costs), [cost.activation for cost in costs]
-    makespan = max((timed.end for row in timeline for timed in row), default=0.0)
-    computed = [[timed for timed in row if timed.action.kind in COMPUTE] for row in timeline]
-    busy = [sum(timed.end - timed.start for timed in row) for row in computed]
+    timeline = _timeline(schedule, costs)
+    activation = [cost.activation for cost in costs]
+    ends = []
+    busy = []
+    bubble = []
+    peaks = []
+    for rank, row in enumerate(timeline):
+        computed = [timed for timed in row if timed.action.kind in COMPUTE]
+        seconds = sum(timed.end - timed.start for timed in computed)
+        ends.append(max((timed.end for timed in row), default=0.0))
+        busy.append(seconds)
+        bubble.append(computed[-1].end - computed[0].start - seconds)
+        peaks.append(max(resident_activations(schedule, rank, activation), default=0.0))
+    makespan = max(ends, default=0.0)
     return Simulation(
-        timeline=tuple(tuple(row) for row in timeline),
+        timeline=tuple(map(tuple, timeline)),
         makespan=makespan,
         busy=tuple(busy),
-        idle=tuple(makespan - time for time in busy),
-        bubble=tuple(row[-1].end - row[0].start - time for row, time in zip(computed, busy, strict=True)),
-        peak_activations=tuple(
-            max(resident_activations(schedule, rank, activation), default=0.0) for rank in range(schedule.ranks)
-        ),
+        idle=tuple(makespan - seconds for seconds in busy),
+        bubble=tuple(bubble),
+        peak_activations=tuple(peaks),
     )
 
 
 @dataclass
 class _ReplicaLink:
-    """Link of a rank to the other replicas, which carries one thing after another.
+    """A rank's link to the other replicas, which carries one collective at a time.
 
     Attributes:
-        coming: end of each segment's UNSHARD, until its weights are used.
+        free: time from which the link is free.
+        gathering: end of each segment's UNSHARD, until its weights are used.
     """
 
     free: float = 0.0
-    coming: dict[int, float] = field(default_factory=dict)
+    gathering: dict[int, float] = field(default_factory=dict)
 
     def queue(self, now: float, seconds: float) -> tuple[float, float]:
-        """Start and end of something that takes so long, behind what is there already."""
+        """Start and end of a collective behind all that are queued."""
         start = max(now, self.free)
         self.free = start + seconds
         return start, self.free
 
 
 def _timeline(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[TimedAction]]:
-    timeline: list[list[TimedAction]] = [[] for _ in schedule.actions]
-    clock = [0.0] * schedule.ranks
     computing = {kind: [cost.times()[kind] for cost in costs] for kind in COMPUTE}
-    moving = {
+    transfer = {
         Kind.SEND_FORWARD: [cost.transfer for cost in costs],
+        # Segment u sends over the boundary behind segment u - 1, whose cost holds the time.
         Kind.SEND_BACKWARD: [0.0, *(cost.transfer_back for cost in costs)],
     }
-    carrying = {
+    collective = {
         Kind.UNSHARD: [cost.unshard for cost in costs],
         Kind.REDUCE_SCATTER: [cost.reduce_scatter for cost in costs],
     }
-    replicas = [_ReplicaLink() for _ in schedule.actions]
-    arrives: dict[Action, float] = {}
-    for rank, run in runs(schedule):
-        now, append, actions, replica = clock[rank], timeline[rank].append, schedule.actions[rank], replicas[rank]
-        for index in run:
-            action = actions[index]
+    timeline: list[list[TimedAction]] = [[] for _ in schedule.actions]
+    links = [_ReplicaLink() for _ in schedule.actions]
+    clock = [0.0] * schedule.ranks
+    arrivals: dict[Action, float] = {}
+    for rank, indices in runs(schedule):
+        now = clock[rank]
+        link = links[rank]
+        order = schedule.actions[rank]
+        append = timeline[rank].append
+        for index in indices:
+            action = order[index]
             segment, kind, _ = action
             start = now
             if kind in computing:
-                if kind in USES_WEIGHTS and replica.coming:
-                    start = max(now, replica.coming.pop(segment, now))
+                if kind in USES_WEIGHTS and link.gathering:
+                    start = max(now, link.gathering.pop(segment, now))
                 now = start + computing[kind][segment]
-            elif kind in moving:
-                arrives[action.peer] = now + moving[kind][segment]
+            elif kind in transfer:
+                arrivals[action.peer] = now + transfer[kind][segment]
             elif kind in RECEIVES:
-                now = max(now, arrives.pop(action))
+                now = max(now, arrivals.pop(action))
             end = now
-            if kind in carrying:
-                start, end = replica.queue(now, carrying[kind][segment])
+            if kind in collective:
+                start, end = link.queue(now, collective[kind][segment])
                 if kind is Kind.UNSHARD:
-                    replica.coming[segment] = end
+                    link.gathering[segment] = end
             append(TimedAction(action, start, end))
         clock[rank] = now
     return timeline

@@ -1,4 +1,4 @@
-"""Proof, before anything runs, that a schedule computes everything once, in a possible order, and cannot hang."""
+"""Validation before a run: a schedule computes everything once, in a possible order, and cannot deadlock."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
 from megasnn.schedule.actions import (
+    FINISHING,
+    PROPAGATING,
     RECEIVES,
     SENDS,
     SHARDING,
@@ -22,26 +24,29 @@ MOST_LISTED = 8  # missing actions
 
 
 class ScheduleError(ValueError):
-    """A schedule that must not run; the text shows the actions of every rank and points at the position."""
+    """An invalid schedule; the message shows every rank's actions and marks the position."""
 
     def __init__(self, schedule: Schedule, problem: str, marks: Collection[Position] = ()) -> None:
-        where = ", ".join(f"rank {rank} at action {index}" for rank, index in marks)
+        positions = ", ".join(f"rank {rank} at action {index}" for rank, index in marks)
+        if positions:
+            problem = f"{problem} ({positions})"
         super().__init__(
             f"schedule {schedule.name!r} for {schedule.micro_batches} micro-batches on {schedule.ranks} "
-            f"pipeline rank(s): {problem}{f' ({where})' if where else ''}\n"
-            f"{format_actions(schedule.actions, marks)}"
+            f"pipeline rank(s): {problem}\n{format_actions(schedule.actions, marks)}"
         )
 
 
 def validate_schedule(schedule: Schedule) -> None:
-    """Raises ScheduleError for a complete schedule (with transfers and reduction of gradients) that is wrong.
+    """Raises ScheduleError if a complete schedule, with transfers and gradient reduction, is wrong.
 
-    Every action is there exactly once and on the right rank; everything an action uses is there before it; a segment's
-    forwards and backwards are in ascending order, so that every schedule accumulates alike; receives on a link are in
-    the order of the sends; and no rank waits for ever. A segment's backward on a micro-batch is either whole (B) or in
-    two parts (I and W). A forward may be computed again (R) once, before its backward. Where a segment has
-    REDUCE_SCATTER, it has one for each micro-batch, before the next one adds its gradients. UNSHARD and RESHARD are
-    proved by `validate_weights`.
+    Rules:
+        - Every action is present once, on its rank, after everything it uses.
+        - A segment's forwards and backwards are ascending in the micro-batch, so that all schedules accumulate alike.
+        - A backward is whole (B) or split (I and W). A recomputed forward (R) comes once, before its backward.
+        - REDUCE_SCATTER, if a segment has it, follows every micro-batch before the next one adds its gradients.
+        - Receives on a link are in the order of the sends, and no ranks wait for each other for ever.
+
+    `validate_weights` checks UNSHARD and RESHARD.
     """
     if schedule.micro_batches < 1 or not schedule.actions:
         raise ScheduleError(schedule, "there must be at least one micro-batch and one rank")
@@ -54,10 +59,13 @@ def validate_schedule(schedule: Schedule) -> None:
 
 
 def _check_rank(schedule: Schedule, rank: int) -> None:
-    """Follows a rank's actions: each must be one that belongs here, for the first time, behind all that it needs."""
-    order, segments = schedule.actions[rank], schedule.segments_of(rank)
+    """Checks the rules about one rank's actions."""
+    order = schedule.actions[rank]
+    segments = schedule.segments_of(rank)
     scattered = {segment for segment, kind, _ in order if kind is Kind.REDUCE_SCATTER}
-    expected = {part: None for segment in segments for part in _expected(schedule, segment, segment in scattered)}
+    expected: dict[Action, None] = {}  # a dict, because a set would list missing actions in any order
+    for segment in segments:
+        expected.update(dict.fromkeys(_expected(schedule, segment, segment in scattered)))
     done: set[Action] = set()
     for index, action in enumerate(order):
         segment, kind, m = action
@@ -65,9 +73,9 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
             continue
         parts = _parts(action)
         gradient = Action(segment, Kind.INPUT_GRADIENT, m)
-        allowed = gradient in expected if kind is Kind.RECOMPUTE else all(part in expected for part in parts)
+        required = (gradient,) if kind is Kind.RECOMPUTE else parts
         problem = ""
-        if not allowed:
+        if any(part not in expected for part in required):
             problem = "does not belong here"
         elif any(part in done for part in parts):
             problem = "is there twice"
@@ -88,7 +96,7 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
 
 
 def _parts(action: Action) -> tuple[Action, ...]:
-    """A whole backward does the work of both of its parts."""
+    """The action, or both parts of a whole backward."""
     segment, kind, m = action
     if kind is Kind.BACKWARD:
         return Action(segment, Kind.INPUT_GRADIENT, m), Action(segment, Kind.WEIGHT_GRADIENT, m)
@@ -96,22 +104,35 @@ def _parts(action: Action) -> tuple[Action, ...]:
 
 
 def _expected(schedule: Schedule, segment: int, scattered: bool) -> Iterator[Action]:
-    """All that a segment must do in a step, recomputation and gathered weights apart."""
-    before, after = crosses(schedule.placement, segment - 1), crosses(schedule.placement, segment)
-    kinds = [Kind.FORWARD, *[Kind.RECV_FORWARD] * before, *[Kind.SEND_FORWARD] * after]
+    """All actions of a segment in a step, except R, UNSHARD and RESHARD."""
+    crosses_before = crosses(schedule.placement, segment - 1)
+    crosses_after = crosses(schedule.placement, segment)
+    kinds = [Kind.FORWARD]
+    if crosses_before:
+        kinds.append(Kind.RECV_FORWARD)
+    if crosses_after:
+        kinds.append(Kind.SEND_FORWARD)
     if not schedule.forward_only:
-        kinds += [Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, *[Kind.REDUCE_SCATTER] * scattered]
-        kinds += [Kind.RECV_BACKWARD] * after + [Kind.SEND_BACKWARD] * before
+        kinds += [Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT]
+        if scattered:
+            kinds.append(Kind.REDUCE_SCATTER)
+        if crosses_after:
+            kinds.append(Kind.RECV_BACKWARD)
+        if crosses_before:
+            kinds.append(Kind.SEND_BACKWARD)
         yield Action(segment, Kind.REDUCE_GRAD)
-    yield from (Action(segment, kind, m) for kind in kinds for m in range(schedule.micro_batches))
+    for kind in kinds:
+        for m in range(schedule.micro_batches):
+            yield Action(segment, kind, m)
 
 
 def _needed(action: Action, schedule: Schedule, scattered: bool) -> Iterator[Action]:
-    """Actions that must come before an action on its rank; results of other ranks arrive by a receive."""
+    """Actions that must come before this one on its rank; a receive stands for another rank's result."""
     segment, kind, m = action
+    # Gradients of a micro-batch are accumulated once its W is done, or its reduce-scatter.
+    accumulated = Kind.REDUCE_SCATTER if scattered else Kind.WEIGHT_GRADIENT
     if kind is Kind.REDUCE_GRAD:
-        last = schedule.micro_batches - 1
-        yield Action(segment, Kind.REDUCE_SCATTER if scattered else Kind.WEIGHT_GRADIENT, last)
+        yield Action(segment, accumulated, schedule.micro_batches - 1)
         return
     if m is None or kind in RECEIVES:
         return
@@ -122,13 +143,13 @@ def _needed(action: Action, schedule: Schedule, scattered: bool) -> Iterator[Act
             yield Action(segment, Kind.RECV_FORWARD, m)
         elif segment:
             yield Action(segment - 1, Kind.FORWARD, m)
-    elif kind in (Kind.SEND_FORWARD, Kind.RECOMPUTE):
+    elif kind is Kind.SEND_FORWARD or kind is Kind.RECOMPUTE:
         yield Action(segment, Kind.FORWARD, m)
     elif kind is Kind.SEND_BACKWARD:
         yield Action(segment, Kind.INPUT_GRADIENT, m)
     elif kind is Kind.REDUCE_SCATTER:
         yield Action(segment, Kind.WEIGHT_GRADIENT, m)
-    if kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+    if kind in PROPAGATING:
         yield Action(segment, Kind.FORWARD, m)
         if m:
             yield Action(segment, Kind.INPUT_GRADIENT, m - 1)
@@ -138,87 +159,93 @@ def _needed(action: Action, schedule: Schedule, scattered: bool) -> Iterator[Act
             yield Action(segment + 1, Kind.INPUT_GRADIENT, m)
     if kind is Kind.WEIGHT_GRADIENT:
         yield Action(segment, Kind.INPUT_GRADIENT, m)
-    if kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT) and m:
-        yield Action(segment, Kind.REDUCE_SCATTER if scattered else Kind.WEIGHT_GRADIENT, m - 1)
+    if kind in FINISHING and m:
+        yield Action(segment, accumulated, m - 1)
 
 
 def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
-    """All actions in an order in which they can run, as (rank, indices of what it does without waiting).
+    """All actions in an executable order, as (rank, indices of the actions it runs without waiting).
 
-    A receive waits until its send was reached; a send does not hold up its rank. Raises ScheduleError for a receive out
-    of turn, since what is first in on a link is first out, and when every unfinished rank waits.
+    A receive waits for its send; a send does not block its rank. Raises ScheduleError for a receive out of order, since
+    a link delivers in the order of the sends, and for a deadlock.
     """
-    placement, on_the_way = schedule.placement, dict[tuple[int, int], deque[Action]]()
-    waiting: dict[tuple[int, int], int] = {}  # ranks that have come to a receive, by its link
-    position = [0] * schedule.ranks
+    placement = schedule.placement
+    # Sent and not received yet, by link (sending rank, receiving rank).
+    in_flight: dict[tuple[int, int], deque[Action]] = {}
+    waiting: dict[tuple[int, int], int] = {}  # by link, the rank that waits at a receive
+    positions = [0] * schedule.ranks
     ready = deque(range(schedule.ranks))
     while ready:
         rank = ready.popleft()
-        order, start = schedule.actions[rank], position[rank]
-        at = start
-        for at in range(start, len(order)):  # noqa: B007  (the place where it stops is what counts)
-            action = order[at]
+        order = schedule.actions[rank]
+        start = positions[rank]
+        stop = len(order)
+        for index in range(start, len(order)):
+            action = order[index]
             kind = action.kind
             if kind in SENDS:
                 receive = action.peer
                 link = rank, placement[receive.segment]
-                on_the_way.setdefault(link, deque()).append(receive)
+                in_flight.setdefault(link, deque()).append(receive)
                 if link in waiting:
                     ready.append(waiting.pop(link))
             elif kind in RECEIVES:
                 link = placement[action.peer.segment], rank
-                if not on_the_way.get(link):
+                if not in_flight.get(link):
                     waiting[link] = rank
+                    stop = index
                     break
-                first = on_the_way[link].popleft()
+                first = in_flight[link].popleft()
                 if first != action:
                     problem = f"{action} is next to receive from rank {link[0]}, which sends {first.peer} first"
-                    raise ScheduleError(schedule, problem, [(rank, at)])
-        else:
-            at = len(order)
-        position[rank] = at
-        yield rank, range(start, at)
-    held_up = [(rank, at) for rank, at in enumerate(position) if at < len(schedule.actions[rank])]
-    if held_up:
-        raise ScheduleError(schedule, "deadlock, every marked rank waits for another", held_up)
+                    raise ScheduleError(schedule, problem, [(rank, index)])
+        positions[rank] = stop
+        yield rank, range(start, stop)
+    blocked = [(rank, index) for rank, index in enumerate(positions) if index < len(schedule.actions[rank])]
+    if blocked:
+        raise ScheduleError(schedule, "deadlock, every marked rank waits for another", blocked)
 
 
 def validate_weights(schedule: Schedule, segment_bytes: Sequence[int], scattered: Collection[int] = ()) -> None:
-    """Raises ScheduleError for a schedule, valid without that, whose UNSHARD, RESHARD or REDUCE_SCATTER are wrong.
+    """Raises ScheduleError if UNSHARD, RESHARD or REDUCE_SCATTER are wrong in an otherwise valid schedule.
 
-    Weights are gathered where they are used, not twice, and freed once; at the end none are left. Every gradient of the
-    segments that are scattered is; no other.
+    Weights are gathered before use, not twice, and freed once, at the latest at the end. Gradients of exactly the
+    scattered segments are reduce-scattered.
 
     Args:
-        segment_bytes: of the gathered weights of each segment; 0: it has none.
+        segment_bytes: bytes of each segment's gathered weights; 0: none.
         scattered: segments.
     """
     for rank, order in enumerate(schedule.actions):
-        live, reduced = set[int](), set[int]()
+        gathered: set[int] = set()
+        reduced: set[int] = set()
         for index, (segment, kind, _) in enumerate(order):
             problem = ""
-            if kind in USES_WEIGHTS and segment_bytes[segment] and segment not in live:
-                problem = "needs weights that are not gathered"
+            if kind in USES_WEIGHTS:
+                if segment_bytes[segment] and segment not in gathered:
+                    problem = "needs weights that are not gathered"
             elif kind is Kind.REDUCE_SCATTER:
+                if segment not in scattered:
+                    problem = "belongs to no segment whose gradients are scattered"
                 reduced.add(segment)
-                problem = "" if segment in scattered else "belongs to no segment whose gradients are scattered"
             elif kind is Kind.UNSHARD:
                 if not segment_bytes[segment]:
                     problem = "gathers a segment without weights"
-                elif segment in live:
+                elif segment in gathered:
                     problem = "gathers weights that are gathered already"
-                live.add(segment)
+                gathered.add(segment)
             elif kind is Kind.RESHARD:
-                problem = "" if segment in live else "frees weights that are not gathered"
-                live.discard(segment)
+                if segment not in gathered:
+                    problem = "frees weights that are not gathered"
+                gathered.discard(segment)
             if problem:
                 raise ScheduleError(schedule, f"{order[index]} {problem}", [(rank, index)])
-        lacks = [f"{segment}RESHARD" for segment in sorted(live)]
+        missing = [Action(segment, Kind.RESHARD) for segment in sorted(gathered)]
         if not schedule.forward_only:
-            lacks += [
-                f"{segment}REDUCE_SCATTER"
-                for segment in schedule.segments_of(rank)
-                if segment in {*scattered} - reduced
+            unreduced = set(scattered) - reduced
+            missing += [
+                Action(segment, Kind.REDUCE_SCATTER) for segment in schedule.segments_of(rank) if segment in unreduced
             ]
-        if lacks:
-            raise ScheduleError(schedule, f"rank {rank} lacks {', '.join(lacks)}", [(rank, len(order))])
+        if missing:
+            listed = ", ".join(map(str, missing))
+            raise ScheduleError(schedule, f"rank {rank} lacks {listed}", [(rank, len(order))])
