@@ -1,4 +1,4 @@
-"""Schedules that an executor runs, for any number of micro-batches, from a schedule's name."""
+"""Executable schedules for any number of micro-batches, from a schedule's name."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """Way of a run's micro-batches through its pipeline, however many of them a step has.
+    """Schedule of a run, for any number of micro-batches per step.
 
     Attributes:
-        name: of the schedule; "auto" is the best one on this placement, searched for each number of micro-batches.
+        name: name of the schedule; "auto" searches the best one on this placement for each number of micro-batches.
         placement: pipeline rank of each chunk.
-        costs: of each chunk; equal ones when not given.
-        decided: schedules that were settled on before, where ranks must not search for themselves; of chunks.
-        segments_per_chunk: number of segments in which each chunk is executed; None: the chunks as they are.
-        recompute: a name in `RECOMPUTE`: which forwards of segments are computed again.
-        chosen: segments whose forwards are always computed again.
-        weights: of segments, where ranks shard them by rows; None: every rank has its own whole.
+        costs: cost of each chunk; None: equal costs.
+        decided: schedules of chunks found earlier, so that ranks do not search again.
+        segments_per_chunk: number of segments each chunk is split into; None: chunks stay whole.
+        recompute: name in `RECOMPUTE`.
+        chosen: segments whose forwards are always recomputed.
+        weights: weights sharded over ranks; None: every rank holds its weights whole.
     """
 
     name: str
@@ -50,22 +50,28 @@ class ScheduleChoice:
     chosen: frozenset[int] = frozenset()
     weights: SharedWeights | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Fields alone: other ranks rebuild the cached schedules."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     def in_segments(self, bounds: Sequence[range], recompute: str) -> ScheduleChoice:
-        """Plan of the same schedule, executed layer by layer.
+        """The same schedule, executed layer by layer.
 
         Args:
-            bounds: layers of each chunk. recompute: as the attribute.
+            bounds: layers of each chunk.
+            recompute: name in `RECOMPUTE`.
         """
-        return replace(self, segments_per_chunk=tuple(max(1, len(span)) for span in bounds), recompute=recompute)
+        counts = tuple(max(1, len(layers)) for layers in bounds)
+        return replace(self, segments_per_chunk=counts, recompute=recompute)
 
     def sharing(self, weights: SharedWeights, micro_batches: Collection[int]) -> ScheduleChoice:
-        """Plan of the same schedule with weights that are gathered where they are used, in training and evaluation.
+        """The same schedule with sharded weights, in training and evaluation.
 
         Args:
-            weights: of the segments that are executed.
-            micro_batches: numbers of them that the replicas have in a step.
+            weights: weights of the executed segments.
+            micro_batches: number of micro-batches per step of each replica.
         Raises:
-            ValueError: replicas that would not gather in the same order.
+            ValueError: different numbers; replicas would not gather in the same order.
         """
         counts = sorted(set(micro_batches))
         if len(counts) > 1:
@@ -76,72 +82,79 @@ class ScheduleChoice:
         return replace(self, weights=weights)
 
     @property
+    def stages(self) -> int:
+        return max(self.placement) + 1
+
+    @property
     def segment_counts(self) -> tuple[int, ...]:
-        """Number of segments in which each chunk is executed."""
+        """Number of segments of each chunk."""
         return self.segments_per_chunk or (1,) * len(self.placement)
 
     @property
     def segment_placement(self) -> tuple[int, ...]:
         """Pipeline rank of each segment."""
-        counts = zip(self.placement, self.segment_counts, strict=True)
-        return tuple(rank for rank, count in counts for _ in range(count))
+        placement: list[int] = []
+        for rank, count in zip(self.placement, self.segment_counts, strict=True):
+            placement += [rank] * count
+        return tuple(placement)
 
     def segment_bounds(self, bounds: Sequence[range]) -> list[range]:
-        """Layers of each segment, from those of each chunk: one layer, or the rest of a chunk."""
-        return [part for span, count in zip(bounds, self.segment_counts, strict=True) for part in _split(span, count)]
+        """Layers of each segment: one layer each, and the rest of the chunk in its last segment.
 
-    @property
-    def stages(self) -> int:
-        return max(self.placement) + 1
-
-    @property
-    def chunks_per_rank(self) -> int:
-        return len(self.placement) // self.stages
+        Args:
+            bounds: layers of each chunk.
+        """
+        segments = []
+        for layers, count in zip(bounds, self.segment_counts, strict=True):
+            last = layers.start + count - 1
+            segments += [range(layer, layer + 1) for layer in range(layers.start, last)]
+            segments.append(range(last, layers.stop))
+        return segments
 
     @cached_property
     def training(self) -> Callable[[int], Schedule]:
-        """(number of micro-batches) -> validated schedule to execute, built once: large ones take seconds."""
+        """(number of micro-batches) -> validated schedule. Cached: large schedules take seconds to build."""
         return cache(self._training)
 
     @cached_property
     def evaluation(self) -> Callable[[int], Schedule]:
-        """Likewise forwards only, with transfers."""
+        """(number of micro-batches) -> validated schedule of forwards and transfers. Cached."""
         return cache(self._evaluation)
 
-    def _training(self, micro_batches: int) -> Schedule:
-        schedule = self.of_chunks(micro_batches)
-        if self.segments_per_chunk is not None:
-            wanted = RECOMPUTE[self.recompute]
-            schedule = insert_recompute(
-                refine(schedule, self.segments_per_chunk),
-                lambda segment, m: segment in self.chosen or wanted(m, micro_batches),
-            )
-        return self._with_weights(schedule)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what can be built again, on the way to other ranks."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
     def of_chunks(self, micro_batches: int) -> Schedule:
-        """Validated schedule before chunks are split into segments."""
+        """Validated schedule of whole chunks."""
         for schedule in self.decided:
             if schedule.micro_batches == micro_batches:
                 return schedule
-        stages, chunks = self.stages, self.chunks_per_rank
+        chunks_per_rank = len(self.placement) // self.stages
         if self.name == AUTO_SCHEDULE:
-            return find_best(stages, micro_batches, self._costs_of, chunks, self.placement)
-        schedule = complete(named_schedule(self.name, stages, micro_batches, chunks, self._costs_of))
+            return find_best(self.stages, micro_batches, self._costs_of, chunks_per_rank, self.placement)
+        order = named_schedule(self.name, self.stages, micro_batches, chunks_per_rank, self._costs_of)
+        schedule = complete(order)
         validate_schedule(schedule)
         return schedule
 
+    def _training(self, micro_batches: int) -> Schedule:
+        schedule = self.of_chunks(micro_batches)
+        if self.segments_per_chunk is None:
+            return schedule if self.weights is None else self._with_weights(schedule)
+        by_name = RECOMPUTE[self.recompute]
+
+        def wanted(segment: int, micro_batch: int) -> bool:
+            return segment in self.chosen or by_name(micro_batch, micro_batches)
+
+        schedule = refine(schedule, self.segments_per_chunk)
+        return self._with_weights(insert_recompute(schedule, wanted))
+
     def _evaluation(self, micro_batches: int) -> Schedule:
-        return self._with_weights(insert_transfers(forward_only(self.segment_placement, micro_batches)))
+        order = forward_only(self.segment_placement, micro_batches)
+        return self._with_weights(insert_transfers(order))
 
     def _with_weights(self, schedule: Schedule) -> Schedule:
+        """The schedule with its all-gathers, if weights are sharded; validated."""
         if self.weights is not None:
             schedule = self.weights.insert(schedule)
-        if self.weights is not None or self.segments_per_chunk is not None or schedule.forward_only:
-            validate_schedule(schedule)
+        validate_schedule(schedule)
         return schedule
 
     def _costs_of(self, placement: tuple[int, ...]) -> Sequence[ChunkCost]:
@@ -157,29 +170,32 @@ def plan_schedule(
     micro_batches: int = 1,
     costs_of: CostsOf | None = None,
 ) -> ScheduleChoice:
-    """Settles on a placement.
+    """Chooses a schedule and its placement.
 
     Args:
-        name: in `SCHEDULES`, or the best: auto. stages: pipeline ranks.
-        chunks_per_rank: see `chunks_of_schedule`; auto chooses 1 or 2 when not given.
-        micro_batches: of a usual step: auto takes the placement that is best for them.
-        costs_of: costs of the chunks of a placement; equal ones when not given.
+        name: name in `SCHEDULES`, or "auto".
+        stages: pipeline ranks.
+        chunks_per_rank: see `chunks_of_schedule`; None lets "auto" choose 1 or 2.
+        micro_batches: number in a usual step; "auto" chooses the best placement for it.
+        costs_of: chunk costs of a placement; None: equal costs.
     Raises:
-        ValueError: an unknown name, sizes below 1, chunks that the schedule cannot place.
+        ValueError: an unknown name, a size below 1, or a number of chunks the schedule cannot place.
     """
     for flag, value in (("--pipeline-model-parallel-size", stages), ("number of micro-batches", micro_batches)):
         if value < 1:
             raise ValueError(f"{flag} must be at least 1, got {value}")
     chunks_per_rank = chunks_of_schedule(name, chunks_per_rank)
-    costs_of = costs_of or equal_costs(stages)
+    if costs_of is None:
+        costs_of = equal_costs(stages)
     decided: tuple[Schedule, ...] = ()
-    if name == AUTO_SCHEDULE:
-        placement = loop_placement(1)
-        if stages > 1 or chunks_per_rank != 1:
-            decided = (find_best(stages, micro_batches, costs_of, chunks_per_rank),)
-            placement = decided[0].placement
-    else:
+    if name != AUTO_SCHEDULE:
         placement = SCHEDULES[name].placement(stages, chunks_per_rank or 1)
+    elif stages == 1 and chunks_per_rank == 1:
+        placement = loop_placement(1)
+    else:
+        best = find_best(stages, micro_batches, costs_of, chunks_per_rank)
+        decided = (best,)
+        placement = best.placement
     return ScheduleChoice(name, placement, tuple(costs_of(placement)), decided)
 
 
@@ -190,27 +206,23 @@ def generate(
     chunks_per_rank: int | None = None,
     costs_of: CostsOf | None = None,
 ) -> Schedule:
-    """Generates one validated schedule with transfers and reduction of gradients. Arguments as of `plan_schedule`."""
+    """Generates one validated schedule with transfers and gradient reduction. Arguments as for `plan_schedule`."""
     return plan_schedule(name, stages, chunks_per_rank, micro_batches, costs_of).training(micro_batches)
 
 
 def chunks_of_schedule(name: str, asked: int | None = None) -> int | None:
-    """Number of chunks on each pipeline rank: as many as asked for, otherwise what the schedule stands for.
+    """Chunks per pipeline rank: the number asked for, else the schedule's own; None lets "auto" choose.
 
-    None: auto may choose. Raises ValueError for an unknown name, and for chunks that the schedule cannot place.
+    Raises ValueError for an unknown name, and for a number the schedule cannot place.
     """
     named = None if name == AUTO_SCHEDULE else SCHEDULES[name]
     if asked is not None and asked < 1:
         raise ValueError(f"{FLAG} must be at least 1, got {asked}")
-    if named is None or (named.any_chunks and asked is not None and asked >= named.chunks):
+    if named is None:
         return asked
-    if asked not in (None, named.chunks):
-        needs = f"needs {named.chunks} or more" if named.any_chunks else f"computes {named.chunks} chunk(s)"
-        raise ValueError(f"{FLAG} {asked}: --pipeline-schedule {name} {needs} per pipeline rank; leave the flag out")
-    return named.chunks
-
-
-def _split(span: range, count: int) -> list[range]:
-    """A layer each, and the rest in the last part."""
-    starts = [span.start + at for at in range(count)]
-    return [range(start, end) for start, end in zip(starts, [*starts[1:], span.stop], strict=True)]
+    if asked is None or asked == named.chunks:
+        return named.chunks
+    if named.any_chunks and asked > named.chunks:
+        return asked
+    needs = f"needs {named.chunks} or more" if named.any_chunks else f"computes {named.chunks} chunk(s)"
+    raise ValueError(f"{FLAG} {asked}: --pipeline-schedule {name} {needs} per pipeline rank; leave the flag out")
