@@ -1,7 +1,7 @@
-"""Puts weight gradients (W) where a rank would wait: the mechanism behind all zero-bubble schedules.
+"""Places weight gradients (W) where a rank would wait: the mechanism of all zero-bubble schedules.
 
-Forwards and input gradients have a fixed order on each rank. With the costs at hand, `fill` decides when weight
-gradients run: in gaps that are long enough, and when their memory is needed.
+Forwards and input gradients have a fixed order on each rank. From the costs, `fill` decides when weight gradients run:
+in gaps that are long enough, and when a rank needs their memory.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ from heapq import heappop, heappush
 from megasnn.schedule.actions import Action, Kind, Schedule
 from megasnn.schedule.costs import ChunkCost
 
-FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
+FORWARD = Kind.FORWARD
+INPUT_GRADIENT = Kind.INPUT_GRADIENT
+WEIGHT_GRADIENT = Kind.WEIGHT_GRADIENT
 RESOLUTION = 50  # bits of the longest possible time
 ROUNDING = 1e-9
-NEARLY = 1 - 1e-7  # a gap as long as a weight gradient, but for the rounding to whole ticks
+NEARLY = 1 - 1e-7  # a gap counts as long enough in spite of the rounding to whole ticks
 NO_CUTOFF = (math.inf, 0.0)
+NOT_KNOWN = -1
 
 
 @dataclass(frozen=True)
 class Ticks:
-    """Costs of a placement's chunks in whole ticks, which add without rounding in whichever order.
+    """Costs of a placement's chunks in whole ticks: integers add without rounding, in any order.
 
     Attributes:
         placement: rank of each chunk.
-        times: of forward, input and weight gradient of each chunk.
-        moved: from the end of each chunk's forward or input gradient until the chunk that takes its result can use it.
-        work: of each rank for one micro-batch.
+        times: by kind, each chunk's forward, input gradient and weight gradient.
+        moved: by kind, the transfer time of each chunk's result.
+        work: time of each rank per micro-batch.
         duration: time of a tick, a power of two.
     """
 
@@ -42,28 +45,44 @@ class Ticks:
 
     @classmethod
     def of(cls, placement: tuple[int, ...], costs: Sequence[ChunkCost], micro_batches: int) -> Ticks:
-        """Ticks as fine as the sum of all that `micro_batches` could take allows. Args: costs: of each chunk."""
-        times = {kind: [cost.times()[kind] for cost in costs] for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)}
+        """Ticks as fine as the total time of `micro_batches` allows.
+
+        Args:
+            costs: cost of each chunk.
+        """
+        chunks = range(len(costs))
+        times = {
+            FORWARD: [cost.forward for cost in costs],
+            INPUT_GRADIENT: [cost.input_gradient for cost in costs],
+            WEIGHT_GRADIENT: [cost.weight_gradient for cost in costs],
+        }
         moved = {
-            FORWARD: [_latency(placement, costs, chunk, chunk + 1) for chunk in range(len(costs))],
-            INPUT_GRADIENT: [_latency(placement, costs, chunk, chunk - 1) for chunk in range(len(costs))],
+            FORWARD: [_latency(placement, costs, chunk, chunk + 1) for chunk in chunks],
+            INPUT_GRADIENT: [_latency(placement, costs, chunk, chunk - 1) for chunk in chunks],
         }
         longest = micro_batches * (sum(map(sum, times.values())) + sum(map(sum, moved.values())))
-        duration = math.ldexp(1.0, math.frexp(longest)[1] - RESOLUTION)
-        whole, on_the_way = (
-            {k: [round(t / duration) for t in each] for k, each in of.items()} for of in (times, moved)
-        )
+        _, exponent = math.frexp(longest)
+        duration = math.ldexp(1.0, exponent - RESOLUTION)
+        times_in_ticks = _in_ticks(times, duration)
         work = [0] * (max(placement) + 1)
-        for each in whole.values():
-            for rank, time in zip(placement, each, strict=True):
+        for of_chunks in times_in_ticks.values():
+            for rank, time in zip(placement, of_chunks, strict=True):
                 work[rank] += time
-        return cls(placement, whole, on_the_way, work, duration)
+        return cls(placement, times_in_ticks, _in_ticks(moved, duration), work, duration)
 
 
 def _latency(placement: Sequence[int], costs: Sequence[ChunkCost], chunk: int, taker: int) -> float:
+    """Transfer time from a chunk to the next or previous one; 0 on one rank and at the ends of the pipeline."""
     if not 0 <= taker < len(placement) or placement[taker] == placement[chunk]:
         return 0.0
     return costs[chunk].transfer if taker > chunk else costs[taker].transfer_back
+
+
+def _in_ticks(times: dict[Kind, list[float]], duration: float) -> dict[Kind, list[int]]:
+    ticks = {}
+    for kind, of_chunks in times.items():
+        ticks[kind] = [round(time / duration) for time in of_chunks]
+    return ticks
 
 
 @dataclass(frozen=True)
@@ -71,8 +90,8 @@ class Filled:
     """Schedule with weight gradients.
 
     Attributes:
-        makespan, bubble: end of the last rank, and the longest wait of a rank between its first and last computation;
-            ticks.
+        makespan: end of the last rank, in ticks.
+        bubble: longest total wait of a rank between its first and last computation, in ticks.
     """
 
     schedule: Schedule
@@ -83,112 +102,142 @@ class Filled:
 def fill(
     ticks: Ticks, order: Schedule, limit: float, gap: float = 1.0, cutoff: tuple[float, float] = NO_CUTOFF
 ) -> Filled | None:
-    """Puts weight gradients into an order; None if it cannot keep the limit, or is no better than `cutoff`.
+    """Places weight gradients into an order; None if it exceeds the limit, or is no better than `cutoff`.
 
-    Everything happens in the order of time: a heap holds the next computation of each rank, and a computation changes
-    that for its own rank and for the rank that takes its result.
+    An event simulation: a heap holds each rank's next computation. A computation changes the next one of its own rank,
+    and of the rank that uses its result.
 
     Args:
         order: forwards and input gradients of each rank.
-        limit: activations that a rank may hold, in whole stages' micro-batches.
-        gap: a weight gradient is put where the rank would wait for at least this part of its time.
-        cutoff: (makespan, bubble) in ticks; orders that take longer, or as long with such a bubble, are given up.
+        limit: activations a rank may hold, in micro-batches of a whole stage.
+        gap: a weight gradient fills a wait of at least this fraction of its time.
+        cutoff: (makespan, bubble) in ticks; slower orders, and equally fast ones with this bubble or more, are given
+            up.
     """
-    return _Run(ticks, order, limit, gap).finish(*cutoff)
+    return _Filling(ticks, order, limit, gap).run(*cutoff)
 
 
-class _Run:
-    """State of all ranks while their orders are served in the order of time.
+class _Filling:
+    """State of all ranks during the simulation; lists have one entry per rank.
 
     Attributes:
-        served: actions served. free: end of the last one. left: actions still to serve, last first.
-        steps: key of the next computation of each rank, -1 where there is none: (start, is a weight gradient, rank) in
-            one number, since what happens first comes first.
-        arrivals: times of the results that each chunk has not used yet.
-        pending: weight gradients that each rank can do.
+        served: actions done.
+        left: actions to do, the next one last.
+        free: end of the last action done.
+        waited: total wait so far.
+        bubble: total wait since the first computation.
+        resident: activations held, in micro-batches of a chunk.
+        room: limit of `resident`.
+        pending: weight gradients that can run.
+        arrivals: by kind and chunk, arrival times of inputs not used yet.
+        takers: by kind, the (chunk, kind) that uses each chunk's result; None at the end of the backward.
+        gaps: shortest wait that each chunk's weight gradient fills.
+        steps: each rank's next computation as one integer, (start, is a weight gradient, rank) from the highest bits
+            to the lowest; `NOT_KNOWN` while its input has not arrived. The heap then compares integers, not tuples.
     """
 
     def __init__(self, ticks: Ticks, order: Schedule, limit: float, gap: float) -> None:
-        ranks, chunks, placement = order.ranks, order.segments, ticks.placement
-        self.ticks, self.order = ticks, order
-        self.served: list[list[Action]] = [[] for _ in range(ranks)]
-        self.left = [[*reversed(row)] for row in order.actions]
-        self.free, self.resident, self.steps = [0] * ranks, [0] * ranks, [-1] * ranks
-        self.pending: list[deque[Action]] = [deque() for _ in range(ranks)]
+        ranks = range(order.ranks)
+        chunks = range(order.segments)
+        self.ticks = ticks
+        self.order = order
+        self.served: list[list[Action]] = [[] for _ in ranks]
+        self.left = [[*reversed(actions)] for actions in order.actions]
+        self.free = [0 for _ in ranks]
+        self.waited = [0 for _ in ranks]
+        self.bubble = [0 for _ in ranks]
+        self.resident = [0 for _ in ranks]
+        self.room = [math.floor(limit * ticks.placement.count(rank) + ROUNDING) for rank in ranks]
+        self.pending: list[deque[Action]] = [deque() for _ in ranks]
         self.arrivals: dict[Kind, list[deque[int]]] = {
-            kind: [deque() for _ in range(chunks)] for kind in (FORWARD, INPUT_GRADIENT)
+            FORWARD: [deque() for _ in chunks],
+            INPUT_GRADIENT: [deque() for _ in chunks],
         }
         self.arrivals[FORWARD][0].extend([0] * order.micro_batches)
-        self.room = [math.floor(limit * placement.count(rank) + ROUNDING) for rank in range(ranks)]
+        last = order.segments - 1
+        self.takers: dict[Kind, list[tuple[int, Kind] | None]] = {
+            FORWARD: [*((chunk + 1, FORWARD) for chunk in range(last)), (last, INPUT_GRADIENT)],
+            INPUT_GRADIENT: [None, *((chunk, INPUT_GRADIENT) for chunk in range(last))],
+        }
         self.gaps = [math.ceil(gap * NEARLY * time) for time in ticks.times[WEIGHT_GRADIENT]]
+        self.steps = [NOT_KNOWN for _ in ranks]
         self.heap: list[int] = []
-        self.bits = ranks.bit_length()
+        self.rank_bits = order.ranks.bit_length()
 
-    def look(self, rank: int) -> None:
-        """Finds the next computation of a rank, as far as it is known."""
-        now, start, left = self.free[rank], -1, self.left[rank]
+    def run(self, longest: float, widest: float) -> Filled | None:
+        """Serves all orders; None if they block, or cannot finish within `longest` with a bubble below `widest`."""
+        bits = self.rank_bits
+        rank_mask = (1 << bits) - 1
+        micro_batches = self.order.micro_batches
+        work = [micro_batches * time for time in self.ticks.work]
+        for rank in range(self.order.ranks):
+            self.find_next(rank)
+        while self.heap:
+            step = heappop(self.heap)
+            rank = step & rank_mask
+            if step != self.steps[rank]:
+                continue  # outdated: an input arrived, and the rank's next computation is another one
+            start = step >> bits + 1
+            wait = start - self.free[rank]
+            if wait > 0:
+                self.waited[rank] += wait
+                if self.served[rank]:
+                    self.bubble[rank] += wait
+                # No wait is ever made up for, so that this bounds the makespan from below.
+                least = self.waited[rank] + work[rank]
+                if least > longest or (least == longest and self.bubble[rank] >= widest):
+                    return None
+            is_weight_gradient = step >> bits & 1
+            action = self.pending[rank].popleft() if is_weight_gradient else self.left[rank].pop()
+            self.serve(rank, action, start)
+        if sum(map(len, self.served)) < 3 * self.order.segments * micro_batches:
+            return None
+        schedule = replace(self.order, actions=tuple(map(tuple, self.served)))
+        return Filled(schedule, max(self.free), max(self.bubble))
+
+    def find_next(self, rank: int) -> None:
+        """Puts a rank's next computation on the heap, as far as it is known."""
+        now = self.free[rank]
+        left = self.left[rank]
+        start = NOT_KNOWN
         if left:
             chunk, kind, _ = left[-1]
             arrived = self.arrivals[kind][chunk]
             if arrived and (kind is not FORWARD or self.resident[rank] < self.room[rank]):
                 start = max(arrived[0], now)
         pending = self.pending[rank]
-        weights = bool(pending) and (start < 0 or start > now and start - now >= self.gaps[pending[0][0]])
-        step = -1
-        if weights or start >= 0:
-            step = (2 * (now if weights else start) + weights) << self.bits | rank
-            if step != self.steps[rank]:
-                heappush(self.heap, step)
+        if pending and (start == NOT_KNOWN or start - now >= max(1, self.gaps[pending[0][0]])):
+            step = (2 * now + 1) << self.rank_bits | rank
+        elif start != NOT_KNOWN:
+            step = 2 * start << self.rank_bits | rank
+        else:
+            step = NOT_KNOWN
+        if step != self.steps[rank] and step != NOT_KNOWN:
+            heappush(self.heap, step)
         self.steps[rank] = step
 
-    def finish(self, longest: float, widest: float) -> Filled | None:
-        """Serves all orders; None where they get stuck, or cannot be done in the longest time with a smaller bubble."""
-        ticks, steps, bits, heap, served = self.ticks, self.steps, self.bits, self.heap, self.served
-        look, left, free, resident, arrivals, pending = (
-            self.look, self.left, self.free, self.resident, self.arrivals, self.pending
-        )  # fmt: skip
-        placement, times, last = ticks.placement, ticks.times, len(ticks.placement) - 1
-        mask, waited, bubble = (1 << bits) - 1, [0] * len(served), [0] * len(served)
-        work = [self.order.micro_batches * each for each in ticks.work]
-        for rank in range(len(served)):
-            look(rank)
-        while heap:
-            step = heappop(heap)
-            rank = step & mask
-            if step != steps[rank]:
-                continue  # something better has come up for the rank
-            steps[rank] = -1
-            start = step >> bits + 1
-            if start > free[rank]:
-                wait = start - free[rank]
-                waited[rank] += wait
-                if served[rank]:
-                    bubble[rank] += wait
-                least = waited[rank] + work[rank]
-                if least > longest or least == longest and bubble[rank] >= widest:
-                    return None
-            action = pending[rank].popleft() if step >> bits & 1 else left[rank].pop()
-            chunk, kind, m = action
-            end = free[rank] = start + times[kind][chunk]
-            served[rank].append(action)
-            if kind is WEIGHT_GRADIENT:
-                resident[rank] -= 1
-                look(rank)
-                continue
-            arrivals[kind][chunk].popleft()
+    def serve(self, rank: int, action: Action, start: int) -> None:
+        """Does a computation, hands its result on, and finds the next ones."""
+        chunk, kind, m = action
+        end = start + self.ticks.times[kind][chunk]
+        self.free[rank] = end
+        self.served[rank].append(action)
+        self.steps[rank] = NOT_KNOWN
+        if kind is WEIGHT_GRADIENT:
+            self.resident[rank] -= 1
+        else:
+            self.arrivals[kind][chunk].popleft()
             if kind is FORWARD:
-                resident[rank] += 1
-                taker, takes = (chunk + 1, FORWARD) if chunk < last else (chunk, INPUT_GRADIENT)  # the loss turns round
+                self.resident[rank] += 1
             else:
-                pending[rank].append(Action(chunk, WEIGHT_GRADIENT, m))
-                taker, takes = chunk - 1, INPUT_GRADIENT
-            if taker >= 0:
-                queue = arrivals[takes][taker]
-                queue.append(end + (ticks.moved[kind][chunk] if taker != chunk else 0))
-                other = placement[taker]
-                if other != rank and len(queue) == 1 and left[other] and left[other][-1][:2] == (taker, takes):
-                    look(other)  # it may have waited for this
-            look(rank)
-        if sum(map(len, served)) < 3 * len(placement) * self.order.micro_batches:
-            return None
-        return Filled(replace(self.order, actions=tuple(map(tuple, served))), max(free), max(bubble))
+                self.pending[rank].append(Action(chunk, WEIGHT_GRADIENT, m))
+            taker = self.takers[kind][chunk]
+            if taker is not None:
+                taker_chunk, taker_kind = taker
+                arrived = self.arrivals[taker_kind][taker_chunk]
+                arrived.append(end + self.ticks.moved[kind][chunk])
+                other = self.ticks.placement[taker_chunk]
+                # Only a rank that has been waiting for this very input needs another look.
+                if other != rank and len(arrived) == 1 and self.left[other] and self.left[other][-1][:2] == taker:
+                    self.find_next(other)
+        self.find_next(rank)
