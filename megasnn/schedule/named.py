@@ -1,6 +1,6 @@
-"""Named schedules, in the table `SCHEDULES`, and the search for the best one.
+"""Named schedules, in the table `SCHEDULES`, and the search for the fastest one.
 
-The search tries the likely schedules first, and none further than until it cannot win any more.
+The search tries likely winners first, and gives up a candidate once it cannot win any more.
 """
 
 from __future__ import annotations
@@ -19,26 +19,23 @@ from megasnn.schedule.passes import complete
 from megasnn.schedule.simulate import simulate
 from megasnn.schedule.validate import validate_schedule
 
-AUTO_SCHEDULE = "auto"  # stands for the best that a search finds
-
+AUTO_SCHEDULE = "auto"  # the schedule `find_best` finds
 CostsOf = Callable[[tuple[int, ...]], Sequence[ChunkCost]]
 """Placement -> cost of each chunk."""
-GAPS = (1.0, 0.5)  # parts of a weight gradient's time that a rank waits at least before it takes one in
-EQUAL = 1 + 1e-9  # makespans that differ by less are the same
+GAPS = (1.0, 0.5)  # shortest waits filled by a weight gradient, as fractions of its time
+EQUAL = 1 + 1e-9  # makespans within this factor count as equal
 
 
 @dataclass(frozen=True)
 class NamedSchedule:
-    """A schedule that a user can ask for.
+    """A schedule selectable by name. It has either an `order` or a `zero_bubble`.
 
     Attributes:
-        summary: for --help.
-        order: (stages, micro-batches, chunks on each rank) -> the schedule, computing alone, with backwards in one
-            part.
-        zero_bubble: of a schedule that splits backwards instead, and puts weight gradients by costs: (stages) -> its
-            orders and limit.
-        chunks: on each rank when no number is given.
-        any_chunks: it can place any other number, too; with fewer than `chunks` it is another schedule.
+        summary: text for --help.
+        order: (stages, micro-batches, chunks per rank) -> computations, with whole backwards.
+        zero_bubble: (stages) -> orders and limit of a schedule with split backwards, filled according to costs.
+        chunks: default number of chunks per rank.
+        any_chunks: whether other numbers are possible; with fewer than `chunks` it is another schedule.
         placed: name in `PLACEMENTS`.
     """
 
@@ -54,7 +51,7 @@ class NamedSchedule:
         return self.zero_bubble is not None
 
     def can_place(self, chunks_per_rank: int) -> bool:
-        """True if it can place so many chunks on each rank."""
+        """True if this number of chunks per rank is possible."""
         return self.any_chunks or chunks_per_rank == self.chunks
 
     def placement(self, stages: int, chunks: int) -> tuple[int, ...]:
@@ -98,33 +95,36 @@ SCHEDULES: Registry[NamedSchedule] = Registry(
 
 
 def equal_costs(stages: int) -> CostsOf:
-    """One unit of time for forward, input gradient and weight gradient of every stage, none for transfers."""
+    """One unit of time each for a stage's forward, input gradient and weight gradient; transfers take none."""
     return per_stage([ChunkCost(1, 1, 1)] * stages)
 
 
 def per_stage(stages: Sequence[ChunkCost]) -> CostsOf:
-    """Costs of whole stages; a chunk's are its share of them."""
+    """Chunk costs as shares of the costs of whole stages."""
     return lambda placement: chunk_costs(stages, placement)
 
 
 def looks_at_costs(name: str) -> bool:
-    """True if the costs of the chunks make a difference to a named schedule, or to the search."""
+    """True if chunk costs affect this schedule, or the search."""
     return name == AUTO_SCHEDULE or SCHEDULES[name].looks_at_costs
 
 
 def named_schedule(
     name: str, stages: int, micro_batches: int, chunks_per_rank: int | None, costs_of: CostsOf
 ) -> Schedule:
-    """A named schedule, computing alone.
+    """Computations of a named schedule.
 
     Args:
-        chunks_per_rank: the schedule's own number when not given.
-        costs_of: costs of each chunk, which decide where weight gradients go.
+        chunks_per_rank: None: the schedule's default.
+        costs_of: chunk costs, which decide the place of weight gradients.
+    Raises:
+        ValueError: an unknown name, or a schedule that cannot keep its memory limit.
     """
     named = SCHEDULES[name]
     if named.order is not None:
-        return replace(named.order(stages, micro_batches, chunks_per_rank or named.chunks), name=name)
-    assert named.zero_bubble is not None, "a schedule has either"
+        order = named.order(stages, micro_batches, chunks_per_rank or named.chunks)
+        return replace(order, name=name)
+    assert named.zero_bubble is not None
     zero_bubble = named.zero_bubble(stages)
     ticks = Ticks.of(zero_bubble.placement, costs_of(zero_bubble.placement), micro_batches)
     filled = zero_bubble.fill(ticks, micro_batches)
@@ -140,17 +140,20 @@ def find_best(
     chunks_per_rank: int | None = None,
     placement: tuple[int, ...] | None = None,
 ) -> Schedule:
-    """Finds the schedule of least simulated makespan; of equally fast ones one that holds least.
+    """Schedule of least simulated makespan; among equally fast ones, the one with the fewest activations.
 
-    Tried are all named ones, filled by these costs and by equal ones, 1F1B's order with every smaller memory, and the V
-    schedules with several memory limits and shorter gaps filled. It is never slower than a named one. With a
-    `placement`, only schedules on it are looked at.
+    Candidates: every named schedule, filled by these costs and by equal ones; 1F1B's order with every smaller memory
+    limit; V schedules with several memory limits and shorter gaps. No named schedule is faster than the result.
+
+    Args:
+        chunks_per_rank: None: 1 or 2.
+        placement: searches only schedules on this placement.
     """
     counts = (1, 2) if chunks_per_rank is None else (chunks_per_rank,)
     search = _Search(micro_batches, costs_of)
-    candidates = [each for each in _candidates(stages, micro_batches, counts) if placement in (None, each.placement)]
-    for candidate in candidates:
-        search.try_filling(candidate)
+    for candidate in _candidates(stages, micro_batches, counts):
+        if placement in (None, candidate.placement):
+            search.try_filling(candidate)
     for name, named in SCHEDULES.items():
         for count in filter(named.can_place, counts):
             if placement in (None, named.placement(stages, count)):
@@ -161,7 +164,7 @@ def find_best(
 
 
 def _candidates(stages: int, micro_batches: int, counts: tuple[int, ...]) -> Iterator[ZeroBubble]:
-    """Zero-bubble schedules, those that are likely to be fast first: what they take is a bound for the others."""
+    """Zero-bubble schedules, likely winners first: their makespan cuts the others short."""
     named = [each.zero_bubble(stages) for each in SCHEDULES.values() if each.zero_bubble]
     if 2 in counts:
         fastest, *others = [candidate for candidate in named if candidate.v]
@@ -173,47 +176,58 @@ def _candidates(stages: int, micro_batches: int, counts: tuple[int, ...]) -> Ite
         for limit in sorted({stages, half_limit(stages), min_limit(stages)}, reverse=True):
             yield ZeroBubble(f"V within {limit}", stages, limit, v=True, gap=GAPS[1])
     if 1 in counts:
-        yield from (candidate for candidate in named if not candidate.v)
-        for limit in range(min(stages - 1, micro_batches), 0, -1):  # more are not there to be held
+        for candidate in named:
+            if not candidate.v:
+                yield candidate
+        # A rank never holds more than all micro-batches.
+        for limit in range(min(stages - 1, micro_batches), 0, -1):
             yield ZeroBubble(f"zb1p within {limit}", stages, limit, most=limit - 1)
 
 
 class _Search:
-    """Keeps the best schedule of those that were tried.
+    """Best schedule so far.
 
     Attributes:
-        best: None so far. makespan, activations: of `best`, in the units of the costs; the most that a rank holds.
+        best: None before the first.
+        makespan: of `best`, in the unit of the costs.
+        activations: largest peak of a rank.
     """
 
     def __init__(self, micro_batches: int, costs_of: CostsOf) -> None:
-        self._micro_batches, self._costs_of = micro_batches, costs_of
+        self._micro_batches = micro_batches
+        self._costs_of = costs_of
         self.best: Schedule | None = None
-        self.makespan = self.activations = math.inf
+        self.makespan = math.inf
+        self.activations = math.inf
 
     def try_filling(self, candidate: ZeroBubble) -> None:
-        """Fills by the costs, for as long as that can still win."""
-        costs, count = self._costs_of(candidate.placement), self._micro_batches
-        ticks = Ticks.of(candidate.placement, costs, count)
-        filled = candidate.fill(ticks, count, (self.makespan * EQUAL / ticks.duration, math.inf))
+        """Fills a candidate according to the costs, and gives up once it cannot win."""
+        costs = self._costs_of(candidate.placement)
+        ticks = Ticks.of(candidate.placement, costs, self._micro_batches)
+        longest = self.makespan * EQUAL / ticks.duration
+        filled = candidate.fill(ticks, self._micro_batches, (longest, math.inf))
         if filled is not None:
             self.consider(filled.schedule)
 
     def consider(self, order: Schedule) -> None:
-        """Simulates a schedule that only computes, and takes it if it is better than the best one."""
+        """Simulates computations, and keeps them if they beat the best."""
         schedule = complete(order)
-        found = simulate(schedule, self._costs_of(order.placement))
-        makespan, activations = found.makespan, max(found.peak_activations)
-        as_fast = makespan <= self.makespan * EQUAL
-        if (
-            self.best is None
-            or makespan * EQUAL < self.makespan
-            or as_fast
-            and _preference(activations, schedule) < _preference(self.activations, self.best)
-        ):
-            self.best, self.makespan, self.activations = schedule, makespan, activations
+        simulation = simulate(schedule, self._costs_of(order.placement))
+        activations = max(simulation.peak_activations)
+        if self._beats_best(schedule, simulation.makespan, activations):
+            self.best = schedule
+            self.makespan = simulation.makespan
+            self.activations = activations
+
+    def _beats_best(self, schedule: Schedule, makespan: float, activations: float) -> bool:
+        if self.best is None or makespan * EQUAL < self.makespan:
+            return True
+        if makespan > self.makespan * EQUAL:
+            return False
+        return _preference(activations, schedule) < _preference(self.activations, self.best)
 
 
 def _preference(activations: float, schedule: Schedule) -> tuple[float, int, bool]:
-    """Among equally fast ones: what holds less, in fewer chunks, with backwards in one part."""
+    """Sort key among equally fast schedules: fewer activations, fewer chunks, whole backwards."""
     splits = schedule.name not in SCHEDULES or SCHEDULES[schedule.name].looks_at_costs
     return activations, schedule.segments, splits

@@ -1,103 +1,123 @@
 """Partition of a model's layers into pipeline chunks: balanced by cost, or by an explicit layout.
 
-A model is a flat list of fine-grained layers, grouped in layer groups (Spikformer: the patch stem, each block, the
-head). A chunk is a contiguous range of layers.
+A model is a flat list of layers in layer groups (Spikformer: patch stem, each block, head). A chunk is a contiguous
+range of layers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, combinations_with_replacement, groupby, pairwise, product
 
 from megasnn.common.registry import Registry
 
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
-FILL_AND_DRAIN = 1 / 8  # of a chunk's cost beside a rank's: about that of a step of eight micro-batches
+# Weight of the most costly chunk beside the most costly rank. Filling and draining takes that chunk's time once a step,
+# the rank's time recurs with every micro-batch: the ratio in a step of eight micro-batches.
+FILL_AND_DRAIN = 1 / 8
 
 
 def balanced_bounds(costs: Sequence[float], parts: int) -> list[range]:
-    """Contiguous partition whose most costly part costs least; exact.
+    """Contiguous partition with the smallest maximum cost of a part; exact.
 
-    Among those, the one with the smallest sum of squares, so that the other parts are balanced too. Dynamic
-    programming: the best of the first n layers in p parts follows from that in p - 1 parts.
+    Ties go to the smallest sum of squares, so that the other parts are balanced too.
 
     Args:
-        costs: of each layer, in any unit.
+        costs: cost of each layer, in any unit.
         parts: number of chunks.
     Raises:
-        ValueError: parts below 1, a cost that is negative or not finite, more parts than layers.
+        ValueError: parts below 1, a negative or infinite cost, or more parts than layers.
     """
     if parts < 1:
         raise ValueError(f"cannot cut {len(costs)} layers into {parts} parts; --pipeline-model-parallel-size")
-    if bad := [cost for cost in costs if not (math.isfinite(cost) and cost >= 0)]:
-        raise ValueError(f"costs must be finite and not negative, got {bad[0]}")
+    for cost in costs:
+        if not (math.isfinite(cost) and cost >= 0):
+            raise ValueError(f"costs must be finite and not negative, got {cost}")
     if parts > len(costs):
         raise ValueError(
             f"{parts} pipeline chunks for {len(costs)} layers leave chunks without a layer; lower "
             f"--pipeline-model-parallel-size or --num-virtual-stages-per-pipeline-rank"
         )
-    total, layers = list(accumulate(costs, initial=0.0)), len(costs)
+    largest, _ = _best_ends(costs, parts, max)
 
-    def cuts(limit: float) -> tuple[float, list[int]]:
-        """Largest part, or with a limit for it the sum of squares, and the ends of the parts."""
-        none: tuple[float, list[int]] = (math.inf, [])
-        best = [(0.0, none[1]), *[none] * layers]
-        for part in range(parts):
-            following = [none] * (layers + 1)
-            for end in range(part + 1, layers + 1):
-                for start in range(part, end):
-                    before, span = best[start][0], total[end] - total[start]
-                    squares = before + (span * span if span <= limit else math.inf)
-                    value = max(before, span) if limit == math.inf else squares
-                    if value < following[end][0]:
-                        following[end] = value, [*best[start][1], end]
-            best = following
-        return best[layers]
+    def add_square(before: float, span: float) -> float:
+        return before + span * span if span <= largest else math.inf
 
-    largest, _ = cuts(math.inf)
-    return _ranges(cuts(largest)[1])
+    _, ends = _best_ends(costs, parts, add_square)
+    return _ranges(ends)
+
+
+def _best_ends(costs: Sequence[float], parts: int, add: Callable[[float, float], float]) -> tuple[float, list[int]]:
+    """Smallest value of a partition, and the ends of its parts.
+
+    Dynamic programming over the parts: the best partition of the first layers into p parts extends one into p - 1.
+
+    Args:
+        add: (value of the parts before, cost of the next part) -> value of all.
+    """
+    layers = len(costs)
+    total = list(accumulate(costs, initial=0.0))
+    none: tuple[float, list[int]] = (math.inf, [])
+    best = [none] * (layers + 1)  # by number of layers
+    best[0] = (0.0, [])
+    for part in range(parts):
+        extended = [none] * (layers + 1)
+        for end in range(part + 1, layers + 1):
+            for start in range(part, end):
+                before, ends = best[start]
+                value = add(before, total[end] - total[start])
+                if value < extended[end][0]:
+                    extended[end] = value, [*ends, end]
+        best = extended
+    return best[layers]
 
 
 def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[range]:
-    """Contiguous partition into a chunk for each entry of `placement`, none empty, that balances the ranks.
+    """Contiguous partition into a chunk for each entry of `placement`, none empty, with balanced ranks.
 
-    What counts is the most that a rank computes for a micro-batch, and with less weight the most costly chunk, since
-    filling and draining the pipeline takes that once a step. With one chunk a rank it is `balanced_bounds`. Otherwise
-    the balanced cuts are moved as long as that helps.
+    Minimizes the largest cost of a rank, and with less weight the largest cost of a chunk. With one chunk per rank this
+    is `balanced_bounds`; otherwise a local search moves the balanced cuts.
 
     Raises ValueError as `balanced_bounds` does.
     """
     bounds = balanced_bounds(costs, len(placement))
     if len(set(placement)) == len(placement):
         return bounds
+    layers = len(costs)
     total = list(accumulate(costs, initial=0.0))
 
     def badness(cuts: Sequence[int]) -> float:
-        loads, most, before = [0.0] * (max(placement) + 1), 0.0, 0.0
-        for rank, cut in zip(placement, (*cuts, len(costs)), strict=True):
-            span, before = total[cut] - before, total[cut]
+        loads = [0.0] * (max(placement) + 1)
+        largest = 0.0
+        before = 0.0
+        for rank, cut in zip(placement, (*cuts, layers), strict=True):
+            span = total[cut] - before
+            before = total[cut]
             loads[rank] += span
-            most = max(most, span)
-        return max(loads) + FILL_AND_DRAIN * most
+            largest = max(largest, span)
+        return max(loads) + FILL_AND_DRAIN * largest
 
-    best = _moved_while_better(tuple(span.stop for span in bounds[:-1]), len(costs), badness)
-    return _ranges([*best, len(costs)])
+    cuts = _moved_while_better(tuple(span.stop for span in bounds[:-1]), layers, badness)
+    return _ranges([*cuts, layers])
 
 
 def _moved_while_better(
     cuts: tuple[int, ...], layers: int, badness: Callable[[Sequence[int]], float]
 ) -> tuple[int, ...]:
-    """Moves one or two cuts at a time by one layer."""
-    steps = [((a, x), (b, y)) for a in range(len(cuts)) for b in range(a, len(cuts)) for x in (-1, 1) for y in (-1, 1)]
+    """Local search: moves one or two cuts at a time by one layer."""
+    moves = []
+    for first, second in combinations_with_replacement(range(len(cuts)), 2):
+        for step, other_step in product((-1, 1), repeat=2):
+            moves.append({first: step, second: other_step})  # one cut, if both are the same
     least = badness(cuts)
     while True:
         found = []
-        for step in steps:
+        for move in moves:
             moved = list(cuts)
-            for at, by in dict(step).items():
-                moved[at] += by
-            if all(a < b for a, b in zip([0, *moved], [*moved, layers], strict=True)):
+            for cut, step in move.items():
+                moved[cut] += step
+            if all(start < end for start, end in pairwise([0, *moved, layers])):
                 found.append((badness(moved), tuple(moved)))
         if not found or min(found)[0] >= least:
             return cuts
@@ -105,37 +125,38 @@ def _moved_while_better(
 
 
 def loop_placement(ranks: int, chunks_per_rank: int = 1) -> tuple[int, ...]:
-    """Rank of each chunk, going round: rank r holds chunks r, ranks + r, 2 ranks + r, ..."""
+    """Rank of each chunk in a loop: rank r holds chunks r, ranks + r, 2 ranks + r, ..."""
     return tuple(range(ranks)) * chunks_per_rank
 
 
 def v_placement(ranks: int, chunks_per_rank: int = 2) -> tuple[int, ...]:
-    """Rank of each chunk, down and up again: rank r holds chunks r and 2 ranks - 1 - r.
+    """Rank of each chunk in a V: rank r holds chunks r and 2 ranks - 1 - r.
 
-    The first and the last chunk then share a rank, and so do the two at the turn. Raises ValueError for another number
-    of chunks on each rank than two.
+    The first and the last chunk share a rank, and so do the two at the turn. Raises ValueError unless there are two
+    chunks per rank.
     """
     if chunks_per_rank != 2:
         raise ValueError(f"a v places two chunks on each rank, not {chunks_per_rank}")
     return (*range(ranks), *reversed(range(ranks)))
 
 
-# Name -> (ranks, chunks on each rank) -> the rank of each chunk.
 PLACEMENTS: Registry[Callable[[int, int], tuple[int, ...]]] = Registry(
     "--placement", {"loop": loop_placement, "v": v_placement}
 )
+"""By name: (ranks, chunks per rank) -> rank of each chunk."""
 
 
 def parse_layout(layout: str) -> tuple[int, ...]:
-    """Number of layer groups or layers in each chunk: "1|2|2|1" or "1,2,2,1". Zeros are legal.
+    """Layer groups or layers per chunk: "1|2|2|1" or "1,2,2,1". Zeros are allowed.
 
-    Raises ValueError for anything that is not a whole number, negative ones, and a layout without a layer.
+    Raises ValueError for an entry that is no whole number or negative, and for a layout without layers.
     """
+    entries = layout.replace(",", "|").split("|")
     try:
-        sizes = tuple(int(text) for text in layout.replace(",", "|").split("|"))
+        sizes = tuple(int(entry) for entry in entries)
     except ValueError:
         raise ValueError(f'{LAYOUT_FLAG} "{layout}" is no list of whole numbers; it looks like "1|2|2|1"') from None
-    if any(size < 0 for size in sizes):
+    if min(sizes) < 0:
         raise ValueError(f"{LAYOUT_FLAG} {layout_text(sizes)}: {min(sizes)} is negative")
     if not any(sizes):
         raise ValueError(f"{LAYOUT_FLAG} {layout_text(sizes)} holds no layer")
@@ -148,32 +169,33 @@ def layout_text(layout: Sequence[int]) -> str:
 
 
 def layout_to_bounds(layout: Sequence[int], group_of_layer: Sequence[str], chunks: int | None = None) -> list[range]:
-    """Layers of each chunk of an explicit layout, which counts either layer groups or single layers.
+    """Layers of each chunk in an explicit layout, which counts layer groups or single layers.
 
     Args:
         layout: sizes of the chunks.
-        group_of_layer: the layer group of each layer of the model; layers of a group are neighbours.
-        chunks: expected length of the layout, where known.
+        group_of_layer: layer group of each layer; a group's layers are adjacent.
+        chunks: expected number of entries, if known.
     Raises:
-        ValueError: another length, or a sum that is neither the number of layer groups nor that of layers.
+        ValueError: another number of entries, or a sum that fits neither the layer groups nor the layers.
     """
     if chunks is not None and len(layout) != chunks:
         raise ValueError(
             f"{LAYOUT_FLAG} {layout_text(layout)} has {len(layout)} entries for {chunks} chunks "
             f"(--pipeline-model-parallel-size x --num-virtual-stages-per-pipeline-rank)"
         )
-    group_sizes = [len(list(layers)) for _, layers in groupby(group_of_layer)]
-    if sum(layout) == len(group_sizes):
+    groups = [group for group, _ in groupby(group_of_layer)]
+    if sum(layout) == len(groups):
+        group_sizes = [len(list(layers)) for _, layers in groupby(group_of_layer)]
         layers_before_group = list(accumulate(group_sizes, initial=0))
-        return _ranges([layers_before_group[groups] for groups in accumulate(layout)])
+        return _ranges([layers_before_group[end] for end in accumulate(layout)])
     if sum(layout) == len(group_of_layer):
         return _ranges(list(accumulate(layout)))
     raise ValueError(
-        f"{LAYOUT_FLAG} {layout_text(layout)} sums to {sum(layout)}; the model has {len(group_sizes)} layer groups "
-        f"({', '.join(group for group, _ in groupby(group_of_layer))}) of together {len(group_of_layer)} "
+        f"{LAYOUT_FLAG} {layout_text(layout)} sums to {sum(layout)}; the model has {len(groups)} layer groups "
+        f"({', '.join(groups)}) of together {len(group_of_layer)} "
         f"layers, and a layout must sum to one of the two"
     )
 
 
 def _ranges(ends: Sequence[int]) -> list[range]:
-    return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    return [range(start, end) for start, end in pairwise([0, *ends])]
