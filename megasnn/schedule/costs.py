@@ -1,28 +1,30 @@
-"""Costs of chunks in any one unit: times to compute and to move, activations, gathered weights."""
+"""Costs of chunks in any consistent unit: compute and transfer times, activations, gathered weights."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from megasnn.schedule.actions import FINISHING, Kind, Schedule
 
-_SHARED = "forward", "input_gradient", "weight_gradient", "activation", "unshard", "reduce_scatter"
+# Costs in proportion to a chunk's share of its stage. Transfers are not: each carries a layer's whole output.
+_PROPORTIONAL = ("forward", "input_gradient", "weight_gradient", "activation", "unshard", "reduce_scatter")
 
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """Costs of one chunk for one micro-batch: T_F, T_B and T_W of the zero-bubble papers, and M_B.
+    """Costs of one chunk per micro-batch: T_F, T_B, T_W and M_B of the zero-bubble papers.
 
     Attributes:
-        forward, input_gradient, weight_gradient: time to compute. A whole backward takes the last two together, and a
-            forward that is computed again takes as long as the first one.
-        transfer, transfer_back: time to move the chunk's output to the next chunk's rank, and its gradient back.
-        activation: kept by a forward until its backward or weight gradient is done; 1 counts micro-batches.
-        unshard, reduce_scatter: time on the link to the other replicas for the chunk's weights, and for the gradients
-            of one micro-batch.
+        forward: time of a forward, recomputed or not.
+        input_gradient: time of the backward's first part.
+        weight_gradient: time of its second part.
+        transfer: time to send the output to the next chunk's rank.
+        transfer_back: time to send its gradient back.
+        activation: memory stashed from a forward until its backward or weight gradient; 1 counts micro-batches.
+        unshard: time to all-gather the weights.
+        reduce_scatter: time to reduce-scatter the gradients of one micro-batch.
     """
 
     forward: float
@@ -36,11 +38,10 @@ class ChunkCost:
 
     @property
     def backward(self) -> float:
-        """Time of both parts."""
         return self.input_gradient + self.weight_gradient
 
     def times(self) -> dict[Kind, float]:
-        """Time of every kind of computation."""
+        """Time by kind of computation."""
         return {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
@@ -51,42 +52,42 @@ class ChunkCost:
 
 
 def chunk_costs(stages: Sequence[ChunkCost], placement: Sequence[int]) -> list[ChunkCost]:
-    """Costs of chunks from those of whole stages, one for each rank: a chunk costs its share of its stage.
-
-    A transfer costs the same however small the chunks are: it carries the whole output of a layer.
-    """
-    return [
-        replace(stages[rank], **{name: getattr(stages[rank], name) * share for name in _SHARED})
-        for rank, share in zip(placement, stage_shares(placement), strict=True)
-    ]
+    """Chunk costs from the costs of whole stages, one per rank: each chunk costs its share of its stage."""
+    costs = []
+    for rank, share in zip(placement, stage_shares(placement), strict=True):
+        stage = stages[rank]
+        shared = {name: getattr(stage, name) * share for name in _PROPORTIONAL}
+        costs.append(replace(stage, **shared))
+    return costs
 
 
 def resident_activations(
     schedule: Schedule, rank: int, activation: Sequence[float] | None = None, entering: Sequence[float] | None = None
 ) -> list[float]:
-    """Activations that a rank holds after each of its actions.
+    """Activations a rank holds after each of its actions.
 
-    Counted is what forwards keep for the backward: from a segment's forward on a micro-batch until the end of its whole
-    backward, or of its weight gradient where the backward is split. An input gradient releases nothing. A forward that
-    is computed again keeps its input until then. In evaluation a forward holds its own only while it runs. Not counted:
-    tensors in transfer, gradients of activations, weights.
+    A forward holds its activations until the end of its backward, or of its weight gradient if the backward is split.
+    A forward to be recomputed holds only its input until the recomputation. In evaluation a forward holds activations
+    only while it runs. Tensors in transfer, gradients of activations and weights are not counted.
 
     Args:
-        activation: of each segment for one micro-batch; when not given, a rank's segments are equal parts of one stage,
-            so that the figures are whole stages' micro-batches.
-        entering: the input of each segment as it is kept; nothing when not given.
+        activation: memory of each segment per micro-batch; None: equal shares of a stage, in micro-batches of a whole
+            stage.
+        entering: memory of each segment's input; None: nothing.
     """
-    shares = activation if activation is not None else stage_shares(schedule.placement)
+    shares = stage_shares(schedule.placement) if activation is None else activation
+    inputs = [0.0] * schedule.segments if entering is None else entering
+    order = schedule.actions[rank]
     if schedule.forward_only:
-        return [shares[segment] if kind is Kind.FORWARD else 0.0 for segment, kind, _ in schedule.actions[rank]]
-    stashed = entering or [0.0] * schedule.segments
-    again = {(segment, m) for segment, kind, m in schedule.actions[rank] if kind is Kind.RECOMPUTE}
-    resident, result = 0.0, []
-    for segment, kind, m in schedule.actions[rank]:
+        return [shares[segment] if kind is Kind.FORWARD else 0.0 for segment, kind, _ in order]
+    recomputed = {(segment, m) for segment, kind, m in order if kind is Kind.RECOMPUTE}
+    resident = 0.0
+    result = []
+    for segment, kind, m in order:
         if kind is Kind.FORWARD:
-            resident += stashed[segment] if (segment, m) in again else shares[segment]
+            resident += inputs[segment] if (segment, m) in recomputed else shares[segment]
         elif kind is Kind.RECOMPUTE:
-            resident += shares[segment] - stashed[segment]
+            resident += shares[segment] - inputs[segment]
         elif kind in FINISHING:
             resident -= shares[segment]
         result.append(resident)
@@ -94,17 +95,23 @@ def resident_activations(
 
 
 def resident_weights(schedule: Schedule, rank: int, segment_bytes: Sequence[int]) -> list[int]:
-    """Bytes of gathered weights that a rank holds after each of its actions, those on their way included.
+    """Bytes of gathered weights a rank holds after each of its actions, including gathers in flight.
 
     Args:
-        segment_bytes: of the gathered weights of each segment.
+        segment_bytes: bytes of each segment's gathered weights.
     """
-    change = {Kind.UNSHARD: 1, Kind.RESHARD: -1}
-    order = schedule.actions[rank]
-    return list(accumulate(change.get(kind, 0) * segment_bytes[segment] for segment, kind, _ in order))
+    resident = 0
+    result = []
+    for segment, kind, _ in schedule.actions[rank]:
+        if kind is Kind.UNSHARD:
+            resident += segment_bytes[segment]
+        elif kind is Kind.RESHARD:
+            resident -= segment_bytes[segment]
+        result.append(resident)
+    return result
 
 
 def stage_shares(placement: Sequence[int]) -> list[float]:
-    """Part of its rank's stage that each segment is: one over the number of segments on the rank."""
+    """Each segment's share of its stage: one over the number of segments on its rank."""
     segments = Counter(placement)
     return [1 / segments[rank] for rank in placement]

@@ -1,7 +1,7 @@
-"""Receives of a rank: what it posts before which of its actions, and what its peers have received by then.
+"""Receives of a rank: when to post each, and how many of its messages have arrived by then.
 
-A device may wait for all that is queued on it: when kernels are loaded, memory is taken, or CUDA graphs are captured.
-So only receives are posted early whose messages were sent for certain.
+Loading kernels, allocating memory and capturing CUDA graphs may wait for all work queued on the device, receives
+included. A receive is therefore posted early only if its message was certainly sent.
 """
 
 from __future__ import annotations
@@ -13,72 +13,80 @@ from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Schedule
 
 
 def peers(placement: Sequence[int], rank: int) -> list[int]:
-    """Ranks that a rank exchanges tensors with, ascending: those of the chunks beside its own."""
-    found = {other for pair in pairwise(placement) for other in pair if rank in pair}
+    """Ranks that exchange tensors with a rank, ascending: owners of the segments next to its own."""
+    found: set[int] = set()
+    for pair in pairwise(placement):
+        if rank in pair:
+            found.update(pair)
     return sorted(found - {rank})
 
 
 def known_arrivals(schedule: Schedule, rank: int) -> dict[Action, int]:
-    """Number of a rank's sends to a peer that have arrived by then, for each receive from that peer.
+    """For each receive of a rank: how many of its sends to the same peer have arrived by then.
 
-    Whoever sends something has received all that it was to receive before. Only actions of peers are looked at.
+    A peer's send comes after all receives before it in the peer's order.
     """
     placement = schedule.placement
     known: dict[Action, int] = {}
     for peer in peers(placement, rank):
         arrived = 0
         for action in schedule.actions[peer]:
-            if action.kind in RECEIVES:
-                arrived += placement[action.peer.segment] == rank
+            if action.kind in RECEIVES and placement[action.peer.segment] == rank:
+                arrived += 1
             elif action.kind in SENDS and placement[action.peer.segment] == rank:
                 known[action.peer] = arrived
     return known
 
 
 def sent_by_then(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
-    """Receives to post before a rank's computations and receives, whose messages were sent for certain by then.
+    """Receives to post before each computation and receive of a rank; their messages were certainly sent.
 
-    With these, no ranks wait for each other for ever where computations wait for all that is on its way from and to
-    their rank, however fast each of them is. A send that nobody receives holds its sender up there just as a receive
-    does that nobody sends.
+    Prevents deadlocks where computations wait for every transfer queued on their rank's device, at any relative speed
+    of the ranks. A send without its receive blocks the sender just as a receive without its send blocks the receiver.
 
-    All ranks are followed in one order. A rank posts what is on its way to it before it goes on: then nobody waits for
-    that who does not compute, and nothing is posted whose sender may wait for this rank. A computation comes when all
-    that its rank has sent is posted, so that nobody is far ahead, and few receives need memory at once.
+    All ranks are followed in one common order, by two rules:
+
+    - A rank posts all receives in flight to it before its next computation or receive. So no sender waits for a rank
+      that is idle, and no posted receive has a sender that waits for this rank.
+    - A rank computes only when all its sends are posted. So no rank runs far ahead, and few receives hold memory at
+      once.
     """
-    on_its_way: list[list[Action]] = [[] for _ in schedule.actions]  # to a rank, and not posted there
-    unposted = [0] * schedule.ranks  # how many of a rank's sends
-    sent, found = set[Action](), dict[Action, list[Action]]()
+    in_flight: list[list[Action]] = [[] for _ in schedule.actions]  # by receiving rank, receives not posted yet
+    unposted = [0] * schedule.ranks  # by sending rank, the number of its sends among them
+    sent: set[Action] = set()
+    found: dict[Action, list[Action]] = {}
 
-    def comes(each: int, action: Action) -> bool:
-        if action.kind not in COMPUTE | RECEIVES:
+    def can_run(each: int, action: Action) -> bool:
+        if action.kind not in COMPUTE and action.kind not in RECEIVES:
             return True
-        for receive in on_its_way[each]:
+        for receive in in_flight[each]:
             unposted[schedule.placement[receive.peer.segment]] -= 1
-        if each == rank and on_its_way[each]:
-            found.setdefault(action, []).extend(on_its_way[each])
-        on_its_way[each].clear()
+        if each == rank and in_flight[each]:
+            found.setdefault(action, []).extend(in_flight[each])
+        in_flight[each].clear()
         return action in sent if action.kind in RECEIVES else not unposted[each]
 
-    for each, action in _in_turn(schedule, comes):
+    for each, action in _in_turn(schedule, can_run):
         if action.kind in SENDS:
-            sent.add(action.peer)
-            on_its_way[schedule.placement[action.peer.segment]].append(action.peer)
+            receive = action.peer
+            sent.add(receive)
+            in_flight[schedule.placement[receive.segment]].append(receive)
             unposted[each] += 1
     return found
 
 
-def _in_turn(schedule: Schedule, comes: Callable[[int, Action], bool]) -> Iterator[tuple[int, Action]]:
-    """All actions, each with its rank: the ranks go on in turn, each as far as it can.
+def _in_turn(schedule: Schedule, can_run: Callable[[int, Action], bool]) -> Iterator[tuple[int, Action]]:
+    """All actions with their ranks; the ranks take turns, and each runs as far as it can.
 
     Args:
-        comes: tells whether a rank can do its next action; asked again in the next turn where it cannot.
+        can_run: (rank, its next action) -> whether it can run now; asked again in the next round if not.
     """
-    positions, goes_on = [0] * schedule.ranks, True
-    while goes_on:
-        goes_on = False
-        for each, actions in enumerate(schedule.actions):
-            while positions[each] < len(actions) and comes(each, actions[positions[each]]):
-                yield each, actions[positions[each]]
-                positions[each] += 1
-                goes_on = True
+    positions = [0] * schedule.ranks
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(schedule.actions):
+            while positions[rank] < len(actions) and can_run(rank, actions[positions[rank]]):
+                yield rank, actions[positions[rank]]
+                positions[rank] += 1
+                progress = True
