@@ -68,7 +68,7 @@ _OTHER_END = {
     Kind.SEND_BACKWARD: (Kind.RECV_BACKWARD, -1),
     Kind.RECV_BACKWARD: (Kind.SEND_BACKWARD, +1),
 }
-AROUND = 6  # actions shown on each side of a mark
+MARKED_NEIGHBOURS = 6  # actions shown on each side of a mark
 
 ActionKey = tuple[int, int]
 """(segment, micro-batch)."""
@@ -147,8 +147,8 @@ def format_actions(orders: Collection[Sequence[Action]], marks: Collection[Posit
     """
     marked = [index for _, index in marks]
     longest = max(map(len, orders), default=0)
-    first = max(0, min(marked, default=0) - AROUND)
-    stop = max(marked, default=longest) + AROUND + 1
+    first = max(0, min(marked, default=0) - MARKED_NEIGHBOURS)
+    stop = max(marked, default=longest) + MARKED_NEIGHBOURS + 1
     lines = []
     for rank, order in enumerate(orders):
         texts = [*map(str, order), "end"]

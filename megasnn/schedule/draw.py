@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.schedule.actions import Action, Kind, Schedule
+from megasnn.schedule.actions import Kind, Schedule
 from megasnn.schedule.simulate import Simulation, TimedAction
 from megasnn.telemetry.pictures import pixels
 
@@ -38,7 +38,7 @@ GAP = 0.2
 # In inches.
 WIDTH = 12.0
 ROW_HEIGHT = 0.36
-AROUND = 1.2
+MARGIN = 1.2
 # Fractions of the width that a bar needs for the text of its action, and for its micro-batch alone.
 FITS_ACTION = 0.025
 FITS_MICRO_BATCH = 0.011
@@ -66,7 +66,7 @@ def chart(
     # Imported here, because training without pictures needs no matplotlib.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, AROUND + ROW_HEIGHT * schedule.ranks), layout="constrained")
+    figure = Figure(figsize=(WIDTH, MARGIN + ROW_HEIGHT * schedule.ranks), layout="constrained")
     axes = figure.add_subplot()
     span = simulation.makespan or 1.0
     for rank, row in enumerate(simulation.timeline):
@@ -97,7 +97,8 @@ def _add_computations(
         if action.kind not in COLOURS:
             continue
         light, dark = COLOURS[action.kind]
-        colour = dark if _in_second_half(schedule, action) else light
+        in_second_half = action.segment >= (schedule.segments + 1) // 2
+        colour = dark if schedule.segments > schedule.ranks and in_second_half else light
         bar = [(start * scale, (end - start) * scale)]
         axes.broken_barh(bar, (top, BAR), facecolors=colour, edgecolors="white", linewidth=0.4)
         width = (end - start) / span
@@ -119,7 +120,3 @@ def _add_legend(figure: Figure, schedule: Schedule) -> None:
     if schedule.segments > schedule.ranks:
         handles.append(Patch(color="#888888", label="darker: second half of the chunks"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 7), fontsize=7, frameon=False)
-
-
-def _in_second_half(schedule: Schedule, action: Action) -> bool:
-    return schedule.segments > schedule.ranks and action.segment >= (schedule.segments + 1) // 2

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from megasnn.schedule.actions import Action, Kind, Schedule
+from megasnn.schedule.actions import Action, Kind, Schedule, crosses
 from megasnn.schedule.costs import ChunkCost
 
 FORWARD = Kind.FORWARD
@@ -50,16 +50,15 @@ class Ticks:
         Args:
             costs: cost of each chunk.
         """
-        chunks = range(len(costs))
         times = {
             FORWARD: [cost.forward for cost in costs],
             INPUT_GRADIENT: [cost.input_gradient for cost in costs],
             WEIGHT_GRADIENT: [cost.weight_gradient for cost in costs],
         }
-        moved = {
-            FORWARD: [_latency(placement, costs, chunk, chunk + 1) for chunk in chunks],
-            INPUT_GRADIENT: [_latency(placement, costs, chunk, chunk - 1) for chunk in chunks],
-        }
+        moved: dict[Kind, list[float]] = {FORWARD: [], INPUT_GRADIENT: []}
+        for chunk, cost in enumerate(costs):
+            moved[FORWARD].append(cost.transfer if crosses(placement, chunk) else 0.0)
+            moved[INPUT_GRADIENT].append(costs[chunk - 1].transfer_back if crosses(placement, chunk - 1) else 0.0)
         longest = micro_batches * (sum(map(sum, times.values())) + sum(map(sum, moved.values())))
         _, exponent = math.frexp(longest)
         duration = math.ldexp(1.0, exponent - RESOLUTION)
@@ -69,13 +68,6 @@ class Ticks:
             for rank, time in zip(placement, of_chunks, strict=True):
                 work[rank] += time
         return cls(placement, times_in_ticks, _in_ticks(moved, duration), work, duration)
-
-
-def _latency(placement: Sequence[int], costs: Sequence[ChunkCost], chunk: int, taker: int) -> float:
-    """Transfer time from a chunk to the next or previous one; 0 on one rank and at the ends of the pipeline."""
-    if not 0 <= taker < len(placement) or placement[taker] == placement[chunk]:
-        return 0.0
-    return costs[chunk].transfer if taker > chunk else costs[taker].transfer_back
 
 
 def _in_ticks(times: dict[Kind, list[float]], duration: float) -> dict[Kind, list[int]]:
@@ -137,32 +129,33 @@ class _Filling:
     """
 
     def __init__(self, ticks: Ticks, order: Schedule, limit: float, gap: float) -> None:
-        ranks = range(order.ranks)
-        chunks = range(order.segments)
+        ranks = order.ranks
+        chunks = order.segments
         self.ticks = ticks
         self.order = order
-        self.served: list[list[Action]] = [[] for _ in ranks]
+        self.served: list[list[Action]] = [[] for _ in range(ranks)]
         self.left = [[*reversed(actions)] for actions in order.actions]
-        self.free = [0 for _ in ranks]
-        self.waited = [0 for _ in ranks]
-        self.bubble = [0 for _ in ranks]
-        self.resident = [0 for _ in ranks]
-        self.room = [math.floor(limit * ticks.placement.count(rank) + ROUNDING) for rank in ranks]
-        self.pending: list[deque[Action]] = [deque() for _ in ranks]
+        self.free = [0] * ranks
+        self.waited = [0] * ranks
+        self.bubble = [0] * ranks
+        self.resident = [0] * ranks
+        self.room = [math.floor(limit * ticks.placement.count(rank) + ROUNDING) for rank in range(ranks)]
+        self.pending: list[deque[Action]] = [deque() for _ in range(ranks)]
         self.arrivals: dict[Kind, list[deque[int]]] = {
-            FORWARD: [deque() for _ in chunks],
-            INPUT_GRADIENT: [deque() for _ in chunks],
+            FORWARD: [deque() for _ in range(chunks)],
+            INPUT_GRADIENT: [deque() for _ in range(chunks)],
         }
         self.arrivals[FORWARD][0].extend([0] * order.micro_batches)
-        last = order.segments - 1
-        self.takers: dict[Kind, list[tuple[int, Kind] | None]] = {
-            FORWARD: [*((chunk + 1, FORWARD) for chunk in range(last)), (last, INPUT_GRADIENT)],
-            INPUT_GRADIENT: [None, *((chunk, INPUT_GRADIENT) for chunk in range(last))],
-        }
+        self.takers: dict[Kind, list[tuple[int, Kind] | None]] = {FORWARD: [], INPUT_GRADIENT: [None]}
+        for chunk in range(chunks - 1):
+            self.takers[FORWARD].append((chunk + 1, FORWARD))
+            self.takers[INPUT_GRADIENT].append((chunk, INPUT_GRADIENT))
+        # The loss turns round: the last chunk's output is used by its own backward.
+        self.takers[FORWARD].append((chunks - 1, INPUT_GRADIENT))
         self.gaps = [math.ceil(gap * NEARLY * time) for time in ticks.times[WEIGHT_GRADIENT]]
-        self.steps = [NOT_KNOWN for _ in ranks]
+        self.steps = [NOT_KNOWN] * ranks
         self.heap: list[int] = []
-        self.rank_bits = order.ranks.bit_length()
+        self.rank_bits = ranks.bit_length()
 
     def run(self, longest: float, widest: float) -> Filled | None:
         """Serves all orders; None if they block, or cannot finish within `longest` with a bubble below `widest`."""

@@ -176,19 +176,16 @@ class ZeroBubble:
         Equally fast orders are compared by the longest wait between a rank's first and last computation.
         """
         best = None
-        for order in self.orders(micro_batches):
+        for orders in self.orders(micro_batches):
+            order = Schedule(self.name, self.placement, micro_batches, tuple(orders))
             filled = fill(ticks, order, self.limit, self.gap, cutoff)
             if filled is not None and (filled.makespan, filled.bubble) < cutoff:
                 best = filled
                 cutoff = filled.makespan, filled.bubble
         return best
 
-    def orders(self, micro_batches: int) -> Iterator[Schedule]:
-        """Candidate orders of forwards and input gradients."""
-        for orders in self._orders_of_ranks(micro_batches):
-            yield Schedule(self.name, self.placement, micro_batches, tuple(orders))
-
-    def _orders_of_ranks(self, micro_batches: int) -> Iterator[Orders]:
+    def orders(self, micro_batches: int) -> Iterator[Orders]:
+        """Candidates: forwards and input gradients of all ranks."""
         if not self.v:
             yield _one_chunk_orders(self.stages, micro_batches, self.pace, self.most)
             return

@@ -7,8 +7,9 @@ range of layers.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate, combinations_with_replacement, groupby, pairwise, product
+from itertools import accumulate, combinations_with_replacement, pairwise, product
 
 from megasnn.common.registry import Registry
 
@@ -183,16 +184,15 @@ def layout_to_bounds(layout: Sequence[int], group_of_layer: Sequence[str], chunk
             f"{LAYOUT_FLAG} {layout_text(layout)} has {len(layout)} entries for {chunks} chunks "
             f"(--pipeline-model-parallel-size x --num-virtual-stages-per-pipeline-rank)"
         )
-    groups = [group for group, _ in groupby(group_of_layer)]
-    if sum(layout) == len(groups):
-        group_sizes = [len(list(layers)) for _, layers in groupby(group_of_layer)]
-        layers_before_group = list(accumulate(group_sizes, initial=0))
+    group_sizes = Counter(group_of_layer)
+    if sum(layout) == len(group_sizes):
+        layers_before_group = list(accumulate(group_sizes.values(), initial=0))
         return _ranges([layers_before_group[end] for end in accumulate(layout)])
     if sum(layout) == len(group_of_layer):
         return _ranges(list(accumulate(layout)))
     raise ValueError(
-        f"{LAYOUT_FLAG} {layout_text(layout)} sums to {sum(layout)}; the model has {len(groups)} layer groups "
-        f"({', '.join(groups)}) of together {len(group_of_layer)} "
+        f"{LAYOUT_FLAG} {layout_text(layout)} sums to {sum(layout)}; the model has {len(group_sizes)} layer groups "
+        f"({', '.join(group_sizes)}) of together {len(group_of_layer)} "
         f"layers, and a layout must sum to one of the two"
     )
 

@@ -222,13 +222,13 @@ class SharedWeights:
     def gathered_and_buffers(self, schedule: Schedule, rank: int) -> tuple[int, int]:
         """Peak bytes of a rank's gathered weights, and of the buffers for shards in flight."""
         sizes = [self.segment_bytes[segment] for segment in schedule.segments_of(rank)]
-        with_weights = [size for size in sizes if size]
-        buffer = max(with_weights, default=0) * (self.ranks - 1) // self.ranks
+        buffer = max(sizes) * (self.ranks - 1) // self.ranks
         # With two ranks, only receives need a buffer; with more, sends need one too.
         if self.ranks > 2:
             buffer *= 2
         gathered = max(resident_weights(schedule, rank, self.segment_bytes))
-        return gathered, buffer * min(AT_ONCE, len(with_weights))
+        with_weights = len(sizes) - sizes.count(0)
+        return gathered, buffer * min(AT_ONCE, with_weights)
 
 
 def insert_unshards(schedule: Schedule, segment_bytes: Sequence[int]) -> Schedule:

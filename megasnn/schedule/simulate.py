@@ -106,16 +106,17 @@ class _ReplicaLink:
 
 
 def _timeline(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[TimedAction]]:
-    computing = {kind: [cost.times()[kind] for cost in costs] for kind in COMPUTE}
-    transfer = {
-        Kind.SEND_FORWARD: [cost.transfer for cost in costs],
-        # Segment u sends over the boundary behind segment u - 1, whose cost holds the time.
-        Kind.SEND_BACKWARD: [0.0, *(cost.transfer_back for cost in costs)],
-    }
-    collective = {
-        Kind.UNSHARD: [cost.unshard for cost in costs],
-        Kind.REDUCE_SCATTER: [cost.reduce_scatter for cost in costs],
-    }
+    computing = {kind: [0.0] * len(costs) for kind in COMPUTE}
+    # Segment u sends back across the boundary of segment u - 1, whose cost holds the time: hence the 0 in front.
+    transfer = {Kind.SEND_FORWARD: list[float](), Kind.SEND_BACKWARD: [0.0]}
+    collective = {Kind.UNSHARD: list[float](), Kind.REDUCE_SCATTER: list[float]()}
+    for segment, cost in enumerate(costs):
+        for kind, seconds in cost.times().items():
+            computing[kind][segment] = seconds
+        transfer[Kind.SEND_FORWARD].append(cost.transfer)
+        transfer[Kind.SEND_BACKWARD].append(cost.transfer_back)
+        collective[Kind.UNSHARD].append(cost.unshard)
+        collective[Kind.REDUCE_SCATTER].append(cost.reduce_scatter)
     timeline: list[list[TimedAction]] = [[] for _ in schedule.actions]
     links = [_ReplicaLink() for _ in schedule.actions]
     clock = [0.0] * schedule.ranks
