@@ -16,7 +16,7 @@ An action prints in the notation of ``torch.distributed.pipelining``, as segment
 ====================  ===================================================================
 
 A chunk is a run of layers on one rank (elsewhere: virtual stage). A segment is the part one action computes: a chunk,
-or one of its layers after `refine`. Both are numbered from the input to the loss across the whole pipeline.
+or one of its layers after `refine`. Both are numbered from input to loss across the pipeline.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Action(NamedTuple):
 
     @property
     def peer(self) -> Action:
-        """Other end of a transfer: a send's receive, or a receive's send. Raises ValueError for other kinds."""
+        """A send's receive, or a receive's send. Raises ValueError for other kinds."""
         if self.kind not in _OTHER_END:
             raise ValueError(f"{self} is neither a send nor a receive")
         kind, step = _OTHER_END[self.kind]
@@ -111,11 +111,10 @@ class Schedule:
     """Ordered actions of every pipeline rank.
 
     Attributes:
-        name: name of the generator, for messages.
         placement: pipeline rank of each segment.
-        micro_batches: number of micro-batches per step.
+        micro_batches: number per step.
         actions: one sequence per pipeline rank.
-        forward_only: evaluation, without backward actions.
+        forward_only: evaluation, without backwards.
     """
 
     name: str
@@ -142,8 +141,7 @@ def format_actions(orders: Collection[Sequence[Action]], marks: Collection[Posit
 
     Args:
         orders: actions of each rank.
-        marks: positions to highlight as ``>1B3<``; the index after the last action marks its end. With marks, only
-            actions near them are shown.
+        marks: positions to show as ``>1B3<``, with their neighbours only. The index after the last action is the end.
     """
     marked = [index for _, index in marks]
     longest = max(map(len, orders), default=0)

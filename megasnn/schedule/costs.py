@@ -17,14 +17,11 @@ class ChunkCost:
     """Costs of one chunk per micro-batch: T_F, T_B, T_W and M_B of the zero-bubble papers.
 
     Attributes:
-        forward: time of a forward, recomputed or not.
-        input_gradient: time of the backward's first part.
-        weight_gradient: time of its second part.
         transfer: time to send the output to the next chunk's rank.
         transfer_back: time to send its gradient back.
-        activation: memory stashed from a forward until its backward or weight gradient; 1 counts micro-batches.
+        activation: stashed from the forward until its backward or weight gradient; 1 counts micro-batches.
         unshard: time to all-gather the weights.
-        reduce_scatter: time to reduce-scatter the gradients of one micro-batch.
+        reduce_scatter: time to reduce-scatter the gradients.
     """
 
     forward: float
@@ -52,7 +49,7 @@ class ChunkCost:
 
 
 def chunk_costs(stages: Sequence[ChunkCost], placement: Sequence[int]) -> list[ChunkCost]:
-    """Chunk costs from the costs of whole stages, one per rank: each chunk costs its share of its stage."""
+    """Chunk costs from stage costs, one per rank: each chunk costs its share."""
     costs = []
     for rank, share in zip(placement, stage_shares(placement), strict=True):
         stage = stages[rank]
@@ -64,16 +61,15 @@ def chunk_costs(stages: Sequence[ChunkCost], placement: Sequence[int]) -> list[C
 def resident_activations(
     schedule: Schedule, rank: int, activation: Sequence[float] | None = None, entering: Sequence[float] | None = None
 ) -> list[float]:
-    """Activations a rank holds after each of its actions.
+    """Activations a rank holds after each action.
 
-    A forward holds its activations until the end of its backward, or of its weight gradient if the backward is split.
-    A forward to be recomputed holds only its input until the recomputation. In evaluation a forward holds activations
-    only while it runs. Tensors in transfer, gradients of activations and weights are not counted.
+    A forward holds its activations until its backward ends, or its weight gradient if the backward is split. A forward
+    to be recomputed holds only its input until then. In evaluation a forward holds them only while it runs. Tensors in
+    transfer, activation gradients and weights do not count.
 
     Args:
-        activation: memory of each segment per micro-batch; None: equal shares of a stage, in micro-batches of a whole
-            stage.
-        entering: memory of each segment's input; None: nothing.
+        activation: per segment and micro-batch; None: equal shares, in micro-batches of a whole stage.
+        entering: each segment's input; None: nothing.
     """
     shares = stage_shares(schedule.placement) if activation is None else activation
     inputs = [0.0] * schedule.segments if entering is None else entering
@@ -95,11 +91,7 @@ def resident_activations(
 
 
 def resident_weights(schedule: Schedule, rank: int, segment_bytes: Sequence[int]) -> list[int]:
-    """Bytes of gathered weights a rank holds after each of its actions, including gathers in flight.
-
-    Args:
-        segment_bytes: bytes of each segment's gathered weights.
-    """
+    """Bytes of gathered weights a rank holds after each action, including gathers in flight."""
     resident = 0
     result = []
     for segment, kind, _ in schedule.actions[rank]:
@@ -112,6 +104,6 @@ def resident_weights(schedule: Schedule, rank: int, segment_bytes: Sequence[int]
 
 
 def stage_shares(placement: Sequence[int]) -> list[float]:
-    """Each segment's share of its stage: one over the number of segments on its rank."""
+    """Each segment's share of its stage: 1 / segments on its rank."""
     segments = Counter(placement)
     return [1 / segments[rank] for rank in placement]

@@ -1,7 +1,4 @@
-"""Named schedules, in the table `SCHEDULES`, and the search for the fastest one.
-
-The search tries likely winners first, and gives up a candidate once it cannot win any more.
-"""
+"""Named schedules, in the table `SCHEDULES`, and the search for the fastest one."""
 
 from __future__ import annotations
 
@@ -33,8 +30,8 @@ class NamedSchedule:
     Attributes:
         summary: text for --help.
         order: (stages, micro-batches, chunks per rank) -> computations, with whole backwards.
-        zero_bubble: (stages) -> orders and limit of a schedule with split backwards, filled according to costs.
-        chunks: default number of chunks per rank.
+        zero_bubble: (stages) -> candidate orders with split backwards, filled according to costs.
+        chunks: default chunks per rank.
         any_chunks: whether other numbers are possible; with fewer than `chunks` it is another schedule.
         placed: name in `PLACEMENTS`.
     """
@@ -51,7 +48,6 @@ class NamedSchedule:
         return self.zero_bubble is not None
 
     def can_place(self, chunks_per_rank: int) -> bool:
-        """True if this number of chunks per rank is possible."""
         return self.any_chunks or chunks_per_rank == self.chunks
 
     def placement(self, stages: int, chunks: int) -> tuple[int, ...]:
@@ -112,13 +108,9 @@ def looks_at_costs(name: str) -> bool:
 def named_schedule(
     name: str, stages: int, micro_batches: int, chunks_per_rank: int | None, costs_of: CostsOf
 ) -> Schedule:
-    """Computations of a named schedule.
+    """Computations of a named schedule; chunk costs decide where weight gradients go.
 
-    Args:
-        chunks_per_rank: None: the schedule's default.
-        costs_of: chunk costs, which decide the place of weight gradients.
-    Raises:
-        ValueError: an unknown name, or a schedule that cannot keep its memory limit.
+    Raises ValueError for an unknown name, and for a schedule that cannot keep its memory limit.
     """
     named = SCHEDULES[name]
     if named.order is not None:
@@ -140,14 +132,14 @@ def find_best(
     chunks_per_rank: int | None = None,
     placement: tuple[int, ...] | None = None,
 ) -> Schedule:
-    """Schedule of least simulated makespan; among equally fast ones, the one with the fewest activations.
+    """Schedule with the smallest simulated makespan; ties go to fewer activations.
 
-    Candidates: every named schedule, filled by these costs and by equal ones; 1F1B's order with every smaller memory
-    limit; V schedules with several memory limits and shorter gaps. No named schedule is faster than the result.
+    Candidates: every named schedule, filled by these costs and by equal ones; 1F1B with every smaller memory limit; V
+    schedules with several limits and shorter gaps. No named schedule is faster than the result.
 
     Args:
         chunks_per_rank: None: 1 or 2.
-        placement: searches only schedules on this placement.
+        placement: searches only this placement.
     """
     counts = (1, 2) if chunks_per_rank is None else (chunks_per_rank,)
     search = _Search(micro_batches, costs_of)
@@ -185,13 +177,7 @@ def _candidates(stages: int, micro_batches: int, counts: tuple[int, ...]) -> Ite
 
 
 class _Search:
-    """Best schedule so far.
-
-    Attributes:
-        best: None before the first.
-        makespan: of `best`, in the unit of the costs.
-        activations: largest peak of a rank.
-    """
+    """Best schedule so far, with its makespan and its largest peak of activations."""
 
     def __init__(self, micro_batches: int, costs_of: CostsOf) -> None:
         self._micro_batches = micro_batches

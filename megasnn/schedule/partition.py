@@ -7,9 +7,8 @@ range of layers.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate, combinations_with_replacement, pairwise, product
+from itertools import accumulate, combinations_with_replacement, groupby, pairwise, product
 
 from megasnn.common.registry import Registry
 
@@ -20,15 +19,10 @@ FILL_AND_DRAIN = 1 / 8
 
 
 def balanced_bounds(costs: Sequence[float], parts: int) -> list[range]:
-    """Contiguous partition with the smallest maximum cost of a part; exact.
+    """Contiguous partition with the smallest maximum cost; exact.
 
-    Ties go to the smallest sum of squares, so that the other parts are balanced too.
-
-    Args:
-        costs: cost of each layer, in any unit.
-        parts: number of chunks.
-    Raises:
-        ValueError: parts below 1, a negative or infinite cost, or more parts than layers.
+    Ties go to the smallest sum of squares, which balances the other parts too. Raises ValueError for parts below 1, a
+    negative or infinite cost, or more parts than layers.
     """
     if parts < 1:
         raise ValueError(f"cannot cut {len(costs)} layers into {parts} parts; --pipeline-model-parallel-size")
@@ -50,13 +44,12 @@ def balanced_bounds(costs: Sequence[float], parts: int) -> list[range]:
 
 
 def _best_ends(costs: Sequence[float], parts: int, add: Callable[[float, float], float]) -> tuple[float, list[int]]:
-    """Smallest value of a partition, and the ends of its parts.
-
-    Dynamic programming over the parts: the best partition of the first layers into p parts extends one into p - 1.
+    """Smallest value of a partition, and where its parts end.
 
     Args:
-        add: (value of the parts before, cost of the next part) -> value of all.
+        add: (value so far, cost of the next part) -> value with that part.
     """
+    # Dynamic programming over the parts: the best partition of the first layers into p parts extends one into p - 1.
     layers = len(costs)
     total = list(accumulate(costs, initial=0.0))
     none: tuple[float, list[int]] = (math.inf, [])
@@ -75,12 +68,10 @@ def _best_ends(costs: Sequence[float], parts: int, add: Callable[[float, float],
 
 
 def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[range]:
-    """Contiguous partition into a chunk for each entry of `placement`, none empty, with balanced ranks.
+    """Contiguous partition into one chunk per entry of `placement`, none empty, with balanced ranks.
 
-    Minimizes the largest cost of a rank, and with less weight the largest cost of a chunk. With one chunk per rank this
-    is `balanced_bounds`; otherwise a local search moves the balanced cuts.
-
-    Raises ValueError as `balanced_bounds` does.
+    Minimizes the largest rank cost, and with less weight the largest chunk cost, by local search from
+    `balanced_bounds`. Raises ValueError as `balanced_bounds` does.
     """
     bounds = balanced_bounds(costs, len(placement))
     if len(set(placement)) == len(placement):
@@ -133,8 +124,7 @@ def loop_placement(ranks: int, chunks_per_rank: int = 1) -> tuple[int, ...]:
 def v_placement(ranks: int, chunks_per_rank: int = 2) -> tuple[int, ...]:
     """Rank of each chunk in a V: rank r holds chunks r and 2 ranks - 1 - r.
 
-    The first and the last chunk share a rank, and so do the two at the turn. Raises ValueError unless there are two
-    chunks per rank.
+    Raises ValueError unless there are two chunks per rank.
     """
     if chunks_per_rank != 2:
         raise ValueError(f"a v places two chunks on each rank, not {chunks_per_rank}")
@@ -173,26 +163,30 @@ def layout_to_bounds(layout: Sequence[int], group_of_layer: Sequence[str], chunk
     """Layers of each chunk in an explicit layout, which counts layer groups or single layers.
 
     Args:
-        layout: sizes of the chunks.
+        layout: chunk sizes.
         group_of_layer: layer group of each layer; a group's layers are adjacent.
         chunks: expected number of entries, if known.
     Raises:
-        ValueError: another number of entries, or a sum that fits neither the layer groups nor the layers.
+        ValueError: another number of entries, or a sum that fits neither layer groups nor layers.
     """
     if chunks is not None and len(layout) != chunks:
         raise ValueError(
             f"{LAYOUT_FLAG} {layout_text(layout)} has {len(layout)} entries for {chunks} chunks "
             f"(--pipeline-model-parallel-size x --num-virtual-stages-per-pipeline-rank)"
         )
-    group_sizes = Counter(group_of_layer)
-    if sum(layout) == len(group_sizes):
-        layers_before_group = list(accumulate(group_sizes.values(), initial=0))
+    groups = []
+    group_sizes = []
+    for group, layers in groupby(group_of_layer):
+        groups.append(group)
+        group_sizes.append(len(list(layers)))
+    if sum(layout) == len(groups):
+        layers_before_group = list(accumulate(group_sizes, initial=0))
         return _ranges([layers_before_group[end] for end in accumulate(layout)])
     if sum(layout) == len(group_of_layer):
         return _ranges(list(accumulate(layout)))
     raise ValueError(
-        f"{LAYOUT_FLAG} {layout_text(layout)} sums to {sum(layout)}; the model has {len(group_sizes)} layer groups "
-        f"({', '.join(group_sizes)}) of together {len(group_of_layer)} "
+        f"{LAYOUT_FLAG} {layout_text(layout)} sums to {sum(layout)}; the model has {len(groups)} layer groups "
+        f"({', '.join(groups)}) of together {len(group_of_layer)} "
         f"layers, and a layout must sum to one of the two"
     )
 

@@ -31,14 +31,14 @@ class ScheduleChoice:
     """Schedule of a run, for any number of micro-batches per step.
 
     Attributes:
-        name: name of the schedule; "auto" searches the best one on this placement for each number of micro-batches.
+        name: "auto" searches the best schedule on this placement for each number of micro-batches.
         placement: pipeline rank of each chunk.
-        costs: cost of each chunk; None: equal costs.
-        decided: schedules of chunks found earlier, so that ranks do not search again.
-        segments_per_chunk: number of segments each chunk is split into; None: chunks stay whole.
+        costs: chunk costs; None: equal costs.
+        decided: chunk schedules found earlier; ranks do not search again.
+        segments_per_chunk: segments in each chunk; None: chunks stay whole.
         recompute: name in `RECOMPUTE`.
         chosen: segments whose forwards are always recomputed.
-        weights: weights sharded over ranks; None: every rank holds its weights whole.
+        weights: sharded weights; None: every rank holds its weights whole.
     """
 
     name: str
@@ -55,23 +55,14 @@ class ScheduleChoice:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def in_segments(self, bounds: Sequence[range], recompute: str) -> ScheduleChoice:
-        """The same schedule, executed layer by layer.
-
-        Args:
-            bounds: layers of each chunk.
-            recompute: name in `RECOMPUTE`.
-        """
+        """The same schedule, executed layer by layer; `bounds` has the layers of each chunk."""
         counts = tuple(max(1, len(layers)) for layers in bounds)
         return replace(self, segments_per_chunk=counts, recompute=recompute)
 
     def sharing(self, weights: SharedWeights, micro_batches: Collection[int]) -> ScheduleChoice:
         """The same schedule with sharded weights, in training and evaluation.
 
-        Args:
-            weights: weights of the executed segments.
-            micro_batches: number of micro-batches per step of each replica.
-        Raises:
-            ValueError: different numbers; replicas would not gather in the same order.
+        Raises ValueError unless all replicas have the same number of micro-batches per step.
         """
         counts = sorted(set(micro_batches))
         if len(counts) > 1:
@@ -87,7 +78,7 @@ class ScheduleChoice:
 
     @property
     def segment_counts(self) -> tuple[int, ...]:
-        """Number of segments of each chunk."""
+        """Segments in each chunk."""
         return self.segments_per_chunk or (1,) * len(self.placement)
 
     @property
@@ -99,11 +90,7 @@ class ScheduleChoice:
         return tuple(placement)
 
     def segment_bounds(self, bounds: Sequence[range]) -> list[range]:
-        """Layers of each segment: one layer each, and the rest of the chunk in its last segment.
-
-        Args:
-            bounds: layers of each chunk.
-        """
+        """Layers of each segment, from the layers of each chunk: one each, and the rest in a chunk's last segment."""
         segments = []
         for layers, count in zip(bounds, self.segment_counts, strict=True):
             last = layers.start + count - 1
@@ -118,11 +105,11 @@ class ScheduleChoice:
 
     @cached_property
     def evaluation(self) -> Callable[[int], Schedule]:
-        """(number of micro-batches) -> validated schedule of forwards and transfers. Cached."""
+        """(number of micro-batches) -> validated schedule for evaluation. Cached."""
         return cache(self._evaluation)
 
     def of_chunks(self, micro_batches: int) -> Schedule:
-        """Validated schedule of whole chunks."""
+        """Validated schedule before chunks are split."""
         for schedule in self.decided:
             if schedule.micro_batches == micro_batches:
                 return schedule
@@ -151,7 +138,6 @@ class ScheduleChoice:
         return self._with_weights(insert_transfers(order))
 
     def _with_weights(self, schedule: Schedule) -> Schedule:
-        """The schedule with its all-gathers, if weights are sharded; validated."""
         if self.weights is not None:
             schedule = self.weights.insert(schedule)
         validate_schedule(schedule)
@@ -174,12 +160,11 @@ def plan_schedule(
 
     Args:
         name: name in `SCHEDULES`, or "auto".
-        stages: pipeline ranks.
         chunks_per_rank: see `chunks_of_schedule`; None lets "auto" choose 1 or 2.
-        micro_batches: number in a usual step; "auto" chooses the best placement for it.
-        costs_of: chunk costs of a placement; None: equal costs.
+        micro_batches: number in a usual step; "auto" chooses the placement for it.
+        costs_of: None: equal costs.
     Raises:
-        ValueError: an unknown name, a size below 1, or a number of chunks the schedule cannot place.
+        ValueError: an unknown name, a size below 1, or an impossible number of chunks.
     """
     for flag, value in (("--pipeline-model-parallel-size", stages), ("number of micro-batches", micro_batches)):
         if value < 1:
@@ -206,14 +191,14 @@ def generate(
     chunks_per_rank: int | None = None,
     costs_of: CostsOf | None = None,
 ) -> Schedule:
-    """Generates one validated schedule with transfers and gradient reduction. Arguments as for `plan_schedule`."""
+    """One validated schedule with transfers and gradient reduction. Arguments as for `plan_schedule`."""
     return plan_schedule(name, stages, chunks_per_rank, micro_batches, costs_of).training(micro_batches)
 
 
 def chunks_of_schedule(name: str, asked: int | None = None) -> int | None:
     """Chunks per pipeline rank: the number asked for, else the schedule's own; None lets "auto" choose.
 
-    Raises ValueError for an unknown name, and for a number the schedule cannot place.
+    Raises ValueError for an unknown name or an impossible number.
     """
     named = None if name == AUTO_SCHEDULE else SCHEDULES[name]
     if asked is not None and asked < 1:
