@@ -1,7 +1,7 @@
 """Places weight gradients (W) where a rank would wait: the mechanism of all zero-bubble schedules.
 
-Forwards and input gradients have a fixed order on each rank. From the costs, `fill` decides when weight gradients run:
-in gaps that are long enough, and when a rank needs their memory.
+Forwards and input gradients have a fixed order on each rank. Weight gradients run in gaps that are long enough, and
+when a rank needs their memory.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ NOT_KNOWN = -1
 
 @dataclass(frozen=True)
 class Ticks:
-    """Costs of a placement's chunks in whole ticks: integers add without rounding, in any order.
+    """Costs of a placement's chunks in whole ticks.
 
     Attributes:
         placement: rank of each chunk.
-        times: by kind, each chunk's forward, input gradient and weight gradient.
-        moved: by kind, the transfer time of each chunk's result.
-        work: time of each rank per micro-batch.
-        duration: time of a tick, a power of two.
+        times: by kind, each chunk's time to compute.
+        moved: by kind, each chunk's time to send its result.
+        work: each rank's time per micro-batch.
+        duration: time of a tick.
     """
 
     placement: tuple[int, ...]
@@ -45,11 +45,7 @@ class Ticks:
 
     @classmethod
     def of(cls, placement: tuple[int, ...], costs: Sequence[ChunkCost], micro_batches: int) -> Ticks:
-        """Ticks as fine as the total time of `micro_batches` allows.
-
-        Args:
-            costs: cost of each chunk.
-        """
+        """Ticks as fine as the total time of `micro_batches` allows."""
         times = {
             FORWARD: [cost.forward for cost in costs],
             INPUT_GRADIENT: [cost.input_gradient for cost in costs],
@@ -59,6 +55,7 @@ class Ticks:
         for chunk, cost in enumerate(costs):
             moved[FORWARD].append(cost.transfer if crosses(placement, chunk) else 0.0)
             moved[INPUT_GRADIENT].append(costs[chunk - 1].transfer_back if crosses(placement, chunk - 1) else 0.0)
+        # Integers add without rounding in any order, and a power of two keeps the division exact.
         longest = micro_batches * (sum(map(sum, times.values())) + sum(map(sum, moved.values())))
         _, exponent = math.frexp(longest)
         duration = math.ldexp(1.0, exponent - RESOLUTION)
@@ -82,8 +79,8 @@ class Filled:
     """Schedule with weight gradients.
 
     Attributes:
-        makespan: end of the last rank, in ticks.
-        bubble: longest total wait of a rank between its first and last computation, in ticks.
+        makespan: in ticks.
+        bubble: a rank's longest wait between its first and last computation, in ticks.
     """
 
     schedule: Schedule
@@ -96,36 +93,31 @@ def fill(
 ) -> Filled | None:
     """Places weight gradients into an order; None if it exceeds the limit, or is no better than `cutoff`.
 
-    An event simulation: a heap holds each rank's next computation. A computation changes the next one of its own rank,
-    and of the rank that uses its result.
-
     Args:
-        order: forwards and input gradients of each rank.
+        order: forwards and input gradients.
         limit: activations a rank may hold, in micro-batches of a whole stage.
-        gap: a weight gradient fills a wait of at least this fraction of its time.
-        cutoff: (makespan, bubble) in ticks; slower orders, and equally fast ones with this bubble or more, are given
-            up.
+        gap: a weight gradient fills waits from this fraction of its time on.
+        cutoff: (makespan, bubble) in ticks; an order must be faster, or as fast with a smaller bubble.
     """
     return _Filling(ticks, order, limit, gap).run(*cutoff)
 
 
 class _Filling:
-    """State of all ranks during the simulation; lists have one entry per rank.
+    """Event simulation of all ranks; lists have one entry per rank.
 
     Attributes:
         served: actions done.
         left: actions to do, the next one last.
-        free: end of the last action done.
-        waited: total wait so far.
+        free: end of the last action.
+        waited: total wait.
         bubble: total wait since the first computation.
         resident: activations held, in micro-batches of a chunk.
-        room: limit of `resident`.
+        room: limit on `resident`.
         pending: weight gradients that can run.
-        arrivals: by kind and chunk, arrival times of inputs not used yet.
-        takers: by kind, the (chunk, kind) that uses each chunk's result; None at the end of the backward.
-        gaps: shortest wait that each chunk's weight gradient fills.
-        steps: each rank's next computation as one integer, (start, is a weight gradient, rank) from the highest bits
-            to the lowest; `NOT_KNOWN` while its input has not arrived. The heap then compares integers, not tuples.
+        arrivals: by kind and chunk, when unused inputs arrive.
+        takers: by kind and chunk, the (chunk, kind) that uses its result; None at the end.
+        gaps: by chunk, the shortest wait its weight gradient fills.
+        steps: next computation, on the heap too; `NOT_KNOWN` until its input arrives.
     """
 
     def __init__(self, ticks: Ticks, order: Schedule, limit: float, gap: float) -> None:
@@ -153,12 +145,14 @@ class _Filling:
         # The loss turns round: the last chunk's output is used by its own backward.
         self.takers[FORWARD].append((chunks - 1, INPUT_GRADIENT))
         self.gaps = [math.ceil(gap * NEARLY * time) for time in ticks.times[WEIGHT_GRADIENT]]
+        # A step is (start, is a weight gradient, rank) in one integer, from the highest bits to the lowest: a heap
+        # compares integers faster than tuples.
         self.steps = [NOT_KNOWN] * ranks
         self.heap: list[int] = []
         self.rank_bits = ranks.bit_length()
 
     def run(self, longest: float, widest: float) -> Filled | None:
-        """Serves all orders; None if they block, or cannot finish within `longest` with a bubble below `widest`."""
+        """Serves all orders; None if they block or miss the cutoff."""
         bits = self.rank_bits
         rank_mask = (1 << bits) - 1
         micro_batches = self.order.micro_batches
@@ -183,13 +177,14 @@ class _Filling:
             is_weight_gradient = step >> bits & 1
             action = self.pending[rank].popleft() if is_weight_gradient else self.left[rank].pop()
             self.serve(rank, action, start)
+        # Orders block where the limit lets no rank go on.
         if sum(map(len, self.served)) < 3 * self.order.segments * micro_batches:
             return None
         schedule = replace(self.order, actions=tuple(map(tuple, self.served)))
         return Filled(schedule, max(self.free), max(self.bubble))
 
     def find_next(self, rank: int) -> None:
-        """Puts a rank's next computation on the heap, as far as it is known."""
+        """Puts a rank's next computation on the heap, if it is known."""
         now = self.free[rank]
         left = self.left[rank]
         start = NOT_KNOWN
@@ -210,7 +205,7 @@ class _Filling:
         self.steps[rank] = step
 
     def serve(self, rank: int, action: Action, start: int) -> None:
-        """Does a computation, hands its result on, and finds the next ones."""
+        """Does a computation, passes on its result, and finds the next ones."""
         chunk, kind, m = action
         end = start + self.ticks.times[kind][chunk]
         self.free[rank] = end

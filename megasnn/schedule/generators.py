@@ -1,12 +1,12 @@
 """Pipeline schedules as orders of computations; `passes` adds communication.
 
-Letters of the papers: p stages, m micro-batches, v chunks per rank. T_F, T_B and T_W are the times of a stage's
-forward F, input gradient B and weight gradient W for one micro-batch. M_B is the activation memory of one forward.
-B is written I where the backward is split. Every schedule runs the backwards of a chunk in ascending order of
-micro-batches: gradients accumulate in the same order, so all schedules give the same bits.
+Letters of the papers: p stages, m micro-batches, v chunks per rank. T_F, T_B and T_W are a stage's times for the
+forward F, input gradient B and weight gradient W. M_B is one forward's activation memory. B is written I where the
+backward is split. Every schedule runs a chunk's backwards in ascending order: gradients accumulate in the same order,
+so all schedules give the same bits.
 
-Zero-bubble schedules are ZB-H1 and ZB-H2 (arXiv 2401.10241), ZBV, V-Half and V-Min (arXiv 2405.15362). Each is an order
-of F and B, to which `fill` adds W within a limit on activations, in units of M_B:
+Zero-bubble schedules are ZB-H1 and ZB-H2 (arXiv 2401.10241), ZBV, V-Half and V-Min (arXiv 2405.15362). Each orders F
+and B; `fill` adds W within a limit on activations, in units of M_B:
 
 ======  ============================================  ===============
 name    order                                         limit
@@ -18,9 +18,8 @@ v-half  two chunks in a V                             p // 2 + 1
 v-min   two chunks in a V                             (p+2) / 3
 ======  ============================================  ===============
 
-A V schedule is chosen among building blocks: the path of one micro-batch down and up the V, forward and backward. The
-block repeats every six ticks, so that no two repetitions meet on a rank. A longer path keeps more micro-batches in
-flight.
+A V schedule repeats a building block: one micro-batch's path down and up the V, forward and backward. A longer path
+keeps more micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def interleaved(stages: int, micro_batches: int, chunks_per_rank: int = 2) -> Sc
     """1F1B over v chunks per rank, placed in a loop (arXiv 2104.04473).
 
     Bubble (p - 1)(T_F + T_B + T_W) / v; peak activations p M_B (1 + (p - 1) / (p v)), after a warm-up of 2 (p - r - 1)
-    + (v - 1) p forwards. Micro-batches go round the loop in groups of p. One chunk per rank is 1F1B.
+    + (v - 1) p forwards. Micro-batches loop in groups of p. One chunk per rank is 1F1B.
     """
     if chunks_per_rank == 1:
         plain = one_f_one_b(stages, micro_batches)
@@ -112,6 +111,7 @@ def _interleaved_order(rank: int, stages: int, micro_batches: int, chunks_per_ra
             for m in range(first, first + stages):
                 forwards.append(Action(forward_chunk, Kind.FORWARD, m))
                 backwards.append(Action(backward_chunk, Kind.BACKWARD, m))
+    # The warm-up of Megatron-LM's interleaved schedule.
     warm_up = min(2 * (stages - rank - 1) + (chunks_per_rank - 1) * stages, len(forwards))
     order = _alternating(forwards, backwards, warm_up)
     return tuple(action for action in order if action.micro_batch is not None and action.micro_batch < micro_batches)
@@ -149,13 +149,11 @@ class ZeroBubble:
     """A zero-bubble schedule: one or several orders of F and B, and the rules for placing W.
 
     Attributes:
-        name: name of the schedule.
-        stages: pipeline ranks.
         limit: activations a rank may hold, in micro-batches of a whole stage.
         v: two chunks per rank in a V, instead of one.
         gap: see `fill`.
-        pace: warm-up forwards per following rank, with one chunk per rank; 1 is 1F1B.
-        most: maximum number of warm-up forwards, with one chunk per rank.
+        pace: with one chunk per rank, warm-up forwards per following rank; 1 is 1F1B.
+        most: with one chunk per rank, the maximum of warm-up forwards.
     """
 
     name: str
@@ -171,10 +169,7 @@ class ZeroBubble:
         return v_placement(self.stages) if self.v else loop_placement(self.stages)
 
     def fill(self, ticks: Ticks, micro_batches: int, cutoff: tuple[float, float] = NO_CUTOFF) -> Filled | None:
-        """Fastest filled order within the limit and better than the cutoff of `fill`; None if there is none.
-
-        Equally fast orders are compared by the longest wait between a rank's first and last computation.
-        """
+        """Fastest filled order that beats the cutoff of `fill`, with the smallest bubble; None if there is none."""
         best = None
         for orders in self.orders(micro_batches):
             order = Schedule(self.name, self.placement, micro_batches, tuple(orders))
@@ -211,7 +206,7 @@ def _one_chunk_orders(stages: int, micro_batches: int, pace: int, most: int | No
 
 
 def _block(stages: int, steps: Sequence[int], turns: Sequence[int]) -> dict[tuple[int, Kind], int]:
-    """Tick of each (chunk, kind) of the first micro-batch, delayed where a repetition occupies the rank."""
+    """Tick of each (chunk, kind) for the first micro-batch."""
     placement = v_placement(stages)
     down = range(stages)
     up = range(stages, 2 * stages)
@@ -226,6 +221,7 @@ def _block(stages: int, steps: Sequence[int], turns: Sequence[int]) -> dict[tupl
             if chunk != chunks[0]:
                 tick += step
             rank = placement[chunk]
+            # The block repeats every period: wait while a repetition occupies the rank.
             while tick % PERIOD in occupied[rank]:
                 tick += 1
             occupied[rank].add(tick % PERIOD)
@@ -234,10 +230,7 @@ def _block(stages: int, steps: Sequence[int], turns: Sequence[int]) -> dict[tupl
 
 
 def _repeated(block: dict[tuple[int, Kind], int], stages: int, micro_batches: int) -> Orders:
-    """Orders of all micro-batches, one period after another.
-
-    In the n-th period, a chunk computes micro-batch n minus the period of its first micro-batch.
-    """
+    """The block repeated for all micro-batches."""
     placement = v_placement(stages)
     # Each rank's computations: tick within a period, first period, actions of all micro-batches.
     computations: list[list[tuple[int, int, list[Action]]]] = [[] for _ in range(stages)]
@@ -251,6 +244,7 @@ def _repeated(block: dict[tuple[int, Kind], int], stages: int, micro_batches: in
         order = []
         for period in range(last_start + micro_batches):
             for _, first_period, actions in own:
+                # Every period, a chunk computes the next micro-batch.
                 if 0 <= period - first_period < micro_batches:
                     order.append(actions[period - first_period])
         orders.append(tuple(order))

@@ -1,10 +1,8 @@
 """Passes over a schedule: from an order of computations to the actions an executor runs.
 
 Generators order computations. Passes add communication, as ``_add_send_recv`` in ``torch.distributed.pipelining`` does.
-`refine` and `insert_recompute` take and give complete schedules.
-
-The passes for sharded weights place all-gathers, frees and reduce-scatters in a complete schedule of segments. While a
-segment computes, its weights are gathered, and so are those of the segment the rank uses next.
+`refine` and `insert_recompute` change complete schedules. The passes for sharded weights then place all-gathers, frees
+and reduce-scatters.
 """
 
 from __future__ import annotations
@@ -59,13 +57,10 @@ def complete(order: Schedule) -> Schedule:
 
 
 def insert_transfers(schedule: Schedule) -> Schedule:
-    """Adds the receives before computations and the sends after them.
-
-    Neighbouring segments on one rank need no transfer. All messages from one rank to another, forward and backward,
-    share one link, and are received in the order of the sends. A message may therefore be received before it is needed.
-    """
+    """Adds receives before computations and sends after them, where neighbouring segments are on different ranks."""
     placement = schedule.placement
-    # Receives of each (sending rank, receiving rank), in the order of the sends.
+    # A link carries all messages from one rank to another, forward and backward, in the order of the sends. By (sending
+    # rank, receiving rank), the receives.
     links = defaultdict[tuple[int, int], deque[Action]](deque)
     for rank, order in enumerate(schedule.actions):
         for action in order:
@@ -85,6 +80,7 @@ def _with_transfers(
         needed = _receive_before(action, placement)
         if needed is not None and needed not in early:
             link = links[placement[needed.peer.segment], rank]
+            # Messages sent before the needed one must be received first, although no computation needs them yet.
             while link:
                 receive = link.popleft()
                 yield receive
@@ -137,12 +133,12 @@ def _with_reduction(order: tuple[Action, ...], unreduced: set[int]) -> tuple[Act
 
 
 def refine(schedule: Schedule, segments: Sequence[int]) -> Schedule:
-    """Splits every computation of a chunk into its segments: forwards ascending, backwards descending.
+    """Splits every chunk computation into segments: forwards ascending, backwards descending.
 
     The order of all sums and the makespan stay the same.
 
     Args:
-        segments: number of segments of each chunk, at least one.
+        segments: segments in each chunk, at least one.
     """
     placement: list[int] = []
     for rank, count in zip(schedule.placement, segments, strict=True):
@@ -158,7 +154,7 @@ def refine(schedule: Schedule, segments: Sequence[int]) -> Schedule:
 
 
 def _of_segments(action: Action, firsts: Sequence[int]) -> list[Action]:
-    """A chunk's action as actions of its segments; a transfer stays one, at the chunk's first or last segment."""
+    """Actions of a chunk's segments; a transfer stays one action, at the first or last segment."""
     chunk, kind, m = action
     segments = range(firsts[chunk], firsts[chunk + 1])
     if kind in _SEGMENT_STEP:
@@ -169,9 +165,6 @@ def _of_segments(action: Action, firsts: Sequence[int]) -> list[Action]:
 
 def insert_recompute(schedule: Schedule, wanted: Callable[[int, int], bool]) -> Schedule:
     """Adds an R before backwards; the forward then stashes only its input.
-
-    R comes before the rank waits for the gradient. A backward right after its own forward gets no R: nothing would be
-    saved.
 
     Args:
         wanted: (segment, micro-batch) -> whether to recompute its forward.
@@ -186,7 +179,9 @@ def with_recompute(order: Sequence[Action], wanted: Callable[[int, int], bool]) 
     for action in order:
         segment, kind, m = action
         if kind in PROPAGATING and m is not None and wanted(segment, m):
+            # Right after its own forward, a backward still finds the activations.
             if last_computed != Action(segment, Kind.FORWARD, m):
+                # R needs no gradient, so that it runs while the gradient is in flight.
                 index = len(result)
                 while index and result[index - 1].kind in RECEIVES:
                     index -= 1
@@ -202,9 +197,9 @@ class SharedWeights:
     """Weights sharded over ranks, and gathered for use.
 
     Attributes:
-        segment_bytes: bytes of each segment's gathered weights; 0: none.
+        segment_bytes: gathered size of each segment's weights; 0: none.
         scattered: segments whose gradients are reduce-scattered after every micro-batch.
-        ranks: number of ranks the weights are sharded over.
+        ranks: number of shards.
     """
 
     segment_bytes: tuple[int, ...]
@@ -234,8 +229,7 @@ class SharedWeights:
 def insert_unshards(schedule: Schedule, segment_bytes: Sequence[int]) -> Schedule:
     """Adds an UNSHARD before uses of weights that are not gathered, and a RESHARD after the last use.
 
-    Args:
-        segment_bytes: bytes of each segment's gathered weights; a segment with 0 gets no actions.
+    A segment with 0 in `segment_bytes` gets no actions.
     """
     return replace(schedule, actions=tuple(_with_unshards(order, segment_bytes) for order in schedule.actions))
 
@@ -249,6 +243,7 @@ def _with_unshards(order: Sequence[Action], segment_bytes: Sequence[int]) -> tup
     start = 0
     for index, following in zip(indices, _following_segments(order, indices), strict=True):
         segment = order[index].segment
+        # The next segment is gathered while this one computes.
         wanted = [segment] if following is None else [segment, following]
         result += [Action(each, Kind.RESHARD) for each in gathered if each not in wanted]
         result += [Action(each, Kind.UNSHARD) for each in wanted if each not in gathered]
@@ -264,7 +259,7 @@ def _with_unshards(order: Sequence[Action], segment_bytes: Sequence[int]) -> tup
 
 
 def _following_segments(order: Sequence[Action], indices: Sequence[int]) -> list[int | None]:
-    """For each of these actions, the next other segment among them; None where no other follows."""
+    """The next other segment among these actions, for each of them; None where none follows."""
     following: list[int | None] = []
     current: int | None = None
     after: int | None = None

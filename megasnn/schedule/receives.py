@@ -13,7 +13,7 @@ from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Schedule
 
 
 def peers(placement: Sequence[int], rank: int) -> list[int]:
-    """Ranks that exchange tensors with a rank, ascending: owners of the segments next to its own."""
+    """Ranks that exchange tensors with a rank, ascending."""
     found: set[int] = set()
     for pair in pairwise(placement):
         if rank in pair:
@@ -22,10 +22,7 @@ def peers(placement: Sequence[int], rank: int) -> list[int]:
 
 
 def known_arrivals(schedule: Schedule, rank: int) -> dict[Action, int]:
-    """For each receive of a rank: how many of its sends to the same peer have arrived by then.
-
-    A peer's send comes after all receives before it in the peer's order.
-    """
+    """For each receive of a rank: how many of its sends to the same peer have arrived by then."""
     placement = schedule.placement
     known: dict[Action, int] = {}
     for peer in peers(placement, rank):
@@ -34,6 +31,7 @@ def known_arrivals(schedule: Schedule, rank: int) -> dict[Action, int]:
             if action.kind in RECEIVES and placement[action.peer.segment] == rank:
                 arrived += 1
             elif action.kind in SENDS and placement[action.peer.segment] == rank:
+                # The peer has finished every receive before this send.
                 known[action.peer] = arrived
     return known
 
@@ -41,15 +39,7 @@ def known_arrivals(schedule: Schedule, rank: int) -> dict[Action, int]:
 def sent_by_then(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
     """Receives to post before each computation and receive of a rank; their messages were certainly sent.
 
-    Prevents deadlocks where computations wait for every transfer queued on their rank's device, at any relative speed
-    of the ranks. A send without its receive blocks the sender just as a receive without its send blocks the receiver.
-
-    All ranks are followed in one common order, by two rules:
-
-    - A rank posts all receives in flight to it before its next computation or receive. So no sender waits for a rank
-      that is idle, and no posted receive has a sender that waits for this rank.
-    - A rank computes only when all its sends are posted. So no rank runs far ahead, and few receives hold memory at
-      once.
+    Prevents deadlocks between computations and the transfers queued on a device, at any relative speed of the ranks.
     """
     in_flight: list[list[Action]] = [[] for _ in schedule.actions]  # by receiving rank, receives not posted yet
     unposted = [0] * schedule.ranks  # by sending rank, the number of its sends among them
@@ -59,12 +49,17 @@ def sent_by_then(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
     def can_run(each: int, action: Action) -> bool:
         if action.kind not in COMPUTE and action.kind not in RECEIVES:
             return True
+        # All messages in flight are posted before the next computation or receive. An unposted send would block its
+        # sender as a receive without its send blocks the receiver.
         for receive in in_flight[each]:
             unposted[schedule.placement[receive.peer.segment]] -= 1
         if each == rank and in_flight[each]:
             found.setdefault(action, []).extend(in_flight[each])
         in_flight[each].clear()
-        return action in sent if action.kind in RECEIVES else not unposted[each]
+        if action.kind in RECEIVES:
+            return action in sent
+        # A rank computes once all its sends are posted: none runs far ahead, and few receives hold memory at once.
+        return not unposted[each]
 
     for each, action in _in_turn(schedule, can_run):
         if action.kind in SENDS:

@@ -24,8 +24,8 @@ class Simulation:
     """Timeline of a schedule and its totals; sequences have one entry per pipeline rank.
 
     Attributes:
-        timeline: all actions in order. A send takes no time; a receive ends when the tensor arrives. UNSHARD and
-            REDUCE_SCATTER are in flight from start to end and block nothing.
+        timeline: all actions in order. A receive ends when the tensor arrives. UNSHARD and REDUCE_SCATTER are in
+            flight from start to end.
         makespan: end of the last rank.
         busy: time spent computing.
         idle: makespan minus `busy`.
@@ -50,9 +50,8 @@ class Simulation:
 def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
     """Simulates a complete schedule.
 
-    A message arrives its transfer time after the send. The receiver waits for it, the sender does not. REDUCE_GRAD
-    takes no time. UNSHARD and REDUCE_SCATTER queue on a separate link beside the computations. The first computation
-    with gathered weights waits for their UNSHARD.
+    A receiver waits for its message, a sender does not. REDUCE_GRAD takes no time. UNSHARD and REDUCE_SCATTER queue on
+    a separate link beside the computations.
 
     Args:
         costs: one per segment.
@@ -91,15 +90,15 @@ class _ReplicaLink:
     """A rank's link to the other replicas, which carries one collective at a time.
 
     Attributes:
-        free: time from which the link is free.
-        gathering: end of each segment's UNSHARD, until its weights are used.
+        free: when the last collective ends.
+        gathering: by segment, when its UNSHARD ends; until the weights are used.
     """
 
     free: float = 0.0
     gathering: dict[int, float] = field(default_factory=dict)
 
     def queue(self, now: float, seconds: float) -> tuple[float, float]:
-        """Start and end of a collective behind all that are queued."""
+        """Start and end of one more collective."""
         start = max(now, self.free)
         self.free = start + seconds
         return start, self.free
@@ -131,6 +130,7 @@ def _timeline(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[Timed
             segment, kind, _ = action
             start = now
             if kind in computing:
+                # Only the first use waits for the gather.
                 if kind in USES_WEIGHTS and link.gathering:
                     start = max(now, link.gathering.pop(segment, now))
                 now = start + computing[kind][segment]

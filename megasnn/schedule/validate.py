@@ -166,8 +166,8 @@ def _needed(action: Action, schedule: Schedule, scattered: bool) -> Iterator[Act
 def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
     """All actions in an executable order, as (rank, indices of the actions it runs without waiting).
 
-    A receive waits for its send; a send does not block its rank. Raises ScheduleError for a receive out of order, since
-    a link delivers in the order of the sends, and for a deadlock.
+    A receive waits for its send; a send does not block its rank. Raises ScheduleError for a receive out of order and
+    for a deadlock.
     """
     placement = schedule.placement
     # Sent and not received yet, by link (sending rank, receiving rank).
@@ -195,6 +195,7 @@ def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
                     waiting[link] = rank
                     stop = index
                     break
+                # A link delivers in the order of the sends.
                 first = in_flight[link].popleft()
                 if first != action:
                     problem = f"{action} is next to receive from rank {link[0]}, which sends {first.peer} first"
@@ -209,12 +210,8 @@ def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
 def validate_weights(schedule: Schedule, segment_bytes: Sequence[int], scattered: Collection[int] = ()) -> None:
     """Raises ScheduleError if UNSHARD, RESHARD or REDUCE_SCATTER are wrong in an otherwise valid schedule.
 
-    Weights are gathered before use, not twice, and freed once, at the latest at the end. Gradients of exactly the
-    scattered segments are reduce-scattered.
-
-    Args:
-        segment_bytes: bytes of each segment's gathered weights; 0: none.
-        scattered: segments.
+    Weights are gathered before use, not twice, and freed once. Gradients are reduce-scattered for exactly the
+    `scattered` segments. A segment with 0 in `segment_bytes` has no weights.
     """
     for rank, order in enumerate(schedule.actions):
         gathered: set[int] = set()
