@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """Kind of action; the value is its part of the printed notation."""
+    """Action kind; the value is its printed notation."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -77,7 +77,7 @@ Position = tuple[int, int]
 
 
 class Action(NamedTuple):
-    """One step of a pipeline rank. A tuple, because large schedules hold half a million actions.
+    """One step on a pipeline rank. A tuple, because large schedules hold half a million actions.
 
     Attributes:
         micro_batch: None for an action done once per training step.
@@ -111,7 +111,7 @@ class Schedule:
     """Ordered actions of every pipeline rank.
 
     Attributes:
-        placement: pipeline rank of each segment.
+        placement: each segment's pipeline rank.
         micro_batches: number per step.
         actions: one sequence per pipeline rank.
         forward_only: evaluation, without backwards.
@@ -140,7 +140,7 @@ def format_actions(orders: Collection[Sequence[Action]], marks: Collection[Posit
     """Formats actions as text, one line per rank.
 
     Args:
-        orders: actions of each rank.
+        orders: each rank's actions.
         marks: positions to show as ``>1B3<``, with their neighbours only. The index after the last action is the end.
     """
     marked = [index for _, index in marks]

@@ -1,4 +1,4 @@
-"""Costs of chunks in any consistent unit: compute and transfer times, activations, gathered weights."""
+"""Chunk costs in any consistent unit: compute and transfer times, activations, gathered weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PROPORTIONAL = ("forward", "input_gradient", "weight_gradient", "activation", "
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """Costs of one chunk per micro-batch: T_F, T_B, T_W and M_B of the zero-bubble papers.
+    """One chunk's costs per micro-batch: T_F, T_B, T_W and M_B in the zero-bubble papers.
 
     Attributes:
         transfer: time to send the output to the next chunk's rank.
@@ -68,7 +68,7 @@ def resident_activations(
     transfer, activation gradients and weights do not count.
 
     Args:
-        activation: per segment and micro-batch; None: equal shares, in micro-batches of a whole stage.
+        activation: per segment and micro-batch; None: equal shares, in whole-stage micro-batches.
         entering: each segment's input; None: nothing.
     """
     shares = stage_shares(schedule.placement) if activation is None else activation
@@ -85,13 +85,14 @@ def resident_activations(
         elif kind is Kind.RECOMPUTE:
             resident += shares[segment] - inputs[segment]
         elif kind in FINISHING:
+            # An input gradient alone frees nothing: the weight gradient still needs the activations.
             resident -= shares[segment]
         result.append(resident)
     return result
 
 
 def resident_weights(schedule: Schedule, rank: int, segment_bytes: Sequence[int]) -> list[int]:
-    """Bytes of gathered weights a rank holds after each action, including gathers in flight."""
+    """Gathered weights in bytes a rank holds after each action, including gathers in flight."""
     resident = 0
     result = []
     for segment, kind, _ in schedule.actions[rank]:

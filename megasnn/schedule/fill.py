@@ -27,14 +27,14 @@ NOT_KNOWN = -1
 
 @dataclass(frozen=True)
 class Ticks:
-    """Costs of a placement's chunks in whole ticks.
+    """Chunk costs on a placement, in whole ticks.
 
     Attributes:
-        placement: rank of each chunk.
+        placement: each chunk's rank.
         times: by kind, each chunk's time to compute.
         moved: by kind, each chunk's time to send its result.
         work: each rank's time per micro-batch.
-        duration: time of a tick.
+        duration: tick length.
     """
 
     placement: tuple[int, ...]
@@ -55,8 +55,8 @@ class Ticks:
         for chunk, cost in enumerate(costs):
             moved[FORWARD].append(cost.transfer if crosses(placement, chunk) else 0.0)
             moved[INPUT_GRADIENT].append(costs[chunk - 1].transfer_back if crosses(placement, chunk - 1) else 0.0)
-        # Integers add without rounding in any order, and a power of two keeps the division exact.
         longest = micro_batches * (sum(map(sum, times.values())) + sum(map(sum, moved.values())))
+        # Whole ticks add without rounding in any order, and a power of two keeps the division exact.
         _, exponent = math.frexp(longest)
         duration = math.ldexp(1.0, exponent - RESOLUTION)
         times_in_ticks = _in_ticks(times, duration)
@@ -95,7 +95,7 @@ def fill(
 
     Args:
         order: forwards and input gradients.
-        limit: activations a rank may hold, in micro-batches of a whole stage.
+        limit: activations a rank may hold, in whole-stage micro-batches.
         gap: a weight gradient fills waits from this fraction of its time on.
         cutoff: (makespan, bubble) in ticks; an order must be faster, or as fast with a smaller bubble.
     """
@@ -103,7 +103,7 @@ def fill(
 
 
 class _Filling:
-    """Event simulation of all ranks; lists have one entry per rank.
+    """Event simulation over all ranks; lists have one entry per rank.
 
     Attributes:
         served: actions done.
@@ -111,7 +111,7 @@ class _Filling:
         free: end of the last action.
         waited: total wait.
         bubble: total wait since the first computation.
-        resident: activations held, in micro-batches of a chunk.
+        resident: activations held, in chunk micro-batches.
         room: limit on `resident`.
         pending: weight gradients that can run.
         arrivals: by kind and chunk, when unused inputs arrive.
@@ -137,6 +137,7 @@ class _Filling:
             FORWARD: [deque() for _ in range(chunks)],
             INPUT_GRADIENT: [deque() for _ in range(chunks)],
         }
+        # The first chunk's inputs are there from the start.
         self.arrivals[FORWARD][0].extend([0] * order.micro_batches)
         self.takers: dict[Kind, list[tuple[int, Kind] | None]] = {FORWARD: [], INPUT_GRADIENT: [None]}
         for chunk in range(chunks - 1):
@@ -163,14 +164,14 @@ class _Filling:
             step = heappop(self.heap)
             rank = step & rank_mask
             if step != self.steps[rank]:
-                continue  # outdated: an input arrived, and the rank's next computation is another one
+                continue  # outdated: an input has arrived since, and changed the rank's next computation
             start = step >> bits + 1
             wait = start - self.free[rank]
             if wait > 0:
                 self.waited[rank] += wait
                 if self.served[rank]:
                     self.bubble[rank] += wait
-                # No wait is ever made up for, so that this bounds the makespan from below.
+                # A rank never catches up on a wait: this bounds the makespan from below.
                 least = self.waited[rank] + work[rank]
                 if least > longest or (least == longest and self.bubble[rank] >= widest):
                     return None
@@ -191,9 +192,11 @@ class _Filling:
         if left:
             chunk, kind, _ = left[-1]
             arrived = self.arrivals[kind][chunk]
+            # Only a forward takes memory. At the limit it waits until a weight gradient has freed some.
             if arrived and (kind is not FORWARD or self.resident[rank] < self.room[rank]):
                 start = max(arrived[0], now)
         pending = self.pending[rank]
+        # A weight gradient runs at once where nothing else is known, or where the wait is long enough.
         if pending and (start == NOT_KNOWN or start - now >= max(1, self.gaps[pending[0][0]])):
             step = (2 * now + 1) << self.rank_bits | rank
         elif start != NOT_KNOWN:

@@ -1,4 +1,4 @@
-"""Pipeline schedules as orders of computations; `passes` adds communication.
+"""Pipeline schedules: the order in which ranks compute. `passes` adds communication.
 
 Letters of the papers: p stages, m micro-batches, v chunks per rank. T_F, T_B and T_W are a stage's times for the
 forward F, input gradient B and weight gradient W. M_B is one forward's activation memory. B is written I where the
@@ -126,7 +126,7 @@ def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
         arrived = micro_batches
         for chunk, rank in enumerate(placement):
             if done[chunk] < arrived:
-                ready[rank] = chunk
+                ready[rank] = chunk  # replaces a ready chunk further from the output
             arrived = done[chunk]
         for rank, chunk in ready.items():
             orders[rank].append(Action(chunk, Kind.FORWARD, done[chunk]))
@@ -135,25 +135,25 @@ def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
 
 
 def half_limit(stages: int) -> int:
-    """Activation limit of V-Half, in micro-batches of a whole stage."""
+    """V-Half's activation limit, in whole-stage micro-batches."""
     return stages // 2 + 1
 
 
 def min_limit(stages: int) -> int:
-    """Activation limit of V-Min, in micro-batches of a whole stage."""
+    """V-Min's activation limit, in whole-stage micro-batches."""
     return -(-(stages + 2) // 3)
 
 
 @dataclass(frozen=True)
 class ZeroBubble:
-    """A zero-bubble schedule: one or several orders of F and B, and the rules for placing W.
+    """A zero-bubble schedule: candidate orders for F and B, and the rules for placing W.
 
     Attributes:
-        limit: activations a rank may hold, in micro-batches of a whole stage.
+        limit: activations a rank may hold, in whole-stage micro-batches.
         v: two chunks per rank in a V, instead of one.
         gap: see `fill`.
         pace: with one chunk per rank, warm-up forwards per following rank; 1 is 1F1B.
-        most: with one chunk per rank, the maximum of warm-up forwards.
+        most: with one chunk per rank, the most warm-up forwards.
     """
 
     name: str
@@ -180,7 +180,7 @@ class ZeroBubble:
         return best
 
     def orders(self, micro_batches: int) -> Iterator[Orders]:
-        """Candidates: forwards and input gradients of all ranks."""
+        """Candidates: each rank's forwards and input gradients."""
         if not self.v:
             yield _one_chunk_orders(self.stages, micro_batches, self.pace, self.most)
             return
@@ -259,9 +259,11 @@ def _full_v_orders(stages: int, micro_batches: int) -> Orders:
         early_i = rank, INPUT_GRADIENT
         late_f = 2 * stages - 1 - rank, FORWARD
         late_i = 2 * stages - 1 - rank, INPUT_GRADIENT
+        # Warm-up: forwards down the V, then down and up in turn, then up together with the first gradients.
         computations = [early_f] * (2 * (stages - rank) - 1)
         computations += [late_f, early_f] * rank
         computations += [late_f, late_i] * (stages - rank)
+        # Steady state, and the gradients left at the end. Each kind stops after the last micro-batch.
         computations += [early_f, early_i, late_f, late_i] * micro_batches
         computations += [early_i] * micro_batches
         done = {early_f: 0, early_i: 0, late_f: 0, late_i: 0}
@@ -278,5 +280,4 @@ def _full_v_orders(stages: int, micro_batches: int) -> Orders:
 # Cached, since the search for the best schedule asks for the same lists many times. Callers must not change them.
 @lru_cache(maxsize=256)
 def _all(chunk: int, kind: Kind, micro_batches: int) -> list[Action]:
-    """One action per micro-batch."""
     return [Action(chunk, kind, m) for m in range(micro_batches)]

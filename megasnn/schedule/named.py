@@ -91,12 +91,12 @@ SCHEDULES: Registry[NamedSchedule] = Registry(
 
 
 def equal_costs(stages: int) -> CostsOf:
-    """One unit of time each for a stage's forward, input gradient and weight gradient; transfers take none."""
+    """Unit time for a stage's forward, input gradient and weight gradient each; transfers take none."""
     return per_stage([ChunkCost(1, 1, 1)] * stages)
 
 
 def per_stage(stages: Sequence[ChunkCost]) -> CostsOf:
-    """Chunk costs as shares of the costs of whole stages."""
+    """Chunk costs as shares of whole stages' costs."""
     return lambda placement: chunk_costs(stages, placement)
 
 
@@ -146,6 +146,8 @@ def find_best(
     for candidate in _candidates(stages, micro_batches, counts):
         if placement in (None, candidate.placement):
             search.try_filling(candidate)
+    # Named schedules with whole backwards, and zero-bubble ones as equal costs fill them: filling is greedy, so that
+    # these costs need not give the better place to a weight gradient.
     for name, named in SCHEDULES.items():
         for count in filter(named.can_place, counts):
             if placement in (None, named.placement(stages, count)):
@@ -177,7 +179,7 @@ def _candidates(stages: int, micro_batches: int, counts: tuple[int, ...]) -> Ite
 
 
 class _Search:
-    """Best schedule so far, with its makespan and its largest peak of activations."""
+    """Best schedule so far, with its makespan and its largest activation peak."""
 
     def __init__(self, micro_batches: int, costs_of: CostsOf) -> None:
         self._micro_batches = micro_batches

@@ -1,7 +1,6 @@
 """Partition of a model's layers into pipeline chunks: balanced by cost, or by an explicit layout.
 
-A model is a flat list of layers in layer groups (Spikformer: patch stem, each block, head). A chunk is a contiguous
-range of layers.
+Layers are a flat list, in layer groups (Spikformer: patch stem, each block, head). A chunk is a contiguous range.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[rang
 def _moved_while_better(
     cuts: tuple[int, ...], layers: int, badness: Callable[[Sequence[int]], float]
 ) -> tuple[int, ...]:
-    """Local search: moves one or two cuts at a time by one layer."""
+    """Moves one or two cuts at a time by one layer."""
     moves = []
     for first, second in combinations_with_replacement(range(len(cuts)), 2):
         for step, other_step in product((-1, 1), repeat=2):
@@ -164,7 +163,7 @@ def layout_to_bounds(layout: Sequence[int], group_of_layer: Sequence[str], chunk
 
     Args:
         layout: chunk sizes.
-        group_of_layer: layer group of each layer; a group's layers are adjacent.
+        group_of_layer: each layer's group; a group's layers are adjacent.
         chunks: expected number of entries, if known.
     Raises:
         ValueError: another number of entries, or a sum that fits neither layer groups nor layers.

@@ -1,4 +1,4 @@
-"""Passes over a schedule: from an order of computations to the actions an executor runs.
+"""Passes over a schedule: from ordered computations to the actions an executor runs.
 
 Generators order computations. Passes add communication, as ``_add_send_recv`` in ``torch.distributed.pipelining`` does.
 `refine` and `insert_recompute` change complete schedules. The passes for sharded weights then place all-gathers, frees
@@ -52,7 +52,7 @@ RECOMPUTE: Registry[Callable[[int, int], bool]] = Registry(
 
 
 def complete(order: Schedule) -> Schedule:
-    """Adds transfers and the gradient reduction to a schedule of computations."""
+    """Adds transfers and the gradient reduction to ordered computations."""
     return insert_gradient_reduction(insert_transfers(order))
 
 
@@ -215,7 +215,7 @@ class SharedWeights:
         return schedule
 
     def gathered_and_buffers(self, schedule: Schedule, rank: int) -> tuple[int, int]:
-        """Peak bytes of a rank's gathered weights, and of the buffers for shards in flight."""
+        """Peak bytes a rank needs for gathered weights, and for the buffers in flight."""
         sizes = [self.segment_bytes[segment] for segment in schedule.segments_of(rank)]
         buffer = max(sizes) * (self.ranks - 1) // self.ranks
         # With two ranks, only receives need a buffer; with more, sends need one too.
@@ -247,7 +247,7 @@ def _with_unshards(order: Sequence[Action], segment_bytes: Sequence[int]) -> tup
         wanted = [segment] if following is None else [segment, following]
         result += [Action(each, Kind.RESHARD) for each in gathered if each not in wanted]
         result += [Action(each, Kind.UNSHARD) for each in wanted if each not in gathered]
-        # Sends go before the next gathers, because other ranks wait for them.
+        # Sends go before the next frees and gathers, because other ranks wait for them.
         stop = index + 1
         while stop < len(order) and order[stop].kind in SENDS:
             stop += 1
@@ -259,7 +259,7 @@ def _with_unshards(order: Sequence[Action], segment_bytes: Sequence[int]) -> tup
 
 
 def _following_segments(order: Sequence[Action], indices: Sequence[int]) -> list[int | None]:
-    """The next other segment among these actions, for each of them; None where none follows."""
+    """For each of these actions, the segment that follows its own; None at the end."""
     following: list[int | None] = []
     current: int | None = None
     after: int | None = None

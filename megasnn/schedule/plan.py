@@ -32,7 +32,7 @@ class ScheduleChoice:
 
     Attributes:
         name: "auto" searches the best schedule on this placement for each number of micro-batches.
-        placement: pipeline rank of each chunk.
+        placement: each chunk's pipeline rank.
         costs: chunk costs; None: equal costs.
         decided: chunk schedules found earlier; ranks do not search again.
         segments_per_chunk: segments in each chunk; None: chunks stay whole.
@@ -55,7 +55,8 @@ class ScheduleChoice:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def in_segments(self, bounds: Sequence[range], recompute: str) -> ScheduleChoice:
-        """The same schedule, executed layer by layer; `bounds` has the layers of each chunk."""
+        """The same schedule, executed layer by layer; `bounds` has each chunk's layers."""
+        # A chunk without layers is one segment: it passes on its input.
         counts = tuple(max(1, len(layers)) for layers in bounds)
         return replace(self, segments_per_chunk=counts, recompute=recompute)
 
@@ -83,14 +84,14 @@ class ScheduleChoice:
 
     @property
     def segment_placement(self) -> tuple[int, ...]:
-        """Pipeline rank of each segment."""
+        """Each segment's pipeline rank."""
         placement: list[int] = []
         for rank, count in zip(self.placement, self.segment_counts, strict=True):
             placement += [rank] * count
         return tuple(placement)
 
     def segment_bounds(self, bounds: Sequence[range]) -> list[range]:
-        """Layers of each segment, from the layers of each chunk: one each, and the rest in a chunk's last segment."""
+        """Layers of each segment, from each chunk's layers: one each, and the rest in the last segment."""
         segments = []
         for layers, count in zip(bounds, self.segment_counts, strict=True):
             last = layers.start + count - 1
@@ -101,6 +102,7 @@ class ScheduleChoice:
     @cached_property
     def training(self) -> Callable[[int], Schedule]:
         """(number of micro-batches) -> validated schedule. Cached: large schedules take seconds to build."""
+        # A cache on the method itself would be shared, and keep every choice alive.
         return cache(self._training)
 
     @cached_property

@@ -21,16 +21,16 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """Timeline of a schedule and its totals; sequences have one entry per pipeline rank.
+    """Timeline and totals; sequences have one entry per pipeline rank.
 
     Attributes:
         timeline: all actions in order. A receive ends when the tensor arrives. UNSHARD and REDUCE_SCATTER are in
             flight from start to end.
-        makespan: end of the last rank.
+        makespan: when the last rank ends.
         busy: time spent computing.
         idle: makespan minus `busy`.
         bubble: idle time between a rank's first and last computation.
-        peak_activations: maximum held at once, in the unit of the costs.
+        peak_activations: most held at once, in the costs' unit.
     """
 
     timeline: tuple[tuple[TimedAction, ...], ...]
@@ -98,7 +98,7 @@ class _ReplicaLink:
     gathering: dict[int, float] = field(default_factory=dict)
 
     def queue(self, now: float, seconds: float) -> tuple[float, float]:
-        """Start and end of one more collective."""
+        """Adds a collective; returns its start and end."""
         start = max(now, self.free)
         self.free = start + seconds
         return start, self.free

@@ -59,7 +59,6 @@ def validate_schedule(schedule: Schedule) -> None:
 
 
 def _check_rank(schedule: Schedule, rank: int) -> None:
-    """Checks the rules about one rank's actions."""
     order = schedule.actions[rank]
     segments = schedule.segments_of(rank)
     scattered = {segment for segment, kind, _ in order if kind is Kind.REDUCE_SCATTER}
@@ -69,6 +68,7 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
     done: set[Action] = set()
     for index, action in enumerate(order):
         segment, kind, m = action
+        # `validate_weights` checks these.
         if kind in SHARDING and segment in segments and m is None:
             continue
         parts = _parts(action)
@@ -104,7 +104,7 @@ def _parts(action: Action) -> tuple[Action, ...]:
 
 
 def _expected(schedule: Schedule, segment: int, scattered: bool) -> Iterator[Action]:
-    """All actions of a segment in a step, except R, UNSHARD and RESHARD."""
+    """A segment's actions in a step, except R, UNSHARD and RESHARD."""
     crosses_before = crosses(schedule.placement, segment - 1)
     crosses_after = crosses(schedule.placement, segment)
     kinds = [Kind.FORWARD]
@@ -187,6 +187,7 @@ def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
                 receive = action.peer
                 link = rank, placement[receive.segment]
                 in_flight.setdefault(link, deque()).append(receive)
+                # The receiving rank goes on later: this one first runs as far as it can.
                 if link in waiting:
                     ready.append(waiting.pop(link))
             elif kind in RECEIVES:
