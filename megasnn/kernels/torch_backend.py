@@ -23,6 +23,11 @@ REDUCED = (torch.bfloat16, torch.float16)
 """Types whose arithmetic is done in float32."""
 
 
+def computed_in(x: Tensor) -> torch.dtype:
+    """Type of the arithmetic on x."""
+    return torch.float32 if x.dtype in REDUCED else x.dtype
+
+
 @cache
 def surrogate_function(name: str, alpha: float) -> Callable[[Tensor], Tensor]:
     """The surrogate function of a name: a step forward, a smooth gradient backward."""
@@ -93,7 +98,7 @@ def reset(h: Tensor, spike: Tensor, spec: NeuronSpec) -> Tensor:
 
 
 def _neuron_multi_step(x: Tensor, v0: Tensor | None, w: Tensor | None, spec: NeuronSpec) -> tuple[Tensor, Tensor]:
-    dtype = _computed_in(x)
+    dtype = computed_in(x)
     q = None if w is None else w.to(dtype).sigmoid()
     v = None if v0 is None else v0.to(dtype)
     spikes, last = _steps(x.to(dtype), v, q, spec)
@@ -185,7 +190,7 @@ class TorchKernels(NormNeuronKernels[Tensor]):
 
     def fire(self, inputs: NormNeuronInput, packed: bool = False) -> tuple[Tensor, Tensor | None]:
         x, norm, w, norm_neuron = inputs
-        q = None if w is None else w.detach().to(_computed_in(x)).sigmoid()
+        q = None if w is None else w.detach().to(computed_in(x)).sigmoid()
         with torch.no_grad():
             normalised = _normalised(x, norm, norm_neuron.eps)
             spikes = channels_last(_spikes(normalised, q, norm_neuron).to(x.dtype))
@@ -235,7 +240,7 @@ class TorchKernels(NormNeuronKernels[Tensor]):
 
 
 def _normalised(x: Tensor, norm: Norm, eps: float) -> Tensor:
-    dtype = _computed_in(x)
+    dtype = computed_in(x)
     mean, variance, weight, bias = (None if each is None else each.detach().to(dtype) for each in norm)
     y = F.batch_norm(_frames(x).detach(), mean, variance, weight, bias, training=False, eps=eps)
     return y.unflatten(0, x.shape[:2])
@@ -261,8 +266,4 @@ def _of_channels(values: Tensor, like: Tensor) -> Tensor:
 
 def _frames(x: Tensor) -> Tensor:
     """`[T * N, C, ...]`, in float32 where the type is narrower."""
-    return x.flatten(0, 1).to(_computed_in(x))
-
-
-def _computed_in(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in REDUCED else x.dtype
+    return x.flatten(0, 1).to(computed_in(x))

@@ -1,13 +1,12 @@
-"""The exponential of lanes, for surrogate gradients.
+"""The exponential of lanes, for surrogate gradients: the mathematical library's takes one number at a time.
 
-The mathematical library's takes one number at a time. This one multiplies and adds with one rounding, which is faster
-and gives the same bits on every processor.
+Fused multiply-adds are faster, and give the same bits on every processor.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -17,31 +16,51 @@ from numba.extending import intrinsic, overload
 from megasnn.kernels.numba.lanes import constant_lanes, multiply_add, of_lanes, where
 
 
+class _Format(NamedTuple):
+    """A floating-point type and its constants.
+
+    Attributes:
+        degree: of the Taylor polynomial of exp(r) that is exact enough for |r| <= ln 2 / 2.
+        lowest: exp of it is still a normal number.
+        ln2_high, ln2_low: ln 2 in two parts; the first has so few bits that its product with k is exact.
+    """
+
+    number: Any
+    exponent_bias: int
+    mantissa_bits: int
+    degree: int
+    lowest: float
+    ln2_high: float
+    ln2_low: float
+
+
+_FORMATS = {
+    types.float32: _Format(np.float32, 127, 23, 7, -87.0, 0.693359375, -2.1219444005469057e-4),
+    types.float64: _Format(np.float64, 1023, 52, 13, -708.0, 0.6931471803691238, 1.9082149292705877e-10),
+}
+
+
 def _power_of_two(context, t):
     """2^k from ``t = k + 1.5 * 2^mantissa_bits``: the low bits of such a number hold k, which becomes the exponent."""
-    width, exponent_bias, mantissa_bits = 64, 1023, 52
-    if t.element == types.float32:
-        width, exponent_bias, mantissa_bits = 32, 127, 23
+    c = _FORMATS[t.element]
 
     def generate(context, builder, signature, args):
-        integers = ir.VectorType(ir.IntType(width), t.count)
-        bits = builder.add(builder.bitcast(args[0], integers), constant_lanes(integers, exponent_bias))
-        return builder.bitcast(builder.shl(bits, constant_lanes(integers, mantissa_bits)), args[0].type)
+        integers = ir.VectorType(ir.IntType(t.element.bitwidth), t.count)
+        bits = builder.add(builder.bitcast(args[0], integers), constant_lanes(integers, c.exponent_bias))
+        return builder.bitcast(builder.shl(bits, constant_lanes(integers, c.mantissa_bits)), args[0].type)
 
     return t(t), generate
 
 
 def _exponential_series(context, r):
     """The Taylor polynomial of exp(r), to the precision of its type for |r| <= ln 2 / 2."""
-    is_single = r.element == types.float32
-    degree = 7 if is_single else 13
-    number: Any = np.float32 if is_single else np.float64
+    c = _FORMATS[r.element]
 
     def generate(context, builder, signature, args):
         vector = args[0].type
-        result = constant_lanes(vector, float(number(1.0 / math.factorial(degree))))
-        for k in range(degree - 1, -1, -1):
-            term = constant_lanes(vector, float(number(1.0 / math.factorial(k))))
+        result = constant_lanes(vector, float(c.number(1.0 / math.factorial(c.degree))))
+        for k in range(c.degree - 1, -1, -1):
+            term = constant_lanes(vector, float(c.number(1.0 / math.factorial(k))))
             result = of_lanes(builder, "llvm.fma", result, args[0], term)
         return result
 
@@ -61,13 +80,12 @@ def exp_negative(x):
 
 @overload(exp_negative, inline="always")
 def _exp_negative(x):
-    double = x.element == types.float64
-    number: Any = np.float64 if double else np.float32
-    lowest = number(-708.0 if double else -87.0)
-    magic = number(1.5 * 2.0 ** (52 if double else 23))
-    # ln 2 in two parts. The first has so few bits that its product with k is exact.
-    high = number(0.6931471803691238 if double else 0.693359375)
-    low = number(1.9082149292705877e-10 if double else -2.1219444005469057e-4)
+    c = _FORMATS[x.element]
+    number = c.number
+    lowest = number(c.lowest)
+    magic = number(1.5 * 2.0**c.mantissa_bits)
+    high = number(c.ln2_high)
+    low = number(c.ln2_low)
     per_ln2 = number(1.0 / math.log(2.0))
 
     def implementation(x):

@@ -1,8 +1,4 @@
-"""Lanes: several neighbouring numbers as one value, which the processor adds or compares at once.
-
-LLVM vectorises a loop over single elements only behind a comparison of all its arrays for overlap. A loop over lanes is
-vectorised as it is written and compiles sooner, and a comparison directly gives packed bits.
-"""
+"""Lanes: several neighbouring numbers as one value, which the processor adds or compares at once."""
 
 from __future__ import annotations
 
@@ -15,6 +11,8 @@ from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
+# LLVM vectorises a loop over single elements only behind a comparison of all its arrays for overlap. A loop over lanes
+# is vectorised as it is written and compiles sooner, and a comparison directly gives packed bits.
 VECTOR_BYTES = 128  # two of the widest registers for a value; with four, registers do not suffice for all values
 _LINE = 64  # bytes of a line of the cache
 _L2 = 2  # the number of that cache in a prefetch instruction
@@ -96,7 +94,7 @@ def _count_of(context, lanes):
 
 
 def _address(context: Any, builder: Any, kind: Any, vector: Any, array: Any, row: Any, column: Any, *_: Any) -> Any:
-    """Address of `array[row, column]`, as a pointer to a vector type. From `array` on: arguments of an intrinsic."""
+    """Address of `array[row, column]`, as a pointer to a vector type."""
     if kind.ndim != 2 or kind.layout != "C":
         raise TypeError(f"lanes are loaded from contiguous arrays of two dimensions, not from {kind}")
     struct = context.make_array(kind)(context, builder, array)
@@ -126,10 +124,7 @@ def _store(context, array, row, column, lanes):
 
 
 def _stream(context, array, row, column, lanes, past):
-    """As `store`; with `past`, whole cache lines go past the caches to memory, which is then not read first.
-
-    Other threads see them after `ordered`.
-    """
+    """As `store`; with `past`, whole cache lines go past the caches. Other threads see them after `ordered`."""
 
     def generate(context, builder, signature, args):
         place = _address(context, builder, array, args[3].type, *args)
@@ -170,8 +165,9 @@ def _prefetch(context, array, row, column, like):
         size = like.count * like.element.bitwidth // 8
         for start in range(0, size, _LINE):
             line = builder.gep(place, [ir.IntType(64)(start)])
-            read, data = 0, 1
-            builder.call(prefetch, [line, ir.IntType(32)(read), ir.IntType(32)(_L2), ir.IntType(32)(data)])
+            for_reading = ir.IntType(32)(0)
+            of_data = ir.IntType(32)(1)
+            builder.call(prefetch, [line, for_reading, ir.IntType(32)(_L2), of_data])
 
     return types.void(array, types.intp, types.intp, like), generate
 

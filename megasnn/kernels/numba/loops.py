@@ -1,11 +1,7 @@
-"""Kernels of norm and neurons without pooling: statistics, spikes, gradients. They must equal `torch_backend`.
+"""Kernels of norm and neurons without pooling, which must equal `torch_backend`.
 
-A block is a whole number of pixels. The channels' coefficients are repeated to its length, which makes the innermost
-loops long for any number of channels. Sums are formed side by side in a row of pixels; the pixels of the row are added
-at the end of a slice of work. So the order of a sum does not depend on the number of threads.
-
-Arguments: `x [X, M]` with X = T, or 1 for a repeated input; spikes and their gradients `[T, M]`; `first, last`: the
-range of slices of work to do, by which threads share a call.
+`x [X, M]` with X = T, or 1 for a repeated input; spikes and their gradients `[T, M]`. `first, last` is a range of
+slices of work: threads share a call.
 """
 
 from __future__ import annotations
@@ -15,6 +11,10 @@ import numpy as np
 from megasnn.kernels.numba.jit import kernel, part
 from megasnn.kernels.numba.lanes import count_of, lane_of, lanes_of, load, store
 from megasnn.kernels.numba.time_loop import LANES, back, fire_run
+
+# A block is a whole number of pixels. The channels' coefficients are repeated to its length, which makes the innermost
+# loops long for any number of channels. Sums are formed side by side in a row of pixels; the pixels of the row are
+# added at the end of a slice of work. So the order of a sum does not depend on the number of threads.
 
 
 @part
@@ -29,8 +29,9 @@ def fold(wide, channels, out):
 
 @part
 def add_rows(x, wide):
-    """Adds rows as long as `wide` to it, four at a time: each sum is then read and written less often."""
+    """Adds rows as long as `wide` to it."""
     width = wide.size
+    # Four at a time: each sum is read and written less often.
     fours = x.size // (4 * width) * 4 * width
     for start in range(0, fours, 4 * width):
         a = x[start : start + width]
@@ -73,9 +74,9 @@ def add_squares(x, centre, wide):
 def slice_statistics(x, channels, width, rows, means, squares, first, last):
     """Mean and sum of squared deviations of each channel, `means, squares [slices, C]`.
 
-    A slice of work is `rows` rows of the flat `x`. It is read twice while it is in the cache. `merge` merges the slices
-    exactly.
+    A slice of work is `rows` rows of the flat `x`.
     """
+    # A slice is read twice while it is in the cache: first for the mean, then for exact deviations.
     wide = np.empty(width, x.dtype)
     centre = np.empty(width, x.dtype)
     for index in range(first, last):
@@ -126,10 +127,9 @@ def fire_block(x, norm, v_first, v_last, spikes, bits, p, length, first, last):
 
 @kernel
 def block_backward(x, norm, v_first, g_spikes, g_v, g_y, sums, channels, length, blocks, p, first, last):
-    """The gradient `g_y [X, M]` of the neurons' input from `g_spikes [T, M]`; `g_v` as in `time_loop.back`.
+    """The gradient `g_y [X, M]` of the neurons' input, and `sums [slices, 3, C]`; the rest as in `time_loop.back`.
 
-    A slice of work is `blocks` blocks and fills one of `sums [slices, 3, C]`: of g_y and of g_y (x - mean), where there
-    is a norm, and of the terms `of_factor`, where the factor is learned.
+    A slice of work is `blocks` blocks.
     """
     size = x.shape[1]
     scratch = np.empty((2 * g_spikes.shape[0], LANES), x.dtype)
@@ -148,9 +148,9 @@ def block_backward(x, norm, v_first, g_spikes, g_v, g_y, sums, channels, length,
 
 @kernel
 def norm_input_gradient(x, g, coefficients, width, first, last):
-    """Input gradient of batch norm, written over `g`. `x, g [1, size]`; a slice of work is `width` elements.
+    """Input gradient of batch norm, written over `g [1, size]`; a slice of work is `width` elements.
 
-    `coefficients [4, n]` for each channel: scale, mean, mean gradient, and mean gradient per deviation of the input.
+    `coefficients [4, n]`: scale, mean, mean gradient, mean gradient per deviation of the input.
     """
     many = lanes_of(x[0, 0])
     one = lane_of(x[0, 0])

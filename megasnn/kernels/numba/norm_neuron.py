@@ -17,7 +17,7 @@ from megasnn.kernels.numba import loops, pool
 from megasnn.kernels.numba.jit import run_kernel
 from megasnn.kernels.numba.step import Constants, constants
 from megasnn.kernels.spike_codec import pack_bits
-from megasnn.kernels.torch_backend import REDUCED
+from megasnn.kernels.torch_backend import computed_in
 
 _ROW = 512  # elements summed side by side, rounded up to whole pixels
 _ROWS = 32  # rows of a slice of sums: short enough for float32, long enough that folding costs nothing
@@ -100,10 +100,12 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
         channels = data.shape[-1]
         width = _row_width(channels)
         affine = _affine(inputs.norm, inputs.norm_neuron.eps)
-        sum_g, sum_gx = np.zeros((2, channels)) if sums is None else sums[:2].numpy()
-        of_deviations = sum_gx * affine.inverse_deviation**2
-        mean_g = sum_g / count
-        coefficients = _tiles(width, data.dtype, affine.scale, affine.mean, mean_g, of_deviations / count)
+        mean_g = np.zeros(channels)
+        mean_per_deviation = np.zeros(channels)
+        if sums is not None:
+            mean_g = sums[0].numpy() / count
+            mean_per_deviation = sums[1].numpy() * affine.inverse_deviation**2 / count
+        coefficients = _tiles(width, data.dtype, affine.scale, affine.mean, mean_g, mean_per_deviation)
         slice_size = _ROWS * width
         slices = pieces(data.size, slice_size)
         rows = data.reshape(1, -1)
@@ -197,7 +199,7 @@ def _tiles(length: int, dtype: np.dtype, *values: np.ndarray) -> np.ndarray:
 def _pixels(x: Tensor) -> np.ndarray:
     """`[T, N, C, ...]` as a contiguous array `[T, N, ..., C]`, without a copy where the memory is channels-last."""
     x = x.detach().movedim(2, -1)
-    return (x.float() if x.dtype in REDUCED else x).contiguous().numpy()
+    return x.to(computed_in(x)).contiguous().numpy()
 
 
 def pieces(whole: int, size: int) -> int:
@@ -207,11 +209,11 @@ def pieces(whole: int, size: int) -> int:
 
 def _rows(x: Tensor) -> np.ndarray:
     """`[T, M]` in the type of the arithmetic."""
-    return (x.float() if x.dtype in REDUCED else x).view(len(x), -1).numpy()
+    return x.to(computed_in(x)).view(len(x), -1).numpy()
 
 
 def _potential(v: Tensor | None, x: Tensor, otherwise: float) -> np.ndarray:
     """A potential `[1, M]` for an input x, in the type of the arithmetic."""
-    dtype = torch.float32 if x.dtype in REDUCED else x.dtype
+    dtype = computed_in(x)
     v = torch.full_like(x[0], otherwise, dtype=dtype) if v is None else v.to(dtype)
     return v.view(1, -1).numpy()

@@ -1,8 +1,4 @@
-"""Kernels of norm, max pooling (3 x 3, stride 2, padding 1) and neurons: spikes, gradients.
-
-Rows are first split into even and odd columns. Output column w then takes odd[w - 1], even[w] and odd[w] of three
-lines. That makes three long contiguous loops a line, also with few channels.
-"""
+"""Kernels of norm, max pooling (3 x 3, stride 2, padding 1) and neurons."""
 
 from __future__ import annotations
 
@@ -11,6 +7,9 @@ import numpy as np
 from megasnn.kernels.numba.jit import kernel, part
 from megasnn.kernels.numba.loops import fold
 from megasnn.kernels.numba.time_loop import LANES, back, fire_run
+
+# Rows are first split into even and odd columns. Output column w then takes odd[w - 1], even[w] and odd[w] of three
+# lines. That makes three long contiguous loops a line, also with few channels.
 
 
 @part
@@ -50,9 +49,9 @@ def take_larger(values, best):
 
 @part
 def pool_row(image, middle, scale, shift, columns, y):
-    """One row of maxima over windows, `y [Wo * C]`, of the normalised `image [H, W, C]`.
+    """One row of maxima, `y [Wo * C]`, over windows of the normalised `image [H, W, C]` around its row `middle`.
 
-    `middle` is the image row in the middle of the windows. `scale, shift [Wo * C]`; `columns [2, Wo, C]` is scratch.
+    `scale, shift [Wo * C]`; `columns [2, Wo, C]` is scratch.
     """
     height, width, channels = image.shape
     even = columns[0].reshape(-1)
@@ -70,12 +69,10 @@ def pool_row(image, middle, scale, shift, columns, y):
 
 @part
 def contest(x, number, scale, shift, winner, tap):
-    """Replaces winners, and their places in the window, where `x` has the larger normalised value.
-
-    `number` is the place of x. The first of equal values wins, as in PyTorch, if places 0 to 3 are seen in descending
-    and places 5 to 8 in ascending order: the former win ties with all places seen before, the latter with none.
-    """
+    """Replaces winners, and their places, where `x` at place `number` has the larger normalised value."""
     number = np.int32(number)
+    # The first of equal values wins, as in PyTorch, if places 0 to 3 are seen in descending and places 5 to 8 in
+    # ascending order: the former win ties with all places seen before, the latter with none.
     wins_ties = number < 4
     for j in range(x.size):
         mine = x[j] * scale[j] + shift[j]
@@ -87,15 +84,12 @@ def contest(x, number, scale, shift, winner, tap):
 
 @part
 def pool_row_winners(image, middle, scale, shift, columns, winner, tap):
-    """Input value and place (0 to 8) of each maximum of `pool_row`.
-
-    It begins with the centre of the windows, which is always inside the image.
-    """
+    """Input value and place (0 to 8) of each maximum of `pool_row`."""
     height, width, channels = image.shape
     even = columns[0].reshape(-1)
     odd = columns[1].reshape(-1)
     size = winner.size
-    for offset in (0, -1, 1):
+    for offset in (0, -1, 1):  # the centre of a window is always inside the image
         line = middle + offset
         if line < 0 or line >= height:
             continue
@@ -130,10 +124,7 @@ def route_more(g, tap, number, target):
 
 @part
 def pool_row_backward(g, tap, middle, columns, g_image):
-    """Adds the gradients `g [Wo * C]` of one output row to the inputs that have won.
-
-    `middle` is the image row in the middle of the windows. Output rows go in ascending order.
-    """
+    """Adds the gradients `g [Wo * C]` of an output row to the inputs that have won; rows come in ascending order."""
     height, width, channels = g_image.shape
     even = columns[0].reshape(-1)
     odd = columns[1].reshape(-1)
@@ -149,10 +140,9 @@ def pool_row_backward(g, tap, middle, columns, g_image):
 
 @kernel
 def fire_pooled(x, above, norm, spikes, bits, p, first, last):
-    """Spikes `[T, N * Ho * Wo * C]` of `x [X, N, H, W, C]`; `bits` as in `time_loop.fire_run`.
+    """Spikes `[T, N * Ho * Wo * C]` of `x [X, N, H, W, C]`; a slice of work is one output row of one sample.
 
-    A slice of work is one output row of one sample. `norm [3, Wo * C]`; `above` is the image row in the middle of the
-    first windows.
+    `norm [3, Wo * C]`; `above` is the image row in the middle of the first windows.
     """
     input_steps = x.shape[0]
     channels = x.shape[4]
@@ -170,11 +160,8 @@ def fire_pooled(x, above, norm, spikes, bits, p, first, last):
 
 @kernel
 def pooled_backward(x, above, g_spikes, norm, g_y, sums, p, first, last):
-    """As `loops.block_backward`, with `g_y` shaped like `x [X, N, H, W, C]` and `g_spikes [T, M]`.
-
-    A slice of work is one sample, because the windows of neighbouring output rows share inputs. `above` as in
-    `fire_pooled`.
-    """
+    """As `loops.block_backward`, with `g_y` shaped like `x [X, N, H, W, C]`."""
+    # A slice of work is one sample, because the windows of neighbouring output rows share inputs.
     input_steps = x.shape[0]
     channels = x.shape[4]
     width = norm.shape[1]

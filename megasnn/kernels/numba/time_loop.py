@@ -1,12 +1,8 @@
 """Neighbouring neurons through all time steps, forward and backward.
 
-Lanes run all steps before the next lanes start, so that potentials, their gradients, sums and coefficients of the norm
-stay in registers. The next values lie in as many rows of memory as there are steps. The processor does not follow so
-many by itself, so they are prefetched.
-
 Arrays with time steps are `[T, ...]`. An input `[1, ...]` is repeated at every step, and its gradient is summed over
-them. `norm [3, >= n]` has scale, shift and mean of each neuron's channel; None without a norm. Potentials are
-`[1, ...]`; None at rest, or where the last potential is not wanted. numba leaves out branches on a None argument.
+them. `norm [3, >= n]`: scale, shift and mean of each neuron's channel; None without a norm. Potentials are `[1, ...]`;
+None at rest, or where the last potential is not wanted. numba leaves out branches on a None argument.
 """
 
 from __future__ import annotations
@@ -29,6 +25,9 @@ from megasnn.kernels.numba.lanes import (
 )
 from megasnn.kernels.numba.step import charged, fired, of_factor, of_potential, of_spike, surrogate_gradient
 
+# Lanes run all steps before the next lanes start, so that potentials, their gradients, sums and coefficients stay in
+# registers. The next values lie in as many rows of memory as there are steps. The processor does not follow so many by
+# itself, so they are prefetched.
 LANES = VECTOR_BYTES // 4  # the most lanes of a value: those of float32
 _AHEAD = 256  # neurons between a load and its prefetch
 _LARGE = 4 * 2**20  # bytes: an L2 cache does not hold so many until they are read
@@ -36,7 +35,8 @@ _LARGE = 4 * 2**20  # bytes: an L2 cache does not hold so many until they are re
 
 @part
 def large(array):
-    """True for arrays to write past the caches: a cache would first read the memory that is overwritten."""
+    """True for arrays to write past the caches."""
+    # A cache would first read the memory that is overwritten.
     return array.size * array.itemsize >= _LARGE
 
 
@@ -101,9 +101,8 @@ def pack(spikes, bits):
 def back(x, from_x, norm, v_first, g_spikes, low, n, g_v, g_x, sums, p, scratch):
     """Runs `n` neurons backward: `g_spikes` from column `low` on, x, potentials and g_x from column `from_x` on.
 
-    `g_v` holds the gradient of the last potential, and afterwards that of the first one. Sums over all steps are added
-    to `sums [3, >= n]`: of g_x and g_x (x - mean) with a norm, and of `of_factor` with a learned factor.
-    `scratch [2 T, LANES]`.
+    `g_v` holds the gradient of the last potential, and afterwards of the first. `sums [3, >= n]` grows by g_x and
+    g_x (x - mean) with a norm, and by `of_factor` with a learned factor. `scratch [2 T, LANES]`.
     """
     many = lanes_of(p.rest)
     one = lane_of(p.rest)
@@ -116,12 +115,6 @@ def back(x, from_x, norm, v_first, g_spikes, low, n, g_v, g_x, sums, p, scratch)
 
 @part
 def lanes_back(like, first, last, x, at_x, norm, v_first, g_spikes, at, g_v, g_x, sums, p, scratch, past):
-    """Three loops over the steps.
-
-    1. Potentials before firing, computed again, go to row t of `scratch`.
-    2. Surrogate gradients, which do not wait for each other, go to row T + t.
-    3. In reverse, the gradients of a step's spike and potential give those of its input and of the potential before.
-    """
     steps = g_spikes.shape[0]
     input_steps = x.shape[0]
     for j in range(first, last, count_of(like)):
@@ -144,6 +137,7 @@ def lanes_back(like, first, last, x, at_x, norm, v_first, g_spikes, at, g_v, g_x
         if g_v is not None:
             of_v = load(g_v, 0, at_x + j, like)
         v = first_v
+        # Potentials before firing, computed again, go to row t of `scratch`.
         for t in range(steps):
             row = min(t, input_steps - 1)
             prefetch(x, row, at_x + j + _AHEAD, like)
@@ -154,6 +148,7 @@ def lanes_back(like, first, last, x, at_x, norm, v_first, g_spikes, at, g_v, g_x
             h = charged(y, v, p.charge)
             store(scratch, t, 0, h)
             v = after(h, p)
+        # Surrogate gradients, which do not wait for each other, go to row T + t.
         for t in range(steps):
             above = load(scratch, t, 0, like) - p.threshold
             store(scratch, steps + t, 0, surrogate_gradient(above, p.surrogate, p.one))
