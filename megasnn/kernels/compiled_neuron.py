@@ -52,7 +52,8 @@ class _CompiledNeuron(torch.autograd.Function):
         inputs = NeuronInput(_channels_fastest(x, 2), _channels_fastest(v0, 1), w, spec)
         spikes, last, bits = kernels.fire_alone(inputs, packed)
         if packed:
-            bits = pack_bits(spikes) if bits is None else bits
+            if bits is None:
+                bits = pack_bits(spikes)
             ctx.mark_non_differentiable(bits)
         return spikes.movedim(-1, min(2, x.ndim - 1)), last.movedim(-1, min(1, last.ndim - 1)), bits
 
@@ -60,21 +61,23 @@ class _CompiledNeuron(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_spikes: Tensor | None, g_last: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         x, v0, w = ctx.saved_tensors
-        need_x, need_v, need_w, *_ = ctx.needs_input_grad
+        _, need_v0, need_w, *_ = ctx.needs_input_grad
         if g_spikes is None:
             g_spikes = torch.zeros_like(x)
         inputs = NeuronInput(_channels_fastest(x, 2), _channels_fastest(v0, 1), w, ctx.spec)
         g_x, g_v, total = ctx.kernels.backward_alone(
             inputs, _channels_fastest(g_spikes, 2), _channels_fastest(g_last, 1), need_w
         )
-        return (
-            g_x.movedim(-1, min(2, x.ndim - 1)) if need_x else None,
-            g_v.movedim(-1, min(1, v0.ndim - 1)).to(v0.dtype) if need_v else None,
-            gradient_of_w(total, w, ctx.spec) if need_w else None,
-            *(None,) * 3,
-        )
+        g_x = g_x.movedim(-1, min(2, x.ndim - 1))
+        g_v0 = None
+        if need_v0:
+            g_v0 = g_v.movedim(-1, min(1, v0.ndim - 1)).to(v0.dtype)
+        g_w = gradient_of_w(total, w, ctx.spec) if need_w else None
+        return g_x, g_v0, g_w, None, None, None
 
 
 def _channels_fastest(x: Any, dim: int) -> Any:
     """Moves the channels, dimension `dim` or the last one there is, to the end of a contiguous tensor; None stays."""
-    return None if x is None else x.detach().movedim(min(dim, x.ndim - 1), -1).contiguous()
+    if x is None:
+        return None
+    return x.detach().movedim(min(dim, x.ndim - 1), -1).contiguous()

@@ -30,14 +30,14 @@ class Neuron:
 
     Attributes:
         summary: for --help.
-        charge: (input of a step, last potential, description, q) -> the potential before firing. q is `sigmoid(w)` of
-            a learned time constant, or the result of `constant`.
-        leaks: the potential decays by `tau`, and perhaps the input with it.
+        charge: (input of a step, last potential, description, q) -> potential before firing. q is `sigmoid(w)` of a
+            learned time constant, or the result of `constant`.
+        leaks: the potential decays by `tau`.
         learns: the time constant is learned, by a parameter `w` that starts at `tau`.
         constant: (input of all steps, description) -> q, computed once for all steps.
         levels: D of a neuron that fires whole numbers from 0 to D; None for spikes.
         fixed: required values of fields of the description.
-        layer: (description, context) -> layer of a neuron without recurrence; None for neurons with `charge`.
+        layer: (description, context) -> layer of a neuron without recurrence.
     """
 
     summary: str
@@ -223,10 +223,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 class FusedSurrogate(NamedTuple):
-    """A surrogate gradient of compiled kernels, `amplitude * shape(slope * (h - threshold))`.
-
-    alpha multiplies both `amplitude` and `slope`.
-    """
+    """A surrogate gradient of compiled kernels, `amplitude * shape(slope * (h - threshold))`, for alpha = 1."""
 
     code: str
     amplitude: float
@@ -245,11 +242,10 @@ class Numbers:
     """A neuron in numbers, for the compiled kernels.
 
     Attributes:
-        charge: name of the charge's formula in `numba.step` and `triton.step`.
+        charge: formula of the charge in `numba.step` and `triton.step`.
         surrogate: code of a FusedSurrogate.
-        learned: the factor is learned. Then factor, into and through follow from the `learned_leak` of `numbers`;
-            Triton kernels, whose factor stays on the device, ignore them.
-        hard: the reset is hard.
+        learned: the factor is learned. Triton kernels, whose factor stays on the device, then ignore factor, into and
+            through.
         factor: divisor or multiplier of the charge.
         jump, slide: d(v after reset) / d(spike) = jump - slide * h.
         into, through: d(h) / d(x) and d(h) / d(v).

@@ -29,13 +29,10 @@ class Shared(Protocol):
     """Exchange between ranks whose values are normalised together."""
 
     def statistics(self, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Merges this rank's mean and biased variance `[2, C]`, of `count` values a channel, with the other ranks'.
-
-        Returns the merged statistics and the total count, in double precision.
-        """
+        """Merges the ranks' means and biased variances `[2, C]` of `count` values a channel; adds up the counts."""
 
     def total(self, sums: Tensor) -> Tensor:
-        """The sum over the ranks, on each of them."""
+        """The sum over the ranks."""
 
 
 class BatchNorm(NamedTuple):
@@ -43,8 +40,8 @@ class BatchNorm(NamedTuple):
 
     Attributes:
         weight, bias: scale and shift `[C]`, or None.
-        running: mean and variance `[C]` to normalise with; None for the input's over time, samples and space.
-        shared: the exchange with other ranks; None where this rank has all values.
+        running: mean and variance `[C]`; None for statistics of the input over time, samples and space.
+        shared: exchange with other ranks; None where this rank has all values.
     """
 
     weight: Tensor | None = None
@@ -57,7 +54,7 @@ class NormNeuronOutput(NamedTuple):
     """
     Attributes:
         spikes: `[time_steps, N, C, ...]` in the type of the input.
-        mean, variance: `[C]`, used to normalise the input; without gradient.
+        mean, variance: `[C]` of the norm; without gradient.
         values: number of values per channel behind them; a scalar on the device where ranks share them.
     """
 
@@ -82,14 +79,11 @@ def norm_pool_neuron(
     Running statistics are left alone: the caller merges the returned ones.
 
     Args:
-        x: ``[T, N, C, H, W]`` or ``[T, N, C, L]``, with ``time_steps`` steps or 1; on the meta device as for
-            `neuron_multi_step`.
-        above: with pooling, another rank's row ``[T, N, C, 1, W]`` above ``x``, which statistics do not count. ``x``
-            then begins with an even row of the image; without it, or with no column, at its edge.
+        x: ``[T, N, C, H, W]`` or ``[T, N, C, L]``, with ``time_steps`` steps or 1. On the meta device only shapes are
+            computed.
+        above: with pooling, another rank's row ``[T, N, C, 1, W]`` above ``x``, without part in the statistics. ``x``
+            then begins with an even row of the image. None, or no column: ``x`` begins at the edge.
         fires: False where only the graph is wanted: the spikes are then zeros without memory.
-
-    Returns:
-        Spikes and the statistics (float32 when ``x`` is bfloat16).
 
     Raises:
         ValueError: an unknown or unusable backend, time steps that do not fit, or statistics of a single value.
@@ -119,8 +113,10 @@ def norm_pool_neuron(
         # Writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
         packed=torch.is_grad_enabled() and spec.largest == 1,
     )
+    # For backward only the input and the statistics are stored; the kernels compute everything else again.
     spikes, bits = _NormNeuronFunction.apply(x, above, norm.weight, norm.bias, w, options)
-    mean, variance = statistics.to(torch.float64 if x.dtype == torch.float64 else torch.float32).unbind()
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    mean, variance = statistics.to(dtype).unbind()
     return NormNeuronOutput(remember_bits(spikes, bits), mean, variance, count)
 
 
@@ -199,7 +195,7 @@ class _NormNeuronFunction(torch.autograd.Function):
         if g_spikes is None:
             return (None,) * 6
         x, weight, bias, w, mean, variance = ctx.saved_tensors
-        need_x, need_above, need_weight, need_bias, need_w = ctx.needs_input_grad[:5]
+        need_x, need_above, _, _, need_w, _ = ctx.needs_input_grad
         inputs = NormNeuronInput(x, Norm(mean, variance, weight, bias), w, ctx.norm_neuron)
         g_spikes = channels_last(g_spikes)
         own_values = x.numel() // x.shape[2]
@@ -224,14 +220,8 @@ class _NormNeuronFunction(torch.autograd.Function):
                 if all_sums is not None:
                     # The means are subtracted by the rank that owns the row, so they are added back here.
                     g_above = g_above + _subtracted_means(inputs, x[:, :, :, :1], all_sums / own_values)
-        return (
-            g_x,
-            g_above,
-            of_norm.weight if need_weight else None,
-            of_norm.bias if need_bias else None,
-            gradient_of_w(sums[2].sum(), w, ctx.norm_neuron.spec) if need_w else None,
-            None,
-        )
+        g_w = gradient_of_w(sums[2].sum(), w, ctx.norm_neuron.spec) if need_w else None
+        return g_x, g_above, of_norm.weight, of_norm.bias, g_w, None
 
 
 def _sums_of_all_ranks(ctx: Any, sums: Tensor, own_values: int) -> Tensor | None:

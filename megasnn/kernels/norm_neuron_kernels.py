@@ -1,8 +1,7 @@
 """The class of a backend's kernels for batch norm, max pooling and neurons, and the values that they take.
 
-A backend normalises, pools and fires in four calls. Between them stand sums over the samples and pixels of one rank:
-ranks that share a micro-batch exchange these sums there. For backward only the input and the statistics are stored; the
-kernels compute everything else again.
+A backend normalises, pools and fires in four calls. Between them, ranks that share a micro-batch exchange their sums
+over samples and pixels.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ Carried = TypeVar("Carried")
 
 @dataclass(frozen=True)
 class NormNeuron:
-    """Batch norm, optional max pooling and neurons: everything about them but their tensors.
+    """Batch norm, optional max pooling and neurons, without their tensors.
 
     Attributes:
-        eps: added to the variance by the norm.
-        pool: whether max pooling stands between norm and neurons; it needs `[T, N, C, H, W]`.
+        eps: added to the variance.
+        pool: max pooling between norm and neurons; needs `[T, N, C, H, W]`.
         time_steps: T of the spikes. An input with a single time step is repeated at every step.
-        above: with pooling, the number of input rows, 0 or 1, before the middle row of the first windows. With 0 these
-            windows reach beyond the image.
+        above: with pooling, the number of input rows, 0 or 1, before the middle row of the first windows.
     """
 
     spec: NeuronSpec
@@ -60,11 +58,11 @@ class Norm(NamedTuple):
 
 
 class NormNeuronInput(NamedTuple):
-    """Arguments of the kernels of norm, pooling and neurons.
+    """Arguments of norm, pooling and neurons.
 
     Attributes:
         x: `[X, N, C, ...]` with X = T or 1, channels-last in memory.
-        w: parameter of a learned time constant, a scalar; None for other neurons.
+        w: scalar parameter of a learned time constant, or None.
     """
 
     x: Tensor
@@ -74,11 +72,11 @@ class NormNeuronInput(NamedTuple):
 
 
 class NeuronInput(NamedTuple):
-    """Arguments of the kernels of neurons without a norm.
+    """Arguments of neurons without a norm.
 
     Attributes:
         x: `[T, N, ..., C]`, contiguous.
-        v0: membrane potential before the first step, `[N, ..., C]`; None for neurons at rest.
+        v0: potential before the first step, `[N, ..., C]`; None at rest.
         w: as in `NormNeuronInput`.
     """
 
@@ -96,13 +94,12 @@ class ParameterGradients(NamedTuple):
 
 
 class BackwardSums(NamedTuple, Generic[Carried]):
-    """Sums over this rank's samples and pixels in a backward; g is the gradient of the normalised input.
+    """Sums over this rank's samples and pixels in a backward.
 
     Attributes:
-        sums: in double precision `[3, C]`: of g; of g (x - mean); and the term of `gradient_of_w`. A backend may leave
-            out the last row where no time constant is learned.
-        carried: for `input_gradient`.
-        of_norm: gradients of the norm's parameters, where the backend computes them along with the sums.
+        sums: `[3, C]` in double precision: g, the gradient of the normalised input; g (x - mean); the sum for
+            `gradient_of_w`, which may be missing where nothing is learned.
+        of_norm: gradients of the norm's parameters, where they come with the sums.
     """
 
     sums: Tensor
@@ -119,7 +116,7 @@ class NormNeuronKernels(ABC, Generic[Carried]):
 
     @abstractmethod
     def fire(self, inputs: NormNeuronInput, packed: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Spikes `[T, N, C, ...]` in the type of x; with `packed` also their bits, as `spike_codec.pack_bits` gives."""
+        """Spikes `[T, N, C, ...]` in the type of x; with `packed` also their bits (`spike_codec.pack_bits`)."""
 
     @abstractmethod
     def backward_sums(self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool) -> BackwardSums[Carried]:
@@ -132,8 +129,7 @@ class NormNeuronKernels(ABC, Generic[Carried]):
         """Gradient of x.
 
         Args:
-            sums: rows 0 and 1 of `BackwardSums.sums`; None where the statistics do not depend on x.
-            count: values of a channel that are summed.
+            sums: `BackwardSums.sums` over `count` values a channel; None where the statistics do not depend on x.
         """
 
     @abstractmethod

@@ -1,10 +1,10 @@
 """Exact small formats: the known content of a tensor decides how it travels and is stashed.
 
-A spike is 0 or 1 and takes one bit. Spikformer's residual stream is a sum of spikes: a small count, one byte. Both are
-exact. Everything else (images, averages, gradients) is dense. A value that does not fit raises; nothing is truncated.
+A spike, 0 or 1, takes one bit. A small count of spikes, as in Spikformer's residual stream, takes one byte. Everything
+else (images, averages, gradients) is dense. A value that does not fit raises; nothing is truncated.
 
-Packed values are flat, in the memory order of their tensor. numpy packs on the CPU and Triton kernels on a GPU.
-Elsewhere plain tensor operations do, with equal results.
+Packed values are flat, in the memory order of their tensor. numpy packs on the CPU, Triton kernels on a GPU, and plain
+tensor operations elsewhere, with equal results.
 """
 
 from __future__ import annotations
@@ -47,11 +47,9 @@ def may_be_sparse(content: Content, pool: int = 1) -> bool:
 def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:
     """Packs a contiguous 1-d tensor: uint8 [ceil(n/8)] for SPIKES, uint8 [n] for COUNTS, the tensor itself for DENSE.
 
-    On the meta device only the shape is computed.
-
     Raises:
         ValueError: with `check`, a value that the format cannot hold exactly. Inside a step it is noted
-            (megasnn/common/checks.py) and raised later.
+            (megasnn/common/checks.py).
     """
     if flat.is_meta:
         return encoded_like(flat.numel(), content, flat.dtype, flat.device)
@@ -154,8 +152,6 @@ def pack_where_not_zero(x: Tensor) -> tuple[Tensor, bool]:
 def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
     """Writes ``rows * columns`` bits, row after row, into ``out [rows, columns]``, which may be a strided view.
 
-    For a block of columns of a channels-last tensor this puts one rank's channels in their place.
-
     Raises:
         ValueError: ``packed`` does not have ``ceil(rows * columns / 8)`` bytes.
     """
@@ -244,6 +240,7 @@ def _differ(narrow: np.ndarray, values: np.ndarray) -> bool:
 
 
 def _on_gpu(values: Tensor) -> ModuleType | None:
+    """The module of the kernels that pack these values; None where there are none."""
     if not usable_on(values.device) or values.numel() > MOST_VALUES:
         return None
     from megasnn.kernels.triton import codec

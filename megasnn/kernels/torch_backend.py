@@ -171,12 +171,14 @@ def batch_norm(
 ) -> Tensor:
     """torch's batch norm of ``[N, C, ...]`` with running statistics, or with those of `x` where there are none."""
     mean, var = running or (None, None)
+    training = running is None
+    if x.shape[0] != 1:
+        return F.batch_norm(x, mean, var, weight, bias, training=training, eps=eps)
     # For a single frame in channels-last order torch 2.13 confuses the memory orders of gradient and input, and returns
     # a wrong gradient without an error. Such a frame goes in as rows [pixels, C].
-    is_single = x.shape[0] == 1
-    rows = x.movedim(1, -1).reshape(-1, x.shape[1]) if is_single else x
-    y = F.batch_norm(rows, mean, var, weight, bias, training=running is None, eps=eps)
-    return y.view(1, *x.shape[2:], x.shape[1]).movedim(-1, 1) if is_single else y
+    rows = x.movedim(1, -1).reshape(-1, x.shape[1])
+    y = F.batch_norm(rows, mean, var, weight, bias, training=training, eps=eps)
+    return y.view(1, *x.shape[2:], x.shape[1]).movedim(-1, 1)
 
 
 class TorchKernels(NormNeuronKernels[Tensor]):
@@ -209,8 +211,10 @@ class TorchKernels(NormNeuronKernels[Tensor]):
         sums[0] = g.sum(over, dtype=torch.float64)
         sums[1] = (g * (x.to(g.dtype) - _of_channels(norm.mean, g))).sum(over, dtype=torch.float64)
         if q is not None and of_q:
-            # `gradient_of_w` multiplies by (1 - q) / q where the input decays, and otherwise by q (1 - q).
-            sums[2, 0] = of_q[0].sum() * (q.detach() ** 2 if norm_neuron.spec.decay_input else 1)
+            total = of_q[0].sum()
+            if norm_neuron.spec.decay_input:
+                total = total * q.detach() ** 2  # `gradient_of_w` then multiplies by (1 - q) / q in place of q (1 - q)
+            sums[2, 0] = total
         return BackwardSums(sums, carried=g, of_norm=None)
 
     def input_gradient(

@@ -1,13 +1,9 @@
 """Kernels that sum rows of a weight, or of a gradient, where a convolution's input is not 0.
 
-They must equal `convolve` and `add_weight_gradient` of convolution.py. A sum stays in registers while its rows come
-from the nearest caches. For this, columns are cut into blocks that fit in the registers; `cuts [blocks, 2]` has each
-block's first column and its number of half cache lines. The terms of an output are added by row, column and channel of
-the kernel, in the order of one dense sum.
-
-Positions of spikes come from bits as `megasnn.kernels.spike_codec` packs them: `words [pixels, C / 64]`, rounded up, of
-an input with its channels last. `x [pixels, C]` are the input's values, or an array without elements where all nonzero
-values are 1. `weight` is `[kh kw C, out]`.
+They must equal `convolve` and `add_weight_gradient` of convolution.py. `words [pixels, C / 64]`, rounded up, are bits
+as `megasnn.kernels.spike_codec` packs them, channels last. `x [pixels, C]` are the input's values, or an empty array
+where all nonzero values are 1. `weight` is `[kh kw C, out]`. `cuts [blocks, 2]`: first column and number of half cache
+lines of each block.
 """
 
 from __future__ import annotations
@@ -20,7 +16,9 @@ from numba.cpython.unsafe import numbers
 from megasnn.kernels.numba.jit import kernel, part
 from megasnn.kernels.numba.lanes import count_of, lanes, load, multiply_add, store
 
-HALF_LINE = 32  # bytes
+# A sum stays in registers while its rows come from the nearest caches: columns are cut into blocks that fit in the
+# registers. The terms of an output are added by row, column and channel of the kernel, in the order of one dense sum.
+HALF_LINE = 32  # bytes of half a cache line
 BLOCKS = (48, 24, 16, 12, 8, 6, 4, 2, 1)
 """Possible numbers of half lines of a block. The largest takes 24 of the 32 widest registers."""
 WORD_BITS = 64
@@ -29,9 +27,9 @@ _trailing_zeros: Any = numbers.trailing_zeros
 
 @part
 def sum_rows(like, rest, spikes, weight, out, column, band, sizes, steps, offsets, at_once):
-    """Sums a block of columns of the outputs of one slice of work; `like` and `rest` are lanes of zeros for it.
+    """Sums a block of columns of the outputs of a slice of work; `like` and `rest` are lanes of zeros.
 
-    band: the first output row of the frame in `out`; the first and last row of the slice; the first listed input row.
+    band: first output row of the frame in `out`; first and last row of the slice; first listed input row.
     """
     starts, channels_of, values = spikes
     before, low, high, top = band
@@ -133,9 +131,9 @@ def outputs(words, x, weight, out, cuts, sizes, steps, offsets, rows, at_once, f
         sizes: H, W, H', W'.
         steps: stride along height and width.
         offsets: `[kh kw, 2]`, rows and columns from an output's input pixel to each place of the kernel.
-        at_once: how many places of the kernel, and how many words of channels, a part of the weight has. The part stays
-            in the cache while all pixels use it. With several places it has all channels.
+        at_once: places of the kernel, and words of channels, in a part of the weight. With several places, all words.
     """
+    # Such a part stays in the cache while all pixels use it.
     height, width, out_height, out_width = sizes
     down = steps[0]
     above = -offsets[0, 0]
@@ -165,10 +163,10 @@ def outputs(words, x, weight, out, cuts, sizes, steps, offsets, rows, at_once, f
 def weight_gradients(words, x, grad, total, seen, cuts, sizes, offsets, rows, first, last):
     """Adds the weight gradient to `total [kh kw C, out]`, from `grad [frames H' W', out]`, for strides of 1.
 
-    The terms of `rows` input rows of a frame are summed by themselves, and these sums are added one after the other. A
-    slice of work is a block of columns. `seen [out]` collects 0 times each gradient: it becomes NaN where a gradient is
-    not finite, even without a spike there. sizes, offsets: as in `outputs`.
+    A slice of work is a block of columns. `seen [out]` collects 0 times each gradient. sizes, offsets: as in `outputs`.
     """
+    # The terms of `rows` input rows of a frame are summed by themselves, and these sums are added one after the other.
+    # `seen` becomes NaN where a gradient is not finite, even without a spike there.
     height, width, out_height, out_width = sizes
     channels = total.shape[0] // len(offsets)
     frames = words.shape[0] // (height * width)
@@ -243,8 +241,8 @@ def by_pixel(words, x, first, last, starts, channels, values):
 def by_channel(words, x, first, last, width, stride, ends, places, values):
     """Lists for each channel the pixels from `first` to `last` where it is nonzero, in their order, and their values.
 
-    The list of a channel begins at the end of the last channel's and ends at `ends[channel]`. Pixels are counted from
-    `first` on, in lines of `width` that begin `stride` places apart.
+    A channel's list ends at `ends[channel]`, where the next begins. Pixels are counted from `first` on, in lines of
+    `width` that begin `stride` places apart.
     """
     ends[:] = 0
     for pixel in range(first, last):

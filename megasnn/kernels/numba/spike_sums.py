@@ -1,12 +1,7 @@
 """Output and weight gradient of a convolution of spikes or counts on a CPU, in time that grows with the spikes.
 
 A zero of the input adds nothing to a dense sum, so nothing is computed for it. A spike adds a row of the weight, or of
-the output's gradient.
-
-`Work` predicts the time of such a sum relative to the dense product. The decision does not depend on measured times, so
-that runs with equal numbers of threads decide alike. The constants were fitted by hand to times of one core, of an AMD
-EPYC (Zen 4) and an Intel Xeon (Emerald Rapids), for layers of 16 to 1,536 channels, 1 x 1 and 3 x 3, on 64 to 32,768
-pixels.
+the output's gradient. `Work` predicts whether that takes less time than the dense product.
 """
 
 from __future__ import annotations
@@ -37,7 +32,9 @@ _FEW_PIXELS = 64  # listed at once, in narrow blocks
 _LINE = 64  # bytes of a cache line
 LIMIT = 1.0
 """Sums are formed up to this time, relative to the dense product."""
-# Times, in those of a multiplication and addition of the dense product.
+# Times, in multiplications and additions of the dense product. They decide instead of measured times, so that runs with
+# equal numbers of threads decide alike. They were fitted by hand to times of one core, of an AMD EPYC (Zen 4) and an
+# Intel Xeon (Emerald Rapids), for layers of 16 to 1,536 channels, 1 x 1 and 3 x 3, on 64 to 32,768 pixels.
 _ADDING = 2.5  # a term, in long rows; shorter ones leave registers idle
 _LONG = 512  # bytes of a long row
 _LISTING = 150.0  # a spike
@@ -50,10 +47,9 @@ _SHARING = 0.13  # share of a weight gradient's work that every thread repeats
 
 @dataclass(frozen=True)
 class Spikes:
-    """Positions at which an input of spikes, counts or averages is nonzero.
+    """Positions at which an input `[frames, C, H, W]` of spikes, counts or averages is nonzero.
 
     Attributes:
-        shape: `[frames, C, H, W]` of the input.
         words: `[pixels, C / 64]`, rounded up: bits as `megasnn.kernels.spike_codec` packs spikes, channels last.
         share: fraction of nonzero values.
         values: the input's values `[pixels, C]`; `[0, C]` where all nonzero ones are 1.
@@ -68,8 +64,7 @@ class Spikes:
 def output(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
     """Convolves an input `[frames, C, H, W]` with a weight `[out, C, k, k]`: `[frames, out, H', W']`, channels last.
 
-    Returns None where the dense product takes less time or the loops do not fit, and for a weight that is not finite:
-    the dense product shows that even without a spike.
+    Returns None where the dense product is faster, the loops do not fit, or the weight is not finite.
     """
     work = _work(x.device, x.dtype, x.shape, weight, geometry)
     if work is None or not work.is_worth(0.0):
@@ -78,13 +73,14 @@ def output(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
     if spikes is None or not work.is_worth(spikes.share):
         return None
     weight = weight.detach()
+    # The dense product shows a weight that is not finite even where it meets no spike.
     return _sums(spikes, weight, geometry) if math.isfinite(weight.sum()) else None
 
 
 def add_spike_weight_gradient(total: Tensor, grad: Tensor, x: Tensor, geometry: Geometry) -> bool:
-    """Adds the gradient of the weight to `total`; see `megasnn.kernels.convolution.add_weight_gradient`.
+    """As `megasnn.kernels.convolution.add_weight_gradient`; returns False, and does nothing, where it is not worth it.
 
-    Returns False, and does nothing, where `output` would return None for the weight's shape, or strides are not 1.
+    Strides must be 1 for it.
     """
     work = _work_of_gradient(total, grad, x.shape, geometry)
     if work is None or x.device != grad.device or x.dtype != grad.dtype:
@@ -162,7 +158,7 @@ def _sums(spikes: Spikes, weight: Tensor, geometry: Geometry) -> Tensor:
     space = output_space(spikes.shape[2:], weight.shape[2:], geometry)
     parts, sizes = _parts(frames, spikes.shape[2:], space, weight, geometry)
     out = empty((frames * space.numel(), columns), weight.dtype, weight.device)
-    _, _, out_height, out_width = sizes
+    out_height, out_width = sizes[2:]
     rows = max(1, _PIXELS // out_width)
     if spikes.share >= _MANY:
         cuts = _cuts(columns, weight.dtype, _NARROW)
@@ -184,7 +180,6 @@ def _add_sums(work: Work, total: Tensor, grad: Tensor, spikes: Spikes, geometry:
     if not work.is_worth(spikes.share, threads):
         return False
     _, sizes = _parts(spikes.shape[0], spikes.shape[2:], grad.shape[2:], total, geometry)
-    _, width, _, _ = sizes
     places = total[0].numel()
     by_place = empty((places, columns), total.dtype, total.device).zero_()
     block_bytes = -(-columns // threads) * total.element_size()
@@ -193,7 +188,7 @@ def _add_sums(work: Work, total: Tensor, grad: Tensor, spikes: Spikes, geometry:
         block_bytes = min(_NARROW, block_bytes)
         pixels = _FEW_PIXELS
     cuts = _cuts(columns, total.dtype, block_bytes)
-    rows = max(1, pixels // width)
+    rows = max(1, pixels // sizes[1])
     gradients = grad.movedim(1, -1).reshape(-1, columns)
     seen = np.zeros(columns, spikes.values.dtype)
     arrays = (spikes.words, spikes.values, gradients.numpy(), by_place.numpy(), seen)
@@ -252,14 +247,7 @@ def _cuts(columns: int, dtype: torch.dtype, most: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Work:
-    """Sizes of a product, which determine its time.
-
-    Attributes:
-        pixels: of the output, in all frames.
-        channels, columns: of the input and of the output.
-        places: of the kernel.
-        itemsize: bytes of a value.
-    """
+    """Sizes of a product: output pixels of all frames, input and output channels, places of the kernel, value bytes."""
 
     pixels: int
     channels: int
@@ -272,7 +260,7 @@ class Work:
 
         Args:
             share: fraction of nonzero values of the input.
-            threads: number of threads of a weight gradient; for an output it does not matter.
+            threads: of a weight gradient; 1 for an output.
         """
         of_pixel = self.columns * self.places
         adding = _ADDING * max(1.0, _LONG / (self.columns * self.itemsize))

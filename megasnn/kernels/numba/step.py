@@ -77,14 +77,14 @@ class Attached(NamedTuple):
 
 
 class Sigmoid(NamedTuple):
-    """Surrogate gradient amplitude * shape(slope * (h - threshold)) with the derivative of a sigmoid as its shape."""
+    """Surrogate gradient amplitude * shape(slope * (h - threshold)), shape: derivative of a sigmoid."""
 
     slope: Any
     amplitude: Any
 
 
 class ATan(NamedTuple):
-    """The same with the derivative of an arc tangent."""
+    """The same, shape: derivative of an arc tangent."""
 
     slope: Any
     amplitude: Any
@@ -202,15 +202,12 @@ def _surrogate_gradient(above, surrogate, one):
 
 
 def of_factor(h, v, g_x, charge):
-    """Term of the gradient of the charging factor q; v is the potential before the step.
-
-    With decaying input h - v = q (x - (v - rest)) and g_x = q g_h; otherwise g_x = g_h. `gradient_of_w` supplies the
-    missing factor.
-    """
+    """Term of the gradient of the charging factor q, for `gradient_of_w`; v is the potential before the step."""
 
 
 @scalar(of_factor)
 def _of_factor(h, v, g_x, charge):
+    # With decaying input h - v = q (x - (v - rest)) and g_x = q g_h; otherwise g_x = g_h.
     if charge.instance_class is DecayScaled:
         return lambda h, v, g_x, charge: g_x * (h - v)
     return lambda h, v, g_x, charge: -(g_x * (v - charge.rest))

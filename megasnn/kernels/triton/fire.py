@@ -48,7 +48,7 @@ def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channe
         shift = of_channel(norm, 1, place, inside, channels)
     for _ in range(T // AT_ONCE):
         for t in tl.static_range(AT_ONCE):
-            if t == 0 or not REPEATED:
+            if t == 0 or not REPEATED:  # a repeated input is read once for several steps
                 if POOL:
                     y, _, _ = pooled(x, place, inside, scale, shift, channels, height, width, above, D)
                 else:
@@ -60,6 +60,7 @@ def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channe
             tl.store(spikes + place, fired.to(D).to(spikes.dtype.element_ty), mask=inside)
             spikes += size
             if bits is not None:
+                # Neurons outside would set bits of the last byte.
                 eight = tl.reshape((fired & inside).to(tl.int32), [BLOCK // 8, 8]) << tl.arange(0, 8)[None, :]
                 tl.store(bits + byte, tl.sum(eight, axis=1).to(tl.uint8), mask=byte < size // 8)
                 bits += size // 8

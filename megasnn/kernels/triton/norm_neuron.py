@@ -108,7 +108,8 @@ class TritonKernels(CompiledKernels[Pooled]):
             taps = torch.empty_like(g_pooled, dtype=torch.uint8)
             pooled = (g_pooled, taps)
         cut = _cut(sizes.size, sizes.channels, lanes_of_backward(x.dtype, steps))
-        partial = x.new_empty((3 if learn else 2, cut.programs, cut.row), dtype=number)
+        kinds = 3 if learn else 2  # without a learned factor its sum is left out
+        partial = x.new_empty((kinds, cut.programs, cut.row), dtype=number)
         launch(
             backward_sums_kernel, cut.programs * (cut.row // COLUMNS),
             x, g_spikes, coefficients, factor(w, number), g_pooled, taps, partial,
@@ -118,13 +119,13 @@ class TritonKernels(CompiledKernels[Pooled]):
             T=steps, CHUNK=chunk(x.dtype, steps), REPEATED=len(x) < steps, POOL=norm_neuron.pool, LEARN=learn,
             N=numbers(norm_neuron.spec), D=NUMBERS[number], ROWS=cut.rows, COLUMNS=COLUMNS,
         )  # fmt: skip
-        sums = x.new_empty((len(partial), sizes.channels), dtype=torch.float64)
+        sums = x.new_empty((kinds, sizes.channels), dtype=torch.float64)
         g_weight = None if norm.weight is None else torch.empty_like(norm.weight)
         g_bias = None if norm.bias is None else torch.empty_like(norm.bias)
         launch(
             fold_sums_kernel, -(-sizes.channels // _FOLDED_COLUMNS),
             partial, norm.variance, sums, g_weight, g_bias, partial[0].numel() // sizes.channels, sizes.channels,
-            SUMS=len(partial), EPS=norm_neuron.eps, ROWS=_FOLDED_ROWS, COLUMNS=_FOLDED_COLUMNS,
+            SUMS=kinds, EPS=norm_neuron.eps, ROWS=_FOLDED_ROWS, COLUMNS=_FOLDED_COLUMNS,
         )  # fmt: skip
         return BackwardSums(sums, carried=pooled, of_norm=ParameterGradients(g_weight, g_bias))
 

@@ -1,7 +1,7 @@
 """Max pooling (3 x 3 pixels, stride 2, padding 1) of normalised images.
 
-A forward pools in the kernel that fires. A backward finds the winners again in the kernel of sums, which then works on
-them as without pooling. Another kernel brings their gradients, rounded to the type of the input, back to their places.
+A forward pools in the kernel that fires. A backward finds the winners again in the kernel of sums; another kernel
+brings their gradients, rounded to the type of the input, back to their places.
 
 Images are `[N, H, W, C]` in memory, pooled images `[N, Ho, Wo, C]`. A place in a window is 0 to 8, row after row.
 """
@@ -17,8 +17,6 @@ from megasnn.kernels.triton.step import norm_backward, of_channel
 @triton.jit
 def pooled(x, place, inside, scale, shift, channels, height, width, above, D: tl.constexpr):
     """The largest normalised value of each window of a time step, its input value, and its place in the window.
-
-    The first of equal values wins, and a NaN before any number, as in PyTorch.
 
     Args:
         above: the input row in the middle of the first windows.
@@ -40,7 +38,7 @@ def pooled(x, place, inside, scale, shift, channels, height, width, above, D: tl
             valid = inside & (row + i >= 0) & (row + i < height) & (column + j >= 0) & (column + j < width)
             value = tl.load(x + start + (i * width + j) * channels, mask=valid, other=0).to(D)
             y = value * scale + shift
-            wins = valid & ((y > best) | (y != y))
+            wins = valid & ((y > best) | (y != y))  # the first of equal values, and a NaN, as in PyTorch
             best = tl.where(wins, y, best)
             winner = tl.where(wins, value, winner)
             tap = tl.where(wins, 3 * i + j, tap)
@@ -50,9 +48,6 @@ def pooled(x, place, inside, scale, shift, channels, height, width, above, D: tl
 @triton.jit
 def gradient_of_windows(g, tap, place, inside, channels, height, width, above, D: tl.constexpr):
     """For places in an input time step, the sum of the gradients of the windows that each has won.
-
-    A pixel of an even row lies in the middle of one row of windows. A pixel of an odd row lies below the middle of one
-    and above the middle of the next. The same holds for columns.
 
     Args:
         g, tap: gradients and winning places of the windows of that time step.
@@ -67,6 +62,8 @@ def gradient_of_windows(g, tap, place, inside, channels, height, width, above, D
     row = line % height - above
     sample = line // height
     total = tl.zeros(place.shape, D)
+    # A pixel of an even row lies in the middle of one row of windows. A pixel of an odd row lies below the middle of
+    # one and above the middle of the next. The same holds for columns.
     for i in tl.static_range(2):
         for j in tl.static_range(2):
             # A row may be -1, and a division of negative integers rounds towards 0 on a GPU.

@@ -1,12 +1,11 @@
 """One time step of a neuron, forward and backward, and the steps that a backward computes again.
 
-The operations and their order are those of `torch_backend.py`. `N` is a `megasnn.kernels.neuron_spec.Numbers`, a
-constant of a compiled kernel. `q` divides or multiplies the charge and may be learned. All functions work on blocks of
-any shape, in the type of `q`.
+The operations and their order are those of `torch_backend.py`, on blocks of any shape in the type of `q`. A block is a
+tensor of places in one time step of the output, `[N, ..., C]` in memory.
 
-A block is a tensor of places in one time step of the output, `[N, ..., C]` in memory, with the channels fastest. `norm`
-points to rows of C numbers: scale, shift and mean; in a backward also the two that `norm_backward` subtracts. They are
-loaded once before all time steps: between stores the compiler would load them again.
+`N` is a `megasnn.kernels.neuron_spec.Numbers`, constant in a compiled kernel. `q` divides or multiplies the charge and
+may be learned. `norm` points to rows of C numbers: scale, shift and mean; in a backward also the two that
+`norm_backward` subtracts.
 """
 
 from __future__ import annotations
@@ -33,12 +32,10 @@ def charging_factor(q, N: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def divided(x, y):
-    """x / y for one y and many x, rounded correctly, and infinite where x is.
-
-    The product with the inverse is corrected twice by its remainder, which a fused operation gives without rounding.
-    The second result is exact (Markstein, IBM Journal of Research and Development 34(1), 1990), except for quotients
-    below 1e-30 in float32. With the machine's correct division a backward took three times as long (H200).
-    """
+    """x / y for one y and many x, rounded correctly, and infinite where x is."""
+    # With the machine's correct division a backward took three times as long (H200). So the product with the inverse is
+    # corrected twice by its remainder, which a fused operation gives without rounding. The second result is exact
+    # (Markstein, IBM Journal of Research and Development 34(1), 1990), except for quotients below 1e-30 in float32.
     if FUSES:
         inverse = _divided(tl.full((), 1.0, y.dtype), y)
         first = x * inverse
@@ -123,11 +120,8 @@ def step_backward(h, g_spike, g_v, q, N: tl.constexpr):
 
 @triton.jit
 def factor_backward(h, v, g_x, N: tl.constexpr):
-    """Term of the gradient of a learned factor; v is the potential before the step.
-
-    With decaying input h - v = q (x - (v - rest)) and g_x = q g_h; otherwise g_x = g_h. `gradient_of_w` supplies the
-    missing factor.
-    """
+    """Term of the gradient of a learned factor, for `gradient_of_w`; v is the potential before the step."""
+    # With decaying input h - v = q (x - (v - rest)) and g_x = q g_h; otherwise g_x = g_h.
     if N.charge == "CHARGE_SCALE":
         part = g_x * (h - v)
     else:
@@ -138,6 +132,7 @@ def factor_backward(h, v, g_x, N: tl.constexpr):
 @triton.jit
 def of_channel(norm, row: tl.constexpr, place, inside, channels):
     """The number in a row of `norm` for the channel of each place."""
+    # Kernels call this once before all time steps: between stores the compiler would load the numbers again.
     return tl.load(norm + row * channels + place % channels, mask=inside, other=0)
 
 

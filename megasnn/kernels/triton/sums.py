@@ -1,9 +1,8 @@
 """Kernels of sums over time, samples and space for each channel: statistics of the norm, and sums of its backward.
 
-They must equal `statistics` and `backward_sums` of torch_backend.py. Memory `[..., C]` is cut into rows of k C values,
-a multiple of a tile's columns, so that threads are idle only at the very end for any C. A program sums some tiles of
-one block of columns. Its sums are a row of `[programs, k C]`, which is also `[programs k, C]`, in the type of the
-arithmetic. They are folded in double precision, in an order that depends only on sizes.
+They must equal `statistics` and `backward_sums` of torch_backend.py. Memory `[..., C]` is cut into rows of k C values.
+A program sums some tiles of one block of columns. Its sums are a row of `[programs, k C]`, which is also
+`[programs k, C]`, in the type of the arithmetic. They are folded in double precision.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from megasnn.kernels.triton.step import (
     step_backward,
 )
 
+# A row is a multiple of a tile's columns, so that threads are idle only at the very end for any C. The order of a sum
+# depends only on sizes.
+
 
 @triton.jit
 def statistics_kernel(x, partial, size, row, programs, tiles,
                       D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """`partial [3, programs, row]`: mean, sum of squared deviations from it, and number of values.
-
-    Deviations are from the mean of the first tile, which is near the mean of all tiles.
-    """
+    """`partial [3, programs, row]`: mean, sum of squared deviations from it, and number of values."""
     blocks = row // COLUMNS
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
     program = (tl.program_id(0) // blocks).to(tl.int64)
@@ -43,6 +42,7 @@ def statistics_kernel(x, partial, size, row, programs, tiles,
     n = tl.maximum(number, 1).to(tl.float64)
     inside = place < left
     count = tl.maximum(tl.sum(inside.to(D), axis=0), 1)
+    # Deviations are from the mean of the first tile, which is near the mean of all tiles.
     pivot = tl.sum(tl.load(x + place, mask=inside, other=0).to(D), axis=0) / count
     total = tl.zeros(place.shape, D)
     squares = tl.zeros(place.shape, D)
@@ -154,8 +154,7 @@ def sums_of_chunk(source, g_spikes, place, inside, scale, shift, mean, start, g_
                   N: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """Adds the STEPS time steps at which `source` and g_spikes point; with POOL g overwrites the source.
 
-    Returns the gradient of the potential before them, and the sums. With REPEATED the gradients are in `summed`, which
-    the caller adds to the other sums.
+    Returns the gradient of the potential before them, and the sums; with REPEATED the gradients go to `summed` alone.
     """
     h = recomputed(source, place, inside, scale, shift, start, q, size, 0, STEPS, REPEATED, N, D)
     for i in tl.static_range(STEPS - 1, -1, -1):
@@ -193,8 +192,7 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
     g is the gradient of the normalised input.
 
     Args:
-        g_pooled, taps: with POOL `[X, size]`, the result g and the winning places in the windows. A tile of g_pooled
-            first holds the winning values, which the cache gives back.
+        g_pooled, taps: with POOL `[X, size]`, the result g and the winning places in the windows.
         kept: memory for `keep_chunk_starts`; None for a single chunk.
     """
     blocks = row // COLUMNS
@@ -217,6 +215,7 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
             x_t = x
             g_t = source
             taps_t = taps + done
+            # Winning values first go where g goes later: the cache gives them back.
             for _step in range(1 if REPEATED else T):
                 _best, winner, tap = pooled(x_t, done + place, inside, scale, shift, channels, height, width, above, D)
                 tl.store(g_t + place, winner.to(g_pooled.dtype.element_ty), mask=inside)
