@@ -158,12 +158,9 @@ def saved_tensors() -> Iterator[list[tuple[torch.dtype, int]]]:
         yield saved
 
 
-# --- the four calls of every backend
-
-
 def two_ranks_equal_one(backend: str) -> None:
     """Between the calls, two that share the samples exchange statistics and sums: together they are one."""
-    calls = BACKENDS[backend].norm_neuron_kernels()
+    kernels = BACKENDS[backend].norm_neuron_kernels()
     norm_neuron = NormNeuron(NeuronSpec(kind="plif", detach_reset=False), 1e-5, True, 3)
     x, w = channels_last(3, 3, 6, 5, 4) * 2, plif_weight(norm_neuron.spec)
     assert w is not None
@@ -171,16 +168,16 @@ def two_ranks_equal_one(backend: str) -> None:
     weight, bias = torch.linspace(-1, 2, 6).double(), torch.linspace(0, 1, 6).double()
     parts = [(in_order(x[:, part]), in_order(g[:, part])) for part in (slice(1), slice(1, None))]
     counts = [part.numel() // 6 for part, _ in parts]
-    found = [calls.statistics(part) for part, _ in parts]
+    found = [kernels.statistics(part) for part, _ in parts]
     mean = sum(n * each[0] for n, each in zip(counts, found, strict=True)) / sum(counts)
     moments = [n * (each[1] + (each[0] - mean) ** 2) for n, each in zip(counts, found, strict=True)]
     norm = Norm(mean, sum(moments) / sum(counts), weight, bias)
     given = [(NormNeuronInput(part, norm, w, norm_neuron), g_part) for part, g_part in parts]
-    spikes = torch.cat([calls.fire(inputs)[0] for inputs, _ in given], dim=1)
-    backwards = [calls.backward_sums(inputs, g_part, True) for inputs, g_part in given]
+    spikes = torch.cat([kernels.fire(inputs)[0] for inputs, _ in given], dim=1)
+    backwards = [kernels.backward_sums(inputs, g_part, True) for inputs, g_part in given]
     sums: Tensor = sum(each.sums for each in backwards)
     gradients = [
-        calls.input_gradient(inputs, g_part, sums, sum(counts), each.carried)
+        kernels.input_gradient(inputs, g_part, sums, sum(counts), each.carried)
         for (inputs, g_part), each in zip(given, backwards, strict=True)
     ]
     whole = x.requires_grad_()
@@ -190,13 +187,13 @@ def two_ranks_equal_one(backend: str) -> None:
 
 
 def spikes_leave_packed_as_well(backend: str) -> None:
-    calls = BACKENDS[backend].norm_neuron_kernels()
+    kernels = BACKENDS[backend].norm_neuron_kernels()
     # Of 24 channels some neurons are left over, whole bytes of them, when many are computed at once.
     for channels, pool in ((16, False), (24, False), (24, True), (3, False)):
         x = channels_last(4, 1, channels, 5, 5) * 2
         norm = Norm(torch.zeros(channels), torch.ones(channels), None, None)
         inputs = NormNeuronInput(x, norm, None, NormNeuron(NeuronSpec(), 1e-5, pool, 4))
-        spikes, bits = calls.fire(inputs, packed=True)
+        spikes, bits = kernels.fire(inputs, packed=True)
         assert bits is not None and torch.equal(bits, pack_bits(spikes)) and 0 < spikes.sum() < spikes.numel()
 
 

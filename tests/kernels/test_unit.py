@@ -189,16 +189,17 @@ def test_refuses(shape, spec, named) -> None:
 @pytest.mark.parametrize("channels", [33, 48], ids=["rows begin anywhere", "rows begin with a line"])
 def test_large_results_equal_those_of_their_samples(channels) -> None:
     """Results of 4 MiB and more are written past the caches, those of a single sample are not."""
-    calls, norm_neuron = BACKENDS["fused"].norm_neuron_kernels(), NormNeuron(NeuronSpec(), 1e-5, False, 4)
+    kernels = BACKENDS["fused"].norm_neuron_kernels()
+    norm_neuron = NormNeuron(NeuronSpec(), 1e-5, False, 4)
     x, g = channels_last(4, 6, channels, 29, 25), channels_last(4, 6, channels, 29, 25, seed=3)
     assert x.nbytes >= 4 * 2**20 > x.nbytes / 6
-    norm = Norm(*calls.statistics(x), None, None)
+    norm = Norm(*kernels.statistics(x), None, None)
     given = [NormNeuronInput(in_order(x[:, n : n + 1]), norm, None, norm_neuron) for n in range(6)]
     whole_input = NormNeuronInput(x, norm, None, norm_neuron)
-    spikes = torch.cat([calls.fire(each)[0] for each in given], dim=1)
-    assert torch.equal(calls.fire(whole_input)[0], spikes)
-    carried = [calls.backward_sums(each, in_order(g[:, n : n + 1]), False).carried for n, each in enumerate(given)]
-    whole = calls.backward_sums(whole_input, g, False).carried
+    spikes = torch.cat([kernels.fire(each)[0] for each in given], dim=1)
+    assert torch.equal(kernels.fire(whole_input)[0], spikes)
+    carried = [kernels.backward_sums(each, in_order(g[:, n : n + 1]), False).carried for n, each in enumerate(given)]
+    whole = kernels.backward_sums(whole_input, g, False).carried
     assert torch.equal(torch.from_numpy(whole), torch.cat([torch.from_numpy(each) for each in carried], dim=1))
 
 

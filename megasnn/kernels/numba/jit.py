@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,11 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 class MachineCode(FunctionCache):
     """Numba's cache of a kernel's machine code, safe for processes that fill it at the same time."""
 
-    _told = False
-
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Loads machine code; where there is none, tells the user that compiling takes a while."""
         found = super().load_overload(sig, target_context)
         if found is None:
-            _tell()
+            _announce_compiling()
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -65,10 +64,10 @@ class MachineCode(FunctionCache):
             super().save_overload(sig, data)
 
 
-def _tell() -> None:
-    """Says once, on the first rank, that kernels are compiled."""
-    if os.environ.get("RANK", "0") == "0" and not MachineCode._told:
-        MachineCode._told = True
+@cache
+def _announce_compiling() -> None:
+    """Tells the user once, on the first rank."""
+    if os.environ.get("RANK", "0") == "0":
         sys.stderr.write("compiling kernels for this processor: half a minute to a minute, once for each kernel\n")
 
 
