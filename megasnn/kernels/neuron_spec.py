@@ -279,7 +279,9 @@ def numbers(spec: NeuronSpec, learned_leak: float = 0.0) -> Numbers:
         leak = learned_leak if neuron.learns else 1.0 / spec.tau
         # By a power of two, multiplying gives the same bits as dividing.
         divides = not neuron.learns and not _is_power_of_two(spec.tau)
-        charge = f"{'CHARGE' if spec.decay_input else 'LEAK'}_{'DIVIDE' if divides else 'SCALE'}"
+        formula = "CHARGE" if spec.decay_input else "LEAK"
+        operation = "DIVIDE" if divides else "SCALE"
+        charge = f"{formula}_{operation}"
         factor = spec.tau if divides else leak
     input_factor = leak if neuron.leaks and spec.decay_input else 1.0
     hard = spec.v_reset is not None

@@ -64,8 +64,8 @@ def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:
 
 def _explain_content(content: Content, text: str) -> str:
     return (
-        f"{text}; the layers before declare {content.value}: for other values your own neuron declares their maximum, "
-        "SpikingNeuron(..., largest=...), and your own forward does by mark_spikes(..., largest)"
+        f"{text}; the layers before declared {content.value}. Your own neuron declares other values by "
+        "SpikingNeuron(..., largest=...), and your own forward by mark_spikes(..., largest)"
     )
 
 
