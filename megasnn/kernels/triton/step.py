@@ -155,6 +155,11 @@ def fed(x, place, inside, scale, shift, D: tl.constexpr):
 
 
 @triton.jit
+def appended(row, x):
+    return row + (x,)  # in a function, because type checkers give a variable the length of its first tuple
+
+
+@triton.jit
 def at_step(x, t: tl.constexpr, size, REPEATED: tl.constexpr):
     """Pointer to time step t of x; a repeated x has only one."""
     if not REPEATED:
@@ -172,7 +177,7 @@ def recomputed(x, place, inside, scale, shift, v, q, size, BEGIN: tl.constexpr, 
             y = fed(at_step(x, t, size, REPEATED), place, inside, scale, shift, D)
         h_t = charge(y, v, q, N)
         v = reset(h_t, N)
-        h = h + (h_t,)
+        h = appended(h, h_t)
     return h
 
 
