@@ -38,6 +38,7 @@ def kept(
     runs = 1 if len(channels) == all_channels else pixels
     begin = first_step * pixels * all_channels + channels.start
     cut = Runs(runs, pixels * all_channels // runs, begin, pixels * len(channels) // runs)
+    # A draw is a multiple of 2^-24: comparing its integer with the rounded-up p decides the same.
     threshold = math.ceil(p * 2**UNIFORM_BITS)
     device = keys.device
     if usable_on(device):

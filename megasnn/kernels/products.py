@@ -1,7 +1,6 @@
 """Products of a layer's input: with the weight for the output, with the output's gradient for the weight gradient.
 
-Where few values of the input are nonzero, sums over these replace the dense products
-(`megasnn.kernels.numba.spike_sums`): they leave out the terms that are 0.
+Where few values of the input are nonzero, `megasnn.kernels.numba.spike_sums` sums over these alone.
 """
 
 from __future__ import annotations

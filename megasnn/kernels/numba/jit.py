@@ -1,4 +1,4 @@
-"""Compiling and running loops: no fast-math, machine code cached on disk, work shared by threads."""
+"""Compiling and running loops: machine code cached on disk, work shared by threads."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from numba.core.caching import FunctionCache, UserProvidedCacheLocator
 
 from megasnn.common.files import MACHINE_CODE, CacheError, cache_folder
 
+# Without fast-math: forward does the operations of `torch_backend` in their order, and no spike may flip.
 COMPILED: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 # Before a vectorised loop LLVM compares its arrays for overlap. Where that takes more than eight comparisons LLVM does
@@ -72,12 +73,10 @@ def _announce_compiling() -> None:
 
 
 class FolderLocator(UserProvidedCacheLocator):
-    """Cache folder whose machine code is outdated once a file beside the kernel's, or in this package, changes.
-
-    numba itself watches only the kernel's own file, and not the files of the parts that the kernel calls.
-    """
+    """Cache folder whose machine code is outdated once a file beside the kernel's, or in this package, changes."""
 
     def get_source_stamp(self) -> str:
+        # numba itself watches only the kernel's own file, and not the files of the parts that the kernel calls.
         folders = dict.fromkeys([Path(self._py_file).parent, Path(__file__).parent])
         digest = hashlib.sha256()
         for folder in folders:
@@ -88,11 +87,9 @@ class FolderLocator(UserProvidedCacheLocator):
 
 @contextlib.contextmanager
 def _cached_in_own_folder() -> Iterator[None]:
-    """Lets numba look for its cache in NUMBA_CACHE_DIR or else in the user's cache folder, and nowhere else.
-
-    numba unpickles and runs the files of its cache. Its default is a folder beside the source, where other users may be
-    able to write.
-    """
+    """Lets numba look for its cache in NUMBA_CACHE_DIR or else in the user's cache folder, and nowhere else."""
+    # numba unpickles and runs the files of its cache. Its default is a folder beside the source, where other users may
+    # be able to write.
     config: Any = numba.config
     folder = config.CACHE_DIR
     locators = config.CACHE_LOCATOR_CLASSES

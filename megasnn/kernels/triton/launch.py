@@ -65,6 +65,7 @@ def chunk_memory(x: Tensor, time_steps: int, size: int) -> Tensor | None:
 
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
     """Starts programs of a kernel on the device of its first tensor. constants: compile-time arguments, options."""
+    # Triton takes the current device, which may be another one.
     tensor = next(each for each in args if isinstance(each, Tensor))
     on_device = torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
     with on_device:

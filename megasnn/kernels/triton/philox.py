@@ -17,9 +17,9 @@ _COUNTERS = 512  # of a program; each counter gives four values
 def keep_kernel(kept, k0, k1, samples, runs, stride, offset, length, threshold, blocks, COUNTERS: tl.constexpr):
     """Sets `kept [steps, samples, runs, length]` where the upper 24 bits of a value are at least `threshold`.
 
-    A program has a block of counters of one run of one sample. The run begins at value
-    `(step runs + run) stride + offset` of the stream of the sample's key.
+    A run begins at value `(step runs + run) stride + offset` of its sample's stream.
     """
+    # A program has a block of counters of one run of one sample.
     row = tl.program_id(0).to(tl.int64) // blocks
     block = tl.program_id(0) % blocks
     run = row % runs

@@ -1,8 +1,5 @@
 """Max pooling (3 x 3 pixels, stride 2, padding 1) of normalised images.
 
-A forward pools in the kernel that fires. A backward finds the winners again in the kernel of sums; another kernel
-brings their gradients, rounded to the type of the input, back to their places.
-
 Images are `[N, H, W, C]` in memory, pooled images `[N, Ho, Wo, C]`. A place in a window is 0 to 8, row after row.
 """
 
@@ -12,6 +9,9 @@ import triton
 import triton.language as tl
 
 from megasnn.kernels.triton.step import norm_backward, of_channel
+
+# A forward pools in the kernel that fires. A backward finds the winners again in the kernel of sums; another kernel
+# brings their gradients, rounded to the type of the input, back to their places.
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """One time step of a neuron, forward and backward, and the steps that a backward computes again.
 
-The operations and their order are those of `torch_backend.py`, on blocks of any shape in the type of `q`. A block is a
-tensor of places in one time step of the output, `[N, ..., C]` in memory.
+Operations and their order are those of `torch_backend.py`, in the type of `q`. A block is a tensor, of any shape, of
+places in one time step of the output, `[N, ..., C]` in memory.
 
 `N` is a `megasnn.kernels.neuron_spec.Numbers`, constant in a compiled kernel. `q` divides or multiplies the charge and
 may be learned. `norm` points to rows of C numbers: scale, shift and mean; in a backward also the two that
