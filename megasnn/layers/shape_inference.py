@@ -55,6 +55,14 @@ def content_of(tensor: Tensor) -> Content:
     return Content.SPIKES if largest <= 1 else Content.COUNTS
 
 
+def mark_both(tensor: Tensor, other: Tensor) -> None:
+    """Marks a tensor of the dry run with what it, or another one in its place, holds."""
+    if Content.DENSE in (content_of(tensor), content_of(other)):
+        tensor._largest = None  # type: ignore[attr-defined]
+    elif content_of(other) is Content.COUNTS:
+        mark_spikes(tensor, max(max_of(tensor) or 1, max_of(other) or 1))
+
+
 class MaxInference(TorchFunctionMode):
     """Marks every result of a torch function with the largest value that follows from its arguments."""
 
