@@ -212,32 +212,29 @@ PLACES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
-    "tensor": (2, {"tensor_model_parallel_size": 2}, [*FUNCTIONS, *PLACES]),
-    "stages of samples": (
-        4,
-        {"pipeline_model_parallel_size": 2, "context_parallel_size": 2},
-        [*BY_ELEMENT, "in a neuron"],
-    ),
+WAYS = [*FUNCTIONS, *PLACES]
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tensor": (2, {"tensor_model_parallel_size": 2}),
+    "stages of samples": (4, {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Of(Model):
-    """A way to compute something else in evaluation, between units, and logits that depend on all channels."""
+    """Ways to compute something else in evaluation, side by side, each with a unit behind it and logits of its own."""
 
     image_size: int = 4
     time_steps: int = 2
-    num_classes: int = CLASSES
-    way: str = ""
+    num_classes: int = CLASSES * len(WAYS)
 
     def layers(self) -> Iterable[Layer]:
-        function = FUNCTIONS.get(self.way)
         yield layer("stem", ConvNormNeuron(3, WIDTH))
-        yield layer("way", PLACES[self.way]() if function is None else Within(Evaluates(function)))
-        yield layer("unit", ConvNormNeuron(WIDTH, WIDTH))
-        yield layer("inputs", Inputs())
-        yield layer("head", logits, takes=("way", "inputs"))
+        for way in WAYS:
+            function = FUNCTIONS.get(way)
+            module = PLACES[way]() if function is None else Within(Evaluates(function))
+            yield layer(way, module, takes="stem")
+            yield layer(f"{way}, unit", Inputs(), takes=way)
+        yield layer("head", all_logits, takes=[name for way in WAYS for name in (way, f"{way}, unit")])
 
 
 def logits(way: Tensor, unit: Tensor) -> Tensor:
@@ -246,48 +243,45 @@ def logits(way: Tensor, unit: Tensor) -> Tensor:
     return torch.stack([(each * weights).sum(2) for each in pixels.chunk(CLASSES, 2)], 2)
 
 
+def all_logits(*outputs: Tensor) -> Tensor:
+    return torch.cat([logits(way, unit) for way, unit in zip(outputs[::2], outputs[1::2], strict=True)], 2)
+
+
 def _firing(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights with running statistics by which neurons fire in evaluation."""
     means = [name for name in values if name.endswith("running_mean")]
     return {**values, **{name: torch.linspace(-1.5, 0.5, WIDTH).to(values[name]) for name in means}}
 
 
-def _found(ways: list[str], flags: dict[str, Any]) -> dict[str, tuple[float, Tensor, float]]:
+def _found(flags: dict[str, Any]) -> tuple[float, Tensor, float]:
     """Loss of a step, and behind it predictions and loss of an evaluation."""
     generator = torch.Generator().manual_seed(3)
     images = 2 * torch.randn(SAMPLES, 3, 4, 4, generator=generator).double()
-    labels = torch.arange(SAMPLES) % CLASSES
-    found = dict[str, tuple[float, Tensor, float]]()
-    for way in ways:
-        sizes = {"micro_batch_size": 3, "global_batch_size": SAMPLES, "train_iters": 1}
-        with Engine(Of(way=way), precision="fp64", lr=0.1, **sizes, **flags) as engine:
-            engine.load_state_dict(_firing(engine.state_dict()))
-            loss = engine.train_step(images, labels).loss
-            found[way] = loss, engine.predict(images), engine.evaluate(images, labels).loss
-    return found
+    labels = torch.arange(SAMPLES)
+    sizes = {"micro_batch_size": 3, "global_batch_size": SAMPLES, "train_iters": 1}
+    with Engine(Of(), precision="fp64", lr=0.1, **sizes, **flags) as engine:
+        engine.load_state_dict(_firing(engine.state_dict()))
+        loss = engine.train_step(images, labels).loss
+        return loss, engine.predict(images), engine.evaluate(images, labels).loss
 
 
 def test_what_mixes_channels_in_one_mode_is_whole_and_what_does_not_is_cut() -> None:
-    context = BuildContext(Group("tp", (0, 1)))
-    for way in (*FUNCTIONS, *PLACES):
-        built = {
-            each.name: vars(each.module).get("_layer_call", LayerCall())
-            for each in describe(Of(way=way)).build(context)
-        }
-        assert (built["way"].group is None) == (way in BY_ELEMENT), way
-        assert built["inputs"].group is None
+    built = describe(Of()).build(BuildContext(Group("tp", (0, 1))))
+    groups = {each.name: vars(each.module).get("_layer_call", LayerCall()).group for each in built}
+    for way in WAYS:
+        assert (groups[way] is None) == (way in BY_ELEMENT), way
+        assert groups[f"{way}, unit"] is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_predict_what_one_rank_does(ranks, layout: str) -> None:
-    size, flags, ways = LAYOUTS[layout]
-    (one,), others = ranks(1, _found, ways, {}), ranks(size, _found, ways, flags)
-    for way, (trained, predicted, evaluated) in one.items():
-        for found in others:
-            loss, logits_of_rank, evaluated_loss = found[way]
-            assert loss == pytest.approx(trained, rel=TOLERANCE), way
-            assert (logits_of_rank - predicted).norm() <= TOLERANCE * predicted.norm(), way
-            assert evaluated_loss == pytest.approx(evaluated, rel=TOLERANCE), way
+    size, flags = LAYOUTS[layout]
+    ((loss, predicted, evaluated),) = ranks(1, _found, {})
+    for found_loss, found, found_evaluated in ranks(size, _found, flags):
+        assert found_loss == pytest.approx(loss, rel=TOLERANCE)
+        assert found_evaluated == pytest.approx(evaluated, rel=TOLERANCE)
+        for way, mine, expected in zip(WAYS, found.split(CLASSES, 1), predicted.split(CLASSES, 1), strict=True):
+            assert (mine - expected).norm() <= TOLERANCE * expected.norm(), way
 
 
 class Counts(nn.Module):
@@ -313,7 +307,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refused(Of):
+class Refused(Model):
+    image_size: int = 4
+    num_classes: int = CLASSES
+    way: str = ""
+
     def layers(self) -> Iterable[Layer]:
         yield layer("stem", ConvNormNeuron(3, WIDTH))
         yield layer("way", REFUSED[self.way][0]())
