@@ -28,6 +28,21 @@ def gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
     return values  # type: ignore[return-value]
 
 
+def gather_in_call(group: dist.ProcessGroup | None, call: str, value: T) -> list[T]:
+    """Gathers every rank's value, in rank order, at the beginning of a call that all ranks make.
+
+    Raises ValueError on every rank where they make different ones.
+    """
+    of_ranks = gather(group, (call, value))
+    first: dict[str, int] = {}
+    for rank, (called, _) in enumerate(of_ranks):
+        first.setdefault(called, rank)
+    if len(first) > 1:
+        calls = ", ".join(f"rank {rank} called {called}" for called, rank in first.items())
+        raise ValueError(f"every rank calls the same methods in the same order (not under `if rank == 0`): {calls}")
+    return [found for _, found in of_ranks]
+
+
 def broadcast_result(group: dist.ProcessGroup | None, decide: Callable[[], T]) -> T:
     """Runs `decide` on the group's first rank; its result, or the error it raised, reaches every rank."""
     box = [_attempt(decide) if rank_in(group) == 0 else (None, None)]
