@@ -26,7 +26,14 @@ from megasnn.layers.plain.initial_values import without_memory
 from megasnn.layers.plain.network import convert_network, why_whole
 from megasnn.layers.plain.refusals import is_plain, refuse, refuse_mixed_rows
 from megasnn.layers.plain.replicated import apply_layer, forget_state, make_whole, plain_layer
-from megasnn.layers.shape_inference import MaxInference, RefuseRandom, content_of, mark_both, note_never_called
+from megasnn.layers.shape_inference import (
+    MaxInference,
+    RefuseRandom,
+    content_of,
+    mark_both,
+    note_never_called,
+    said_of_values,
+)
 from megasnn.models.description import (
     DRY_SAMPLES,
     Built,
@@ -379,4 +386,4 @@ def _explained(error: Exception, layer: nn.Module) -> str:
         if not any(file.is_relative_to(folder) for folder in _LIBRARIES):
             line = f" ({file}, line {number})"
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return f"{place}{kind}{error}{line}"
+    return f"{place}{said_of_values(error) or f'{kind}{error}'}{line}"
