@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from megasnn.augment import Key
+from megasnn.augment import SampleKey
 from megasnn.data.formats import FormatMismatch, SampleFormat
 from megasnn.data.images import IMAGE_SUFFIXES, ImageFormat, open_image
 from megasnn.data.shards import split_name
@@ -54,7 +54,7 @@ class ArrayFormat(SampleFormat):
     kind = "arrays"
     reads_all = True
 
-    def decode(self, data: bytes, key: Key | None = None) -> Any:
+    def decode(self, data: bytes, key: SampleKey | None = None) -> Any:
         """Decodes the part of a shard with all files of a sample. Raises ValueError, as `SampleFormat.decode`."""
         with tarfile.open(fileobj=io.BytesIO(data + bytes(2 * tarfile.BLOCKSIZE)), mode="r:") as archive:
             files = {

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.augment import AUGMENTATIONS, Augmentation, Key
+from megasnn.augment import AUGMENTATIONS, Augmentation, SampleKey
 from megasnn.augment import FRAMES as EVENT_FRAMES
 from megasnn.common.files import read_arrays
 from megasnn.data.events import (
@@ -49,7 +49,7 @@ class SampleFormat(ABC):
     reads_all: ClassVar[bool] = False
 
     @abstractmethod
-    def decode(self, data: bytes, key: Key | None = None) -> Any:
+    def decode(self, data: bytes, key: SampleKey | None = None) -> Any:
         """Decodes a sample, changed at random where a key is given.
 
         Raises:
@@ -73,7 +73,7 @@ class EventFormat(SampleFormat):
     suffixes = (FRAMES, EVENTS)
     kind = EVENT_FRAMES
 
-    def decode(self, data: bytes, key: Key | None = None) -> NDArray[Any]:
+    def decode(self, data: bytes, key: SampleKey | None = None) -> NDArray[Any]:
         """Content of a frames.npz or events.npz as `[T, 2, size, size]`, counts or float32; changed with a key.
 
         Raises:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from megasnn.augment import AUGMENTATIONS, IMAGES, Augmentation, Key
+from megasnn.augment import AUGMENTATIONS, IMAGES, Augmentation, SampleKey
 from megasnn.augment.images import CROP_SHAPE, ImageRecipe, erase, random_box
 from megasnn.common.files import require_size
 from megasnn.common.random import keyed_numbers
@@ -75,7 +75,7 @@ class ImageFormat(SampleFormat):
         if self.channels not in _MODES:
             raise ValueError(f"images have 1 or 3 channels, not {self.channels}; set --in-channels to 1 or 3")
 
-    def decode(self, data: bytes, key: Key | None = None) -> NDArray[Any]:
+    def decode(self, data: bytes, key: SampleKey | None = None) -> NDArray[Any]:
         """Decodes an image file to `[size, size, channels]`; with a key it is changed at random.
 
         A square in the middle is scaled to `size` (bilinear, with averaging when it shrinks), or a random part where
@@ -92,7 +92,7 @@ class ImageFormat(SampleFormat):
         pixels = np.asarray(image, dtype=np.uint8).reshape(self.size, self.size, self.channels)
         return self._changed(pixels, key) if key else pixels
 
-    def _scaled(self, file: Image.Image, key: Key | None) -> Image.Image:
+    def _scaled(self, file: Image.Image, key: SampleKey | None) -> Image.Image:
         width, height = file.size
         side = self.center * min(width, height)
         left, top = (width - side) / 2, (height - side) / 2
@@ -108,7 +108,7 @@ class ImageFormat(SampleFormat):
         x, y = image.width / width, image.height / height  # below 1 where a JPEG was decoded smaller
         return image.resize((self.size, self.size), resample, box=(left * x, top * y, right * x, bottom * y))
 
-    def _changed(self, image: NDArray[Any], key: Key) -> NDArray[Any]:
+    def _changed(self, image: NDArray[Any], key: SampleKey) -> NDArray[Any]:
         image = self.augment.change(image, *key)
         if not (self.recipe.rand_augment or self.recipe.erasing):
             return image

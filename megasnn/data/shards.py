@@ -26,7 +26,7 @@ import numpy as np
 from pydantic import Field, with_config
 from pydantic_core import to_json
 
-from megasnn.common.files import STRICT, Count, build_once, cache_folder, cached_name, described
+from megasnn.common.files import STRICT, StoredCount, build_once, cache_folder, cached_name, described
 from megasnn.data.formats import EVENTS, FRAMES
 from megasnn.data.images import IMAGE_SUFFIXES
 
@@ -34,7 +34,7 @@ INDEX_NAME = "index.json"
 VERSION: Literal[1] = 1
 _ADVICE = "make the shards again, or remove it"
 LABEL = "cls"
-SUFFIXES = (*IMAGE_SUFFIXES, FRAMES, EVENTS)
+SAMPLE_SUFFIXES = (*IMAGE_SUFFIXES, FRAMES, EVENTS)
 """Endings of a sample's data."""
 _INDEX_VERSION = "7"
 _LABEL_BYTES = 32
@@ -53,11 +53,11 @@ class Members:
 
     keys: list[str]
     labels: list[int]
-    offsets: list[Count]
-    sizes: list[Count]
+    offsets: list[StoredCount]
+    sizes: list[StoredCount]
     suffixes: list[str]
-    starts: list[Count] = field(default_factory=list)
-    ends: list[Count] = field(default_factory=list)
+    starts: list[StoredCount] = field(default_factory=list)
+    ends: list[StoredCount] = field(default_factory=list)
 
 
 @with_config(STRICT)
@@ -67,7 +67,7 @@ class ShardRecord:
 
     file: Annotated[str, Field(pattern="^[^/]+$")]
     split: str
-    size: Count
+    size: StoredCount
     broken: list[str]
     members: Members
 
@@ -92,7 +92,7 @@ def read_index(folder: Path) -> Index | None:
 
 
 @dataclass(frozen=True)
-class Shard:
+class TarFile:
     """A shard that can be read.
 
     Attributes:
@@ -106,7 +106,7 @@ class Shard:
     members: Members
 
 
-def open_shard(source: Path, name: str | None = None) -> Shard:
+def open_shard(source: Path, name: str | None = None) -> TarFile:
     """Opens a tar, or one packed by gzip; messages call it `name`, by default its path.
 
     Raises ValueError, as `scan`, and where it is not the one that index.json lists.
@@ -120,7 +120,7 @@ def open_shard(source: Path, name: str | None = None) -> Shard:
         build_once(target, lambda path: path.write_bytes(to_json(asdict(scan(tar, name)))))
         members = described(Members, target.read_bytes(), target)
     status = tar.stat()
-    return Shard(name, tar, (status.st_size, status.st_mtime_ns), members)
+    return TarFile(name, tar, (status.st_size, status.st_mtime_ns), members)
 
 
 def scan(tar: Path, name: str) -> Members:
@@ -139,12 +139,12 @@ def scan(tar: Path, name: str) -> Members:
     starts, ends = [], []
     with open(tar, "rb") as file:
         for key, files in samples.items():
-            found = [suffix for suffix in SUFFIXES if suffix in files]
+            found = [suffix for suffix in SAMPLE_SUFFIXES if suffix in files]
             arrays = [suffix for suffix in files if _is_array(suffix)]
             if (len(found) != 1 or LABEL not in files) and not arrays:
                 raise ValueError(
                     f"sample {key!r} of shard {name} has the files {', '.join(sorted(files))}; it needs a label "
-                    f"({key}.{LABEL}) and exactly one of {', '.join(SUFFIXES)}"
+                    f"({key}.{LABEL}) and exactly one of {', '.join(SAMPLE_SUFFIXES)}"
                 )
             labels.append(_label(file.fileno(), files[LABEL], name) if LABEL in files else -1)
             first = (found or arrays)[0]
@@ -179,7 +179,7 @@ def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]
                 if member.offset_data + member.size > length:
                     raise tarfile.ReadError(f"member {member.name!r} ends behind byte {length}")
                 key, suffix = split_name(member.name)
-                if not member.isreg() or not (suffix in (*SUFFIXES, LABEL) or _is_array(suffix)):
+                if not member.isreg() or not (suffix in (*SAMPLE_SUFFIXES, LABEL) or _is_array(suffix)):
                     continue
                 if not member.name.isprintable():
                     raise tarfile.ReadError(f"the name {member.name!r} is not UTF-8")

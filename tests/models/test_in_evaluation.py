@@ -15,7 +15,7 @@ from megasnn import Engine
 from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.plain.replicated import LayerCall
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.model import Model
 from megasnn.parallel_state import Group
 from tests.models.networks import CLASSES, Integrates
@@ -266,7 +266,7 @@ def _found(flags: dict[str, Any]) -> tuple[float, Tensor, float]:
 
 
 def test_what_mixes_channels_in_one_mode_is_whole_and_what_does_not_is_cut() -> None:
-    built = describe(Of()).build(BuildContext(Group("tp", (0, 1))))
+    built = describe_model(Of()).build(BuildContext(Group("tp", (0, 1))))
     groups = {each.name: vars(each.module).get("_layer_call", LayerCall()).group for each in built}
     for way in WAYS:
         assert (groups[way] is None) == (way in BY_ELEMENT), way
@@ -321,4 +321,4 @@ class Refused(Model):
 @pytest.mark.parametrize("way", REFUSED)
 def test_what_is_refused_in_training_is_refused_in_evaluation_too(way: str) -> None:
     with pytest.raises(ValueError, match=REFUSED[way][1]):
-        describe(Refused(way=way))
+        describe_model(Refused(way=way))

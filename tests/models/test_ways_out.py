@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import megasnn
 from megasnn import Engine, layer
 from megasnn.layers.layer import Layer
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from tests.models.networks import between
 
 SIZES = {"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 2, "lr": 0.01}
@@ -72,7 +72,7 @@ LAYERS: dict[str, tuple[Callable[[], Layer], str]] = {
     "scripted": (lambda: layer("own", scripted()), "own: .* TorchScript.* give the module that it was made of"),
     "scripted part": (lambda: layer("own", nn.Sequential(scripted())), r"own: 0 \(.*TorchScript"),
     "scripted, cut": (lambda: layer("own", megasnn.shard(scripted())), "own: .* TorchScript"),
-    "scripted beside a unit": (
+    "scripted beside a segment": (
         lambda: layer("own", nn.Sequential(megasnn.ConvNormNeuron(4, 4), scripted())),
         r"own: 1 \(.*TorchScript",
     ),
@@ -89,13 +89,13 @@ def test_a_layer_is_refused_by_name(case: str) -> None:
 @pytest.mark.parametrize("case", VALUES)
 def test_a_block_that_looks_at_values_is_told_what_to_write(case: str) -> None:
     with pytest.raises(ValueError, match="own, given .* must not depend on values") as error:
-        describe(between(lambda: [layer("own", Applies(VALUES[case]))]))
+        describe_model(between(lambda: [layer("own", Applies(VALUES[case]))]))
     assert "meta" not in str(error.value) and "test_ways_out.py" in str(error.value)
 
 
 def test_a_block_with_tensors_of_another_device_is_told_so() -> None:
     with pytest.raises(ValueError, match="device=x.device"):
-        describe(between(lambda: [layer("own", Applies(lambda x: x + torch.ones(4, 4)))]))
+        describe_model(between(lambda: [layer("own", Applies(lambda x: x + torch.ones(4, 4)))]))
 
 
 def test_flags_of_an_engine_name_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
