@@ -188,7 +188,7 @@ def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence
             module = _made(whole_layers()[number] if size > 1 else each, context.replicated())
             if size > 1:
                 make_whole(module, context.tp, cuts, is_last)
-            counted = [] if one is None else None
+            counted = list[int]() if one is None else None
             found = module, dry_run(each.name, module, inputs, counted=counted)
             operations = sum(counted or [])
         outputs[number] = found[1], cuts_by_shape(found[1], of_one)
