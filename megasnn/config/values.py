@@ -101,8 +101,11 @@ def with_keywords(config: _Config, keywords: Mapping[str, Any]) -> _Config:
         if part is None:
             near = get_close_matches(name, part_of, 1)
             wrong.append(f"unknown name {name!r}" + "".join(f"; is it {each!r}?" for each in near))
-        elif part in ("model", "data", "checkpoint", "logging") and name not in ("mixup_alpha", "cutmix_alpha"):
-            wrong.append(f"{name} is of a model's dimensions, or for whole runs, which megasnn.pretrain starts")
+        elif part == "model":
+            kind = type(getattr(config, part)).__name__
+            wrong.append(f"{name} is the model's: give it to the model, {kind}({name}={value!r})")
+        elif part in ("data", "checkpoint", "logging") and name not in ("mixup_alpha", "cutmix_alpha"):
+            wrong.append(f"{name} is for whole runs, which megasnn.pretrain starts: leave it out")
         else:
             changed.setdefault(part, {})[name] = value
     if wrong:
