@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from megasnn.augment import Key
-from megasnn.data.formats import FormatMismatch, SampleFormat
+from megasnn.common.files import read_array
+from megasnn.data.formats import FormatMismatch, SampleFormat, require_finite
 from megasnn.data.images import IMAGE_SUFFIXES, ImageFormat, open_image
 from megasnn.data.shards import split_name
 
@@ -54,8 +55,8 @@ class ArrayFormat(SampleFormat):
     kind = "arrays"
     reads_all = True
 
-    def decode(self, data: bytes, key: Key | None = None) -> Any:
-        """Decodes the part of a shard with all files of a sample. Raises ValueError, as `SampleFormat.decode`."""
+    def decoded(self, data: bytes, key: Key | None) -> Any:
+        """Decodes the part of a shard with all files of a sample."""
         with tarfile.open(fileobj=io.BytesIO(data + bytes(2 * tarfile.BLOCKSIZE)), mode="r:") as archive:
             files = {
                 split_name(member.name)[1]: content.read()
@@ -75,7 +76,7 @@ class ArrayFormat(SampleFormat):
             raise FormatMismatch(f"has no .{array.ending} for {array.name!r}, but {', '.join(files)}")
         content = files[array.ending]
         is_classes = array.ending.endswith("png")
-        found = self._classes(content, array) if is_classes else np.load(io.BytesIO(content), allow_pickle=False)
+        found = self._classes(content, array) if is_classes else read_array(content)
         is_whole = array.dtype == "int"
         if found.shape != array.shape or found.dtype.kind not in ("biu" if is_whole else "f"):
             raise FormatMismatch(
@@ -86,7 +87,11 @@ class ArrayFormat(SampleFormat):
             raise FormatMismatch(
                 f"has {found.min()} to {found.max()} in .{array.ending}, and {array.name!r} is below {array.below}"
             )
-        return found.astype(np.int64 if is_whole else np.float32)
+        if not is_whole:
+            return require_finite(found, f"{array.name!r}, in .{array.ending},").astype(np.float32)
+        if found.dtype == np.uint64 and found.max(initial=0) > np.iinfo(np.int64).max:
+            raise ValueError(f"{array.name!r} holds {found.max()} in .{array.ending}, and int64 ends at 2^63 - 1")
+        return found.astype(np.int64)
 
     def _classes(self, content: bytes, array: ArrayFile) -> NDArray[Any]:
         """Classes of pixels, cut and scaled as the image is, to the nearest pixel."""

@@ -21,7 +21,7 @@ from megasnn.data.events import FrameOptions
 from megasnn.data.formats import FRAMES, EventFormat, FormatMismatch, SampleFormat
 from megasnn.data.images import NORMALISATIONS, ImageFormat
 from megasnn.data.remote import Address, describe_remote, expand_shards, open_remote
-from megasnn.data.shards import INDEX_NAME, Shard, open_shard
+from megasnn.data.shards import INDEX_NAME, FileState, Shard, file_state, open_shard
 
 if TYPE_CHECKING:
     from megasnn.config import DataConfig
@@ -101,21 +101,20 @@ class ShardDataset:
         digest.update(self.labels.tobytes() + self._sizes.tobytes())
         return f"{len(self)}-{digest.hexdigest()}"
 
-    def _shard(self, index: int) -> tuple[str, Path, tuple[int, int]]:
+    def _shard(self, index: int) -> tuple[str, Path, FileState]:
         return self._shards[bisect_right(self._first, index) - 1]  # for one number several times faster than NumPy's
 
 
-def _read(tar: Path, state: tuple[int, int], size: int, offset: int) -> bytes:
+def _read(tar: Path, state: FileState, size: int, offset: int) -> bytes:
     """Raises OSError where the shard is not the file that was indexed."""
     file = _opened(tar, state).fileno()
-    status = os.fstat(file)
-    if (status.st_size, status.st_mtime_ns) != state:
+    if file_state(os.fstat(file)) != state:
         raise OSError(f"{tar} was changed while in use")
     return os.pread(file, size, offset)
 
 
 @lru_cache(maxsize=16)  # files that a process keeps open
-def _opened(tar: Path, state: tuple[int, int]) -> BinaryIO:
+def _opened(tar: Path, state: FileState) -> BinaryIO:
     return open(tar, "rb", buffering=0)
 
 

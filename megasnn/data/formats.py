@@ -48,13 +48,23 @@ class SampleFormat(ABC):
     suffixes: ClassVar[tuple[str, ...]] = ()
     reads_all: ClassVar[bool] = False
 
-    @abstractmethod
     def decode(self, data: bytes, key: Key | None = None) -> Any:
         """Decodes a sample, changed at random where a key is given.
 
         Raises:
-            ValueError: damaged bytes. FormatMismatch: sound ones that do not fit the model.
+            ValueError: damaged bytes, or values that are not finite. FormatMismatch: sound ones that do not fit the
+                model.
         """
+        try:
+            return self.decoded(data, key)
+        except (ValueError, MemoryError):
+            raise
+        except Exception as error:  # decoders have no common class for what damaged bytes make them raise
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+    @abstractmethod
+    def decoded(self, data: bytes, key: Key | None) -> Any:
+        """The sample of `decode`, where errors of damaged bytes may be of any class."""
 
     def batch(self, samples: Sequence[Any]) -> Any:
         """Joins decoded samples to the model's input, float32, the samples first."""
@@ -73,7 +83,7 @@ class EventFormat(SampleFormat):
     suffixes = (FRAMES, EVENTS)
     kind = EVENT_FRAMES
 
-    def decode(self, data: bytes, key: Key | None = None) -> NDArray[Any]:
+    def decoded(self, data: bytes, key: Key | None) -> NDArray[Any]:
         """Content of a frames.npz or events.npz as `[T, 2, size, size]`, counts or float32; changed with a key.
 
         Raises:
@@ -89,8 +99,17 @@ class EventFormat(SampleFormat):
                 f"--time-steps {len(sample)}, or preprocess again (with --keep-events, any number goes)"
             )
         elif size is not None and sample.shape[2:] != (size, size):
-            sample = resize_frames(sample, size)
+            sample = resize_frames(require_finite(sample, "frames"), size)
+        sample = require_finite(sample, "frames")
         return self.augment.change(sample, *key) if key else sample
+
+
+def require_finite(values: NDArray[Any], name: str) -> NDArray[Any]:
+    """Returns the values. Raises ValueError where one is not finite as float32: a neuron would hide it."""
+    with np.errstate(over="ignore"):
+        if values.dtype.kind == "f" and not np.isfinite(values.astype(np.float32, copy=False)).all():
+            raise ValueError(f"{name} hold values that are nan or infinite, or too large for float32")
+    return values
 
 
 def decode_events(data: bytes) -> Recording | NDArray[Any]:

@@ -75,20 +75,14 @@ class ImageFormat(SampleFormat):
         if self.channels not in _MODES:
             raise ValueError(f"images have 1 or 3 channels, not {self.channels}; set --in-channels to 1 or 3")
 
-    def decode(self, data: bytes, key: Key | None = None) -> NDArray[Any]:
+    def decoded(self, data: bytes, key: Key | None) -> NDArray[Any]:
         """Decodes an image file to `[size, size, channels]`; with a key it is changed at random.
 
         A square in the middle is scaled to `size` (bilinear, with averaging when it shrinks), or a random part where
         `augment` crops (bicubic). Grey becomes RGB by repetition, RGB grey by luminance. The result is uint8, or
         float32 where a rectangle was erased. Raises ValueError as `open_image`.
         """
-        file = open_image(data)
-        try:
-            image = self._scaled(file, key)
-        except MemoryError:
-            raise
-        except Exception as error:  # see `open_image`
-            raise ValueError(str(error)) from error
+        image = self._scaled(open_image(data), key)
         pixels = np.asarray(image, dtype=np.uint8).reshape(self.size, self.size, self.channels)
         return self._changed(pixels, key) if key else pixels
 

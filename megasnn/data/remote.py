@@ -17,15 +17,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
 import requests
+from braceexpand import braceexpand
 from tqdm.contrib.concurrent import thread_map
 
-from megasnn.common.files import build_once, cache_folder, name_in_cache
+from megasnn.common.files import MOST_SHARDS, build_once, cache_folder, name_in_cache
 from megasnn.data.shards import Shard, open_shard
 
 _HTTP = ("http://", "https://")
@@ -172,14 +174,9 @@ def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:
     with braces. Several are joined with ``::``, as in webdataset.
 
     Raises:
-        ValueError: a shard is missing or named twice, or nothing matches.
+        ValueError: a shard is missing or named twice, nothing matches, or more than MOST_SHARDS are named.
     """
-    from webdataset.shardlists import expand_urls  # imports torch
-
-    try:
-        parts = expand_urls(data_path)
-    except ValueError as error:
-        raise ValueError(f"{flag} {data_path!r} has unbalanced braces: {error}") from error
+    parts = [part for pattern in data_path.split("::") for part in _expand_pattern(pattern, flag)]
     shards: list[Address] = []
     for part in parts:
         part = part.removeprefix("file://").removeprefix("file:")
@@ -187,6 +184,25 @@ def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:
     if len(set(shards)) < len(shards):
         raise ValueError(f"{flag} {shown_path(data_path)} names a shard more than once")
     return shards
+
+
+def _expand_pattern(pattern: str, flag: str) -> list[str]:
+    """Paths and URLs of a pattern, its variables and braces expanded as webdataset does it."""
+    from webdataset import shardlists  # imports torch
+
+    for name in re.findall(r"\$\{(\w+)\}", pattern):
+        if f"WDS_{name}" not in os.environ:
+            raise ValueError(
+                f"{flag} {shown_path(pattern)!r} names ${{{name}}}, and the environment variable WDS_{name} is not "
+                "set: set it (webdataset puts WDS_ before the name), or have the shell put in its own variables"
+            )
+    try:
+        parts = list(islice(braceexpand(shardlists.envsubst(pattern)), MOST_SHARDS + 1))
+    except ValueError as error:
+        raise ValueError(f"{flag} {pattern!r} has unbalanced braces: {error}") from error
+    if len(parts) > MOST_SHARDS:
+        raise ValueError(f"{flag} {shown_path(pattern)!r} names more than {MOST_SHARDS:,} shards; make larger ones")
+    return parts
 
 
 def _expand_files(path: str, flag: str) -> list[Path]:

@@ -13,20 +13,29 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import shutil
 import tarfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
 from pydantic import Field, with_config
 from pydantic_core import to_json
 
-from megasnn.common.files import STRICT, Count, build_once, cache_folder, cached_name, described
+from megasnn.common.files import (
+    NAME_BYTES,
+    STRICT,
+    Count,
+    build_once,
+    cache_folder,
+    cached_name,
+    described,
+    require_regular,
+)
 from megasnn.data.formats import EVENTS, FRAMES
 from megasnn.data.images import IMAGE_SUFFIXES
 
@@ -39,6 +48,7 @@ SUFFIXES = (*IMAGE_SUFFIXES, FRAMES, EVENTS)
 _INDEX_VERSION = "7"
 _LABEL_BYTES = 32
 _AGAIN = "copy or download it again"
+FileState = tuple[int, int, int]
 
 
 @with_config(STRICT)
@@ -51,13 +61,19 @@ class Members:
         starts, ends: of all files of each sample, where these lie side by side; otherwise, and in old folders, empty.
     """
 
-    keys: list[str]
+    keys: list[Annotated[str, Field(max_length=NAME_BYTES)]]
     labels: list[int]
     offsets: list[Count]
     sizes: list[Count]
     suffixes: list[str]
     starts: list[Count] = field(default_factory=list)
     ends: list[Count] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        lengths = {len(each) for each in (self.keys, self.labels, self.offsets, self.sizes)}
+        lengths |= {len(each) for each in (self.starts, self.ends) if each or self.starts}
+        if len(lengths) > 1:
+            raise ValueError(f"lists of one shard have different lengths, {sorted(lengths)}")
 
 
 @with_config(STRICT)
@@ -88,6 +104,7 @@ class Index:
 def read_index(folder: Path) -> Index | None:
     """Index of a folder of shards; None where there is none. Raises ValueError, naming the first wrong field."""
     path = folder / INDEX_NAME
+    require_regular(path)
     return described(Index, path.read_bytes(), path, advice=_ADVICE) if path.exists() else None
 
 
@@ -97,13 +114,18 @@ class Shard:
 
     Attributes:
         name: as the user named it, for messages.
-        state: size in bytes and time of change (ns) of `tar` when it was indexed.
+        state: of `tar` when it was indexed, see `file_state`.
     """
 
     name: str
     tar: Path
-    state: tuple[int, int]
+    state: FileState
     members: Members
+
+
+def file_state(status: os.stat_result) -> FileState:
+    """Size, time of change (ns) and inode of a file: another file in its place, or a change, has others."""
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def open_shard(source: Path, name: str | None = None) -> Shard:
@@ -111,16 +133,23 @@ def open_shard(source: Path, name: str | None = None) -> Shard:
 
     Raises ValueError, as `scan`, and where it is not the one that index.json lists.
     """
-    name, tar, members = name or str(source), source, _members_beside(source)
+    name, tar, record = name or str(source), source, _record_beside(source)
+    state = file_state(source.stat())
     if _is_packed(source):
-        tar, members = cache_folder("unpacked") / cached_name(source, ".tar"), None
+        tar = cache_folder("unpacked") / cached_name(source, ".tar")
         build_once(tar, lambda path: _unpack(source, path, name))
-    if members is None:
-        target = cache_folder("index") / cached_name(tar, ".json", _INDEX_VERSION)
-        build_once(target, lambda path: path.write_bytes(to_json(asdict(scan(tar, name)))))
-        members = described(Members, target.read_bytes(), target)
-    status = tar.stat()
-    return Shard(name, tar, (status.st_size, status.st_mtime_ns), members)
+        state = file_state(tar.stat())
+    elif record is not None and _is_older(source):
+        return Shard(name, tar, state, record.members)
+    target = cache_folder("index") / cached_name(tar, ".json", _INDEX_VERSION)
+    build_once(target, lambda path: path.write_bytes(to_json(asdict(scan(tar, name)))))
+    members = described(Members, target.read_bytes(), target)
+    if record is not None and tar == source and not _agree(members, record.members):
+        raise ValueError(
+            f"shard {name} was changed after {INDEX_NAME} beside it was written, and holds other samples or classes "
+            f"than that says; make the folder again, or remove {INDEX_NAME}"
+        )
+    return Shard(name, tar, state, members)
 
 
 def scan(tar: Path, name: str) -> Members:
@@ -130,6 +159,7 @@ def scan(tar: Path, name: str) -> Members:
     """
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     for member, key, suffix in _members(tar, name):
+        _check_member(member, key, name)
         if suffix in samples.setdefault(key, {}):
             raise ValueError(f"shard {name} holds {member.name!r} twice; keys must be unique in it")
         samples[key][suffix] = member
@@ -181,11 +211,9 @@ def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]
                 key, suffix = split_name(member.name)
                 if not member.isreg() or not (suffix in (*SUFFIXES, LABEL) or _is_array(suffix)):
                     continue
-                if not member.name.isprintable():
-                    raise tarfile.ReadError(f"the name {member.name!r} is not UTF-8")
                 yield member, key, suffix
             end = archive.offset
-    except (tarfile.TarError, OverflowError, UnicodeError) as error:
+    except (tarfile.TarError, OverflowError, ValueError) as error:
         raise ValueError(f"shard {name} is cut, packed, or no tar file ({error}); {_AGAIN}, or gunzip it") from error
     # A tar that is cut between two members looks whole to tarfile, and so does the first of two that were joined.
     with open(tar, "rb") as file:
@@ -195,12 +223,22 @@ def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]
         raise ValueError(f"shard {name} has no end mark at byte {end}: it was cut, or joined to another; {_AGAIN}")
 
 
+def _check_member(member: tarfile.TarInfo, key: str, name: str) -> None:
+    """Raises ValueError for a file whose name, or whose content by one seek, is not what it seems."""
+    if not member.name.isprintable():
+        raise ValueError(f"shard {name}: the name {member.name[:NAME_BYTES]!r} is not UTF-8; rename it")
+    if len(os.fsencode(key)) > NAME_BYTES:
+        raise ValueError(f"shard {name}: the name {key[:40]!r}... has more than {NAME_BYTES} bytes; shorten it")
+    if member.issparse():  # its bytes are not those of the file: holes are left out
+        raise ValueError(f"shard {name}: {member.name!r} is stored as a sparse file; pack it without tar's --sparse")
+
+
 def _label(file: int, member: tarfile.TarInfo, name: str) -> int:
-    text = os.pread(file, min(member.size, _LABEL_BYTES), member.offset_data)
-    try:
-        return int(np.int32(int(text)))
-    except (ValueError, OverflowError):
-        raise ValueError(f"{member.name} in shard {name} holds {text!r}; it must hold a class number") from None
+    text = os.pread(file, min(member.size, _LABEL_BYTES + 1), member.offset_data)
+    number = int(text) if len(text) <= _LABEL_BYTES and re.fullmatch(rb"\s*[+-]?[0-9]+\s*", text) else None
+    if number is None or not -(1 << 31) <= number < 1 << 31:
+        raise ValueError(f"{member.name} in shard {name} holds {text!r}; it must hold a class number alone")
+    return number
 
 
 def _is_packed(path: Path) -> bool:
@@ -216,21 +254,33 @@ def _unpack(packed: Path, target: Path, name: str) -> None:
         raise ValueError(f"shard {name} is cut or damaged ({error}); {_AGAIN}") from error
 
 
-def _members_beside(source: Path) -> Members | None:
-    """Samples of a shard by the index.json of its folder, if any. Raises ValueError where the sizes differ."""
+def _record_beside(source: Path) -> ShardRecord | None:
+    """Record of a shard in the index.json of its folder, if any. Raises ValueError where the sizes differ."""
     index = source.parent / INDEX_NAME
     if not index.exists():
         return None
-    record = _records(source.parent, index.stat().st_mtime_ns).get(source.name)
-    if record is not None and source.stat().st_size != record.size:
+    status, size = index.stat(), source.stat().st_size
+    record = _records(source.parent, file_state(status)).get(source.name)
+    if record is not None and size != record.size:
         raise ValueError(
-            f"shard {source} has {source.stat().st_size} bytes, {INDEX_NAME} beside it says {record.size}: it was cut "
-            "or changed; make it again"
+            f"shard {source} has {size} bytes, {INDEX_NAME} beside it says {record.size}: it was cut or changed; make "
+            "it again"
         )
-    return record.members if record else None
+    return record
+
+
+def _agree(found: Members, listed: Members) -> bool:
+    """True where a shard holds the listed samples. Old folders say no starts and ends."""
+    bounds = {} if listed.starts else {"starts": [], "ends": []}
+    return replace(found, **bounds) == listed
+
+
+def _is_older(source: Path) -> bool:
+    """True where a shard is as it was when the index.json beside it was written, by the times that no program sets."""
+    return source.stat().st_ctime_ns < (source.parent / INDEX_NAME).stat().st_ctime_ns
 
 
 @lru_cache(maxsize=8)  # read once for all shards of a folder
-def _records(folder: Path, changed: int) -> dict[str, ShardRecord]:
+def _records(folder: Path, state: FileState) -> dict[str, ShardRecord]:
     index = read_index(folder)
     return {record.file: record for record in index.shards} if index else {}
