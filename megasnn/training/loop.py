@@ -225,7 +225,7 @@ class TrainingRun:
             skipped = data.skipped_over_replicas(engine, loader.skipped, training=False)
         self._in_evaluation = False
         due = data.samples_to_evaluate
-        self.has_evaluated = record.samples == due
+        self.has_evaluated = record.samples + skipped == due
         if not self.has_evaluated:
             reporter.line(
                 f"asked to stop: the evaluation at iteration {engine.iteration} was left after {record.samples} of "
