@@ -1,4 +1,4 @@
-"""An index and its shard: whichever was changed behind the other's back, the samples are the shard's, or it is refused."""
+"""An index and its shard: where one was changed after the other, the shard is read anew, or refused."""
 
 from __future__ import annotations
 
