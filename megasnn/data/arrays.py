@@ -18,7 +18,7 @@ from PIL import Image
 from megasnn.augment import Key
 from megasnn.common.files import read_array
 from megasnn.data.formats import FormatMismatch, SampleFormat, require_finite
-from megasnn.data.images import IMAGE_SUFFIXES, ImageFormat, open_image
+from megasnn.data.images import IMAGE_SUFFIXES, ImageFormat, open_image, orientation, upright_size
 from megasnn.data.shards import split_name
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -67,16 +67,13 @@ class ArrayFormat(SampleFormat):
 
     def _decoded(self, array: ArrayFile, files: Mapping[str, bytes]) -> NDArray[Any]:
         if not array.ending:
-            images = [content for ending, content in files.items() if ending in IMAGE_SUFFIXES]
-            if len(images) != 1:
-                raise FormatMismatch(f"has {len(images)} images, and the model takes one as its input {array.name!r}")
             assert self.image is not None
-            return self.image.decode(images[0])
+            return self.image.decode(_image_of(files, array.name))
         if array.ending not in files:
             raise FormatMismatch(f"has no .{array.ending} for {array.name!r}, but {', '.join(files)}")
         content = files[array.ending]
         is_classes = array.ending.endswith("png")
-        found = self._classes(content, array) if is_classes else read_array(content)
+        found = self._classes(content, array, files) if is_classes else read_array(content)
         is_whole = array.dtype == "int"
         if found.shape != array.shape or found.dtype.kind not in ("biu" if is_whole else "f"):
             raise FormatMismatch(
@@ -93,13 +90,22 @@ class ArrayFormat(SampleFormat):
             raise ValueError(f"{array.name!r} holds {found.max()} in .{array.ending}, and int64 ends at 2^63 - 1")
         return found.astype(np.int64)
 
-    def _classes(self, content: bytes, array: ArrayFile) -> NDArray[Any]:
-        """Classes of pixels, cut and scaled as the image is, to the nearest pixel."""
+    def _classes(self, content: bytes, array: ArrayFile, files: Mapping[str, bytes]) -> NDArray[Any]:
+        """Classes of pixels, turned, cut and scaled as the image is, to the nearest pixel. Raises ValueError for
+        another size than the image's."""
         file = open_image(content)
         if file.mode not in ("L", "P", "1"):
             raise FormatMismatch(
                 f"has colours (mode {file.mode}) in .{array.ending}, which should hold a class a pixel"
             )
+        if (turn := orientation(file)) is not None:
+            file = file.transpose(turn)
+        if self.image is not None:
+            size = upright_size(open_image(_image_of(files, array.name)))
+            if file.size != size:
+                raise ValueError(
+                    f".{array.ending} has {file.width} x {file.height} pixels, and its image {size[0]} x {size[1]}"
+                )
         side = (1.0 if self.image is None else self.image.center) * min(file.size)
         left, top = (file.width - side) / 2, (file.height - side) / 2
         box = left, top, left + side, top + side
@@ -113,3 +119,11 @@ class ArrayFormat(SampleFormat):
             parts = [sample[each.name] for sample in samples]
             joined[each.name] = np.stack(parts) if each.ending or self.image is None else self.image.batch(parts)
         return joined
+
+
+def _image_of(files: Mapping[str, bytes], name: str) -> bytes:
+    """The only image of a sample, for the array `name`."""
+    images = [content for ending, content in files.items() if ending in IMAGE_SUFFIXES]
+    if len(images) != 1:
+        raise FormatMismatch(f"has {len(images)} images, and the model takes one for {name!r}")
+    return images[0]
