@@ -5,6 +5,7 @@ The cache folder holds files that can be made again: indexes, fetched and unpack
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import math
@@ -110,6 +111,18 @@ def described(
         raise DescriptionError(f"{file}: {text}; {advice}") from None
 
 
+def require_regular(path: Path) -> None:
+    """Raises OSError for a folder, a pipe, which would wait, and a device, which might never end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, and should be a file", str(path))
+
+
+def read_regular(path: Path) -> bytes:
+    """Reads a regular file, or what a link leads to. Raises OSError, for anything else too."""
+    require_regular(path)
+    return path.read_bytes()
+
+
 # --- sizes
 
 
@@ -123,15 +136,10 @@ def require_size(what: str, size: int) -> None:
         )
 
 
-def require_regular(path: Path) -> None:
-    """Raises ValueError where a pipe, a device or a folder is in the place of a file: a pipe would wait for its end."""
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no regular file")
-
-
 def read_file(path: Path) -> bytes:
     """Reads a regular file, or what a link leads to. Raises OSError, and ValueError for one that is too large."""
-    require_regular(path)
+    if path.exists() and not path.is_file():  # a pipe would wait for its other end
+        raise ValueError("is no regular file")
     require_size("its content", path.stat().st_size)
     return path.read_bytes()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from megasnn.data.arrays import ArrayFormat
 from megasnn.data.events import FrameOptions
 from megasnn.data.formats import FRAMES, EventFormat, FormatMismatch, SampleFormat
 from megasnn.data.images import NORMALISATIONS, ImageFormat
-from megasnn.data.remote import Address, describe_remote, expand_shards, open_remote
+from megasnn.data.remote import Address, describe_remote, expand_shards, open_remote, shown_path
 from megasnn.data.shards import INDEX_NAME, FileState, Shard, file_state, open_shard
 
 if TYPE_CHECKING:
@@ -120,10 +120,17 @@ def _opened(tar: Path, state: FileState) -> BinaryIO:
 
 @dataclass(frozen=True)
 class Datasets:
-    """Training samples, and those to evaluate on, if any."""
+    """Training samples, and those to evaluate on, if any.
+
+    Attributes:
+        classes: names by number, where an index.json beside a shard tells them.
+        warnings: sentences for the user, of shards that are used twice.
+    """
 
     train: ShardDataset
     valid: ShardDataset | None
+    classes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def open_datasets(
@@ -144,7 +151,8 @@ def open_datasets(
         evaluates: and trains on nothing.
         arrays: of samples of several files; None for images or event frames with their class.
     Raises:
-        ValueError: a shard is missing, cut or empty or cannot be fetched; labels, samples or options do not fit.
+        ValueError: a shard is missing, cut or empty or cannot be fetched; labels, samples or options do not fit; shards
+            name a class number differently.
     """
     os.environ[SAMPLE_LIMIT] = str(config.max_sample_mb)
     format = sample_format(config, input_shape, evaluates, arrays)
@@ -159,8 +167,52 @@ def open_datasets(
     splits: list[Sequence[Address]] = [
         [made[split]] if path == SAMPLE else expand_shards(path, flag) for split, (path, flag) in enumerate(paths)
     ]
-    found = [_dataset(config, format, num_classes, open_shards(addresses, decide)) for addresses in splits]
-    return Datasets(found[0], found[1] if valid_path else None)
+    shards = [open_shards(addresses, decide) for addresses in splits]
+    classes = _class_names([shard for split in shards for shard in split]) if num_classes else ()
+    found = [_dataset(config, format, num_classes, each) for each in shards]
+    valid = found[1] if valid_path else None
+    return Datasets(found[0], valid, classes, () if evaluates else tuple(_used_twice(*splits)))
+
+
+def class_difference(one: Sequence[str], other: Sequence[str]) -> str | None:
+    """The first class number that two lists name differently, with both names; None where there is none."""
+    for number, (name, other_name) in enumerate(zip(one, other, strict=False)):
+        if name != other_name:
+            return f"class {number} is {name!r} and {other_name!r}"
+    return None
+
+
+def _class_names(shards: Sequence[Shard]) -> tuple[str, ...]:
+    """The longest list of class names of any shard. Raises ValueError where two lists differ in a number."""
+    lists = {shard.classes: shard.name for shard in shards if shard.classes}
+    longest = max(lists, key=len, default=())
+    for classes, name in lists.items():
+        if different := class_difference(longest, classes):
+            raise ValueError(
+                f"{different} in the {INDEX_NAME} of {lists[longest]} and of {name}: prepare one of these folders "
+                "again, with --classes-of and the other one"
+            )
+    return longest
+
+
+def _used_twice(train: Sequence[Address], valid: Sequence[Address] = ()) -> Iterator[str]:
+    """Warnings of shards that have several names, and of those that are trained and evaluated on."""
+    names: dict[object, Address] = {}
+    for address in train:
+        first = names.setdefault(_identity(address), address)
+        if first != address:
+            yield f"WARNING: --data-path names one shard twice, {shown_path(str(first))} and {shown_path(str(address))}"
+    for address in valid:
+        if (first := names.get(_identity(address))) is not None:
+            yield f"WARNING: the shard {shown_path(str(first))} is in --data-path and in --valid-data-path"
+
+
+def _identity(address: Address) -> object:
+    """Device and inode of a file, which all its names share; a URL stands for itself."""
+    if isinstance(address, str):
+        return address
+    status = address.stat()
+    return status.st_dev, status.st_ino
 
 
 def open_shards(

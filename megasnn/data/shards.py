@@ -34,7 +34,7 @@ from megasnn.common.files import (
     cache_folder,
     cached_name,
     described,
-    require_regular,
+    read_regular,
 )
 from megasnn.data.formats import EVENTS, FRAMES
 from megasnn.data.images import IMAGE_SUFFIXES
@@ -104,8 +104,7 @@ class Index:
 def read_index(folder: Path) -> Index | None:
     """Index of a folder of shards; None where there is none. Raises ValueError, naming the first wrong field."""
     path = folder / INDEX_NAME
-    require_regular(path)
-    return described(Index, path.read_bytes(), path, advice=_ADVICE) if path.exists() else None
+    return described(Index, read_regular(path), path, advice=_ADVICE) if path.exists() else None
 
 
 @dataclass(frozen=True)
@@ -115,12 +114,14 @@ class Shard:
     Attributes:
         name: as the user named it, for messages.
         state: of `tar` when it was indexed, see `file_state`.
+        classes: names by number, from the index.json beside it; empty where there is none.
     """
 
     name: str
     tar: Path
     state: FileState
     members: Members
+    classes: tuple[str, ...] = ()
 
 
 def file_state(status: os.stat_result) -> FileState:
@@ -133,14 +134,15 @@ def open_shard(source: Path, name: str | None = None) -> Shard:
 
     Raises ValueError, as `scan`, and where it is not the one that index.json lists.
     """
-    name, tar, record = name or str(source), source, _record_beside(source)
+    name, tar = name or str(source), source
+    record, classes = _record_beside(source)
     state = file_state(source.stat())
     if _is_packed(source):
         tar = cache_folder("unpacked") / cached_name(source, ".tar")
         build_once(tar, lambda path: _unpack(source, path, name))
         state = file_state(tar.stat())
     elif record is not None and _is_older(source):
-        return Shard(name, tar, state, record.members)
+        return Shard(name, tar, state, record.members, classes)
     target = cache_folder("index") / cached_name(tar, ".json", _INDEX_VERSION)
     build_once(target, lambda path: path.write_bytes(to_json(asdict(scan(tar, name)))))
     members = described(Members, target.read_bytes(), target)
@@ -149,7 +151,7 @@ def open_shard(source: Path, name: str | None = None) -> Shard:
             f"shard {name} was changed after {INDEX_NAME} beside it was written, and holds other samples or classes "
             f"than that says; make the folder again, or remove {INDEX_NAME}"
         )
-    return Shard(name, tar, state, members)
+    return Shard(name, tar, state, members, classes)
 
 
 def scan(tar: Path, name: str) -> Members:
@@ -254,19 +256,23 @@ def _unpack(packed: Path, target: Path, name: str) -> None:
         raise ValueError(f"shard {name} is cut or damaged ({error}); {_AGAIN}") from error
 
 
-def _record_beside(source: Path) -> ShardRecord | None:
-    """Record of a shard in the index.json of its folder, if any. Raises ValueError where the sizes differ."""
+def _record_beside(source: Path) -> tuple[ShardRecord | None, tuple[str, ...]]:
+    """Record of a shard in the index.json of its folder, and the classes there, if any.
+
+    Raises ValueError where the sizes differ.
+    """
     index = source.parent / INDEX_NAME
     if not index.exists():
-        return None
+        return None, ()
     status, size = index.stat(), source.stat().st_size
-    record = _records(source.parent, file_state(status)).get(source.name)
+    records, classes = _records(source.parent, file_state(status))
+    record = records.get(source.name)
     if record is not None and size != record.size:
         raise ValueError(
             f"shard {source} has {size} bytes, {INDEX_NAME} beside it says {record.size}: it was cut or changed; make "
             "it again"
         )
-    return record
+    return record, classes if record is not None else ()
 
 
 def _agree(found: Members, listed: Members) -> bool:
@@ -281,6 +287,7 @@ def _is_older(source: Path) -> bool:
 
 
 @lru_cache(maxsize=8)  # read once for all shards of a folder
-def _records(folder: Path, state: FileState) -> dict[str, ShardRecord]:
+def _records(folder: Path, state: FileState) -> tuple[dict[str, ShardRecord], tuple[str, ...]]:
+    """Records by file, and classes, of the index.json of a folder."""
     index = read_index(folder)
-    return {record.file: record for record in index.shards} if index else {}
+    return ({record.file: record for record in index.shards}, tuple(index.classes)) if index else ({}, ())

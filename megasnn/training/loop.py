@@ -81,7 +81,7 @@ class TrainingRun:
             introduce(config, engine, self.data.length, reporter)
             self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
             announce(self._memory, reporter)
-            self._introduce_start([claimed.notice if claimed is not None else "", begin.notice, self.data.notice])
+            self._introduce_start([claimed.notice if claimed is not None else "", begin.notice, *self.data.notices])
             undo.pop_all()
 
     def _outline(self) -> RunOutline:

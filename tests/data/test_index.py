@@ -117,5 +117,5 @@ def test_an_index_that_is_no_file_is_refused(tmp_path, kind):
     else:
         (tmp_path / INDEX_NAME).symlink_to("/dev/zero")
     for read in (lambda: open_shard(path), lambda: read_index(tmp_path)):
-        with pytest.raises(ValueError, match=f"{INDEX_NAME} is no regular file"):
+        with pytest.raises(OSError, match=f"should be a file: .*{INDEX_NAME}"):
             read()

@@ -44,7 +44,7 @@ def corner(height: int, width: int) -> np.ndarray:
     """No turn or mirror image of it is like another."""
     mask = np.zeros((height, width), np.uint8)
     mask[: height // 2, width // 2 - height // 2 : width // 2 - height // 4] = 1
-    mask[: height // 4, width // 2 - height // 2 : width // 2] = 1
+    mask[: height // 4, width // 2 - height // 2 : width // 2 + height // 4] = 1
     return mask
 
 

@@ -140,7 +140,7 @@ def test_an_evaluation_leaves_broken_samples_out(ranks, cache, tmp_path, layout)
     for number in broken:
         del samples[f"s{number:03d}"]
     sound = write_shard(tmp_path / "b.tar", samples)
-    flags = ("--train-iters", "1", "--precision", "fp64", "--micro-batch-size", "3", "--skip-broken-samples")
+    flags = ("--train-iters", "1", "--precision", "fp64", "--micro-batch-size", "2", "--skip-broken-samples")
     train(cache, *flags, "--valid-data-path", str(sound), "--tensorboard-dir", str(tmp_path / "sound"))
     given = ("--valid-data-path", str(valid), "--tensorboard-dir", str(tmp_path / "given"))
     ranks(2, train, cache, *flags, *given, *layout.split())
