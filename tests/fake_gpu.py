@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,22 +23,11 @@ from torch.utils._pytree import tree_leaves
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.weight_grad import CastWeights
 from tests.recorded_graphs import READS
+from tools.benchmark.host_marks import Label, Marks
+from tools.benchmark.host_places import as_on_gpu
 
 OUTSIDE = "outside of units"
 _STARTS_NOTHING = ("empty", "detach", "_unsafe_view", "alias", "lift_fresh", "new_empty", "_reshape_alias", "resize_")
-_ON_GPU = {
-    "megasnn.kernels.triton.available.interpreted": lambda: True,  # on a CPU the kernels are then not refused
-    "megasnn.kernels.triton.available._unusable": lambda device: None,
-    "megasnn.kernels.backends._fastest": {},
-    "megasnn.common.checks.runs_ahead": lambda device: True,
-    "megasnn.kernels.spike_codec.usable_on": lambda device: True,
-    "megasnn.kernels.philox.usable_on": lambda device: True,
-    "megasnn.kernels.convolution._is_matrix_product": lambda images, *_: images.shape[2:] == (1, 1),
-    "megasnn.layers.attention.on_gpu": lambda values: True,
-    "megasnn.layers.weight_grad.on_gpu": lambda values: True,
-    "megasnn.parallel.collectives.empty": lambda shape, dtype, device: torch.empty(shape, dtype=dtype),
-    "megasnn.layers.attention.empty": lambda shape, dtype, device: torch.empty(shape, dtype=dtype),
-}
 
 
 @dataclass
@@ -59,7 +48,13 @@ class Counted:
 class _Counting(TorchDispatchMode):
     def __init__(self, counted: Counted) -> None:
         super().__init__()
-        self.counted, self.unit, self.backward = counted, OUTSIDE, False
+        self.counted, self.label = counted, (OUTSIDE, False)
+
+    def pause(self) -> None:
+        """Hooks start nothing."""
+
+    def enter(self, label: Label) -> None:
+        self.label = label
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -82,7 +77,8 @@ class _Counting(TorchDispatchMode):
         self.count(kernel.fn.__name__, (args, constants))
 
     def count(self, name: str, given: Any) -> None:
-        (self.counted.backward if self.backward else self.counted.forward)[self.unit][name] += 1
+        unit, is_backward = self.label
+        (self.counted.backward if is_backward else self.counted.forward)[unit][name] += 1
         numbers = (each.shape if isinstance(each, Tensor) else each for each in tree_leaves(given))
         self.counted.numbers.append((name, *numbers))
 
@@ -104,41 +100,25 @@ def fake_gpu(names: dict[ConvNormNeuron, str] | None = None) -> Iterator[Counted
     """
     counted = Counted()
     counting = _Counting(counted)
-    forward, differentiate, of = ConvNormNeuron.forward, torch.autograd.backward, CastWeights.of
-
-    def at(unit: str, backward: bool) -> Callable[[Any], None]:
-        def mark(gradients: Any) -> None:
-            counting.unit, counting.backward = unit, backward
-
-        return mark
-
-    def marked(unit: ConvNormNeuron, x: Tensor) -> Tensor:
-        name = (names or {}).get(unit, OUTSIDE)
-        counting.unit, counting.backward = name, False
-        if x.requires_grad:
-            x.register_hook(at(OUTSIDE, True))
-        y = forward(unit, x)
-        y.grad_fn.register_prehook(at(name, True))  # behind the hooks of y, which may be another unit's input
-        counting.unit = OUTSIDE
-        return y
+    marks, differentiate = Marks(counting), torch.autograd.backward
 
     def backward(*args: Any) -> None:
         differentiate(*args)
-        counting.unit = OUTSIDE
+        counting.label = OUTSIDE, True
 
     def cast(self: CastWeights, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Once a step, for whichever unit is the first."""
-        unit, counting.unit = counting.unit, OUTSIDE
+        label = counting.label
+        counting.label = OUTSIDE, label[1]
         found = of(self, weight, dtype)
-        counting.unit = unit
+        counting.label = label
         return found
 
+    of = CastWeights.of
+    forward = marks.marked(ConvNormNeuron.forward, lambda unit: (names or {}).get(unit, OUTSIDE))
     with ExitStack() as stack:
-        for target, replacement in _ON_GPU.items():
-            stack.enter_context(mock.patch(target, replacement))
-        for module in ("norm_neuron", "codec", "philox"):
-            stack.enter_context(mock.patch(f"megasnn.kernels.triton.{module}.launch", counting.launch))
-        stack.enter_context(mock.patch.object(ConvNormNeuron, "forward", marked))
+        stack.enter_context(as_on_gpu(counting.launch))
+        stack.enter_context(mock.patch.object(ConvNormNeuron, "forward", forward))
         stack.enter_context(mock.patch("torch.autograd.backward", backward))
         stack.enter_context(mock.patch.object(CastWeights, "of", cast))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -5,6 +5,7 @@
     python -m tools.benchmark --plans          # layouts, beside what the planner foresees of them
     python -m tools.benchmark --data           # the loader, beside a plain PyTorch DataLoader
     python -m tools.benchmark --kernels        # norm and neuron, in copies of their input
+    python -m tools.benchmark --host           # Python's part of a step on a GPU, also beside another checkout
 
 Prints a table, and appends a JSON line per row to `--output`.
 """
@@ -21,6 +22,7 @@ CASES = {
     "--plans": ("plans", "Plans"),
     "--data": ("data", "Loading"),
     "--kernels": ("kernels", "Kernels"),
+    "--host": ("host", "Host"),
 }
 
 
