@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasnn.common.grid import AXES, REPLICA_AXES, SUMMED_AXES, Axis, Grid, Place
+from megasnn.common.grid import AXES, REPLICA_AXES, SUMMED_AXES, Axis, Coordinates, Grid
 
 TASKS = Path("/proc/self/task")
 
@@ -99,7 +99,7 @@ class ParallelState:
     """Place in the grid and process groups of this rank.
 
     Attributes:
-        grid, place: the sizes of the axes and this rank's index along each.
+        grid, coordinates: the sizes of the axes and this rank's index along each.
         tp, cp, pp, dp_replicate, dp_shard: groups along one axis. Context ranks share a micro-batch; replicas along
             dp_shard share one copy of the weights, those along dp_replicate have one each.
         dp: all replicas, each of which has micro-batches of its own.
@@ -111,7 +111,7 @@ class ParallelState:
     """
 
     grid: Grid
-    place: Place
+    coordinates: Coordinates
     tp: Group
     cp: Group
     pp: Group
@@ -176,7 +176,7 @@ def initialize_model_parallel(
     if device.type == "cuda" and world_size > 1 and "nccl" not in dist.get_backend():
         raise ValueError(f"init_process_group was given {dist.get_backend()}: use cpu:gloo,cuda:nccl on GPUs")
     groups = _make_groups(grid, rank, timeout)
-    _state = ParallelState(grid=grid, place=grid.place(rank), device=device, **groups)
+    _state = ParallelState(grid=grid, coordinates=grid.coordinates(rank), device=device, **groups)
     # Making a group does not wait for its members, starting it does. The world comes last: a rank that went on and
     # destroyed a group would break the start of the others.
     for name in _GROUPS:

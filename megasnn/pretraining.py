@@ -67,8 +67,8 @@ def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callbac
         refuse_other_device(config, world_size)
     except ConfigError as error:
         if speaks and (report := os.environ.get("TORCHELASTIC_ERROR_FILE")):
-            told = {"message": str(error), "timestamp": int(time.time())}
-            Path(report).write_text(json.dumps(told))  # torchrun prints it last
+            details = {"message": str(error), "timestamp": int(time.time())}
+            Path(report).write_text(json.dumps(details))  # torchrun prints it last
         elif speaks:
             sys.stderr.write(f"[rank {rank}] {error}\n")
         elif "TORCHELASTIC_RUN_ID" in os.environ:
@@ -132,22 +132,22 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     Raises:
         as `parse`.
     """
-    given = parse(run_config(model), argv, console_outputs, model.recipes())
-    saved = _saved_values(model, given)
+    flags = parse(run_config(model), argv, console_outputs, model.recipes())
+    saved = _saved_values(model, flags)
     if not saved:
-        return given
+        return flags
     config = parse(run_config(model), argv, console_outputs, model.recipes(), saved)
-    taken = [each for of_part in flags_between(given, config).values() for each in of_part]
-    if taken and os.environ.get("RANK", "0") == "0":
-        print(f"--load {in_message(given.checkpoint.load)} gives {' '.join(map(in_message, taken))}")
+    from_checkpoint = [each for of_part in flags_between(flags, config).values() for each in of_part]
+    if from_checkpoint and os.environ.get("RANK", "0") == "0":
+        print(f"--load {in_message(flags.checkpoint.load)} gives {' '.join(map(in_message, from_checkpoint))}")
     return config
 
 
-def _saved_values(model: type[Model], given: PretrainConfig) -> Values:
+def _saved_values(model: type[Model], flags: PretrainConfig) -> Values:
     """Dimensions and neuron of the checkpoint to load, and for an evaluation or --finetune what makes its samples;
     empty where it does not say them, or there is none of this model. A damaged checkpoint is reported when it is
     loaded."""
-    options = given.checkpoint
+    options = flags.checkpoint
     if options.load is None or options.loads_weights:
         return {}
     try:
@@ -157,6 +157,6 @@ def _saved_values(model: type[Model], given: PretrainConfig) -> Values:
     if found is None or found.config is None or found.model not in (None, model.name):
         return {}
     values: dict[str, Any] = {part: found.config.get(part) for part in ("model", "neuron")}
-    if given.training.evaluate_only or options.finetune:
-        values["data"] = samples_from(found.extra, given.training.evaluate_only)
+    if flags.training.evaluate_only or options.finetune:
+        values["data"] = samples_from(found.extra, flags.training.evaluate_only)
     return {} if refusal(from_dict, run_config(model), values) else values

@@ -12,7 +12,7 @@ import tyro  # noqa: F401  (as flags are read)
 
 import megasnn.training  # noqa: F401
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.norm_neuron import Norm, Unit
+from megasnn.kernels.norm_neuron import Norm, NormNeuron
 from megasnn.kernels.numba import norm_neuron
 from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import pack_bits, unpack_bits_into
@@ -23,11 +23,11 @@ def _load_kernels(dtype: torch.dtype) -> None:
     """Runs each kernel of training once. Without autograd, which beside a GPU has threads that survive no fork."""
     for pool in (False, True):
         x, of_channels = torch.ones(1, 1, 2, 2, 2, dtype=dtype), torch.ones(2, dtype=dtype)
-        x, unit = x.movedim(2, -1).contiguous().movedim(-1, 2), Unit(NeuronSpec(), 1e-5, pool, 1)
+        x, neuron = x.movedim(2, -1).contiguous().movedim(-1, 2), NormNeuron(NeuronSpec(), 1e-5, pool, 1)
         norm = Norm(*norm_neuron.statistics(x), of_channels, of_channels)
-        spikes, _ = norm_neuron.fire(x, norm, None, unit)
-        sums, carried, _ = norm_neuron.backward_sums(x, spikes, norm, None, unit, False)
-        norm_neuron.input_gradient(x, spikes, norm, None, unit, sums, 4, carried)
+        spikes, _ = norm_neuron.fire(x, norm, None, neuron)
+        sums, carried, _ = norm_neuron.backward_sums(x, spikes, norm, None, neuron, False)
+        norm_neuron.input_gradient(x, spikes, norm, None, neuron, sums, 4, carried)
         unpack_bits_into(pack_bits(spikes), spikes.movedim(2, -1).view(1, -1))
     images, weight, products = torch.ones(1, 8, 1, 1), torch.zeros(8, 8, 1, 1), Products(sparse=True)
     images[:, 1:] = 0

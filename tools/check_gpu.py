@@ -205,7 +205,7 @@ def _computed(
         rounded: type that the input's values are rounded to before they are given as `dtype`.
     """
     from megasnn.kernels import neuron as kernels
-    from megasnn.kernels.norm_neuron import BatchNorm, Unit, norm_pool_neuron
+    from megasnn.kernels.norm_neuron import BatchNorm, NormNeuron, norm_pool_neuron
 
     numbers = torch.float32 if dtype == torch.bfloat16 else dtype  # of parameters
     x = _input(case, rounded, dtype, device)
@@ -217,8 +217,8 @@ def _computed(
         inputs = [x, *learned]
     else:
         scale, shift = (torch.linspace(low, low + 1.0, case.shape[2], **options) for low in (0.5, 0.0))
-        norm, unit = BatchNorm(scale, shift), Unit(case.spec, 1e-5, case.pool, case.shape[0])
-        spikes, *others = norm_pool_neuron(x, norm, unit, w, backend=backend)[:3]
+        norm, norm_neuron = BatchNorm(scale, shift), NormNeuron(case.spec, 1e-5, case.pool, case.shape[0])
+        spikes, *others = norm_pool_neuron(x, norm, norm_neuron, w, backend=backend)[:3]
         inputs = [x, scale, shift, *learned]
     return [each.detach().cpu() for each in (spikes, *others, *_gradients(spikes, inputs))]
 

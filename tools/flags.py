@@ -9,7 +9,7 @@ from typing import Any
 
 from megasnn.config.checks import flag, help_texts
 from megasnn.config.cli import flag_names
-from megasnn.config.values import shown
+from megasnn.config.values import shown_value
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
 
@@ -35,7 +35,7 @@ def page() -> str:
         of: Any = type(values)
         texts = help_texts(of)
         for name in names if part != "model" else ():
-            cells = f"`{flag(name)}`", shown(getattr(values, name)), texts[name].replace("|", "\\|")
+            cells = f"`{flag(name)}`", shown_value(getattr(values, name)), texts[name].replace("|", "\\|")
             rows.append(f"| {' | '.join(cells)} |\n")
     return HEAD + "".join(rows)
 

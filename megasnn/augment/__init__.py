@@ -16,7 +16,7 @@ from megasnn.common.registry import Registry
 __all__ = ["AUGMENTATIONS", "FRAMES", "IMAGES", "Augmentation", "crop_and_flip", "flip_and_one_more", "flip_and_roll"]
 
 IMAGES, FRAMES = "images", "event frames"  # kinds of samples
-Key = tuple[int, int, int]
+SampleKey = tuple[int, int, int]
 """Key of a random change: seed, epoch, number of the sample."""
 
 

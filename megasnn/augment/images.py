@@ -18,7 +18,7 @@ from PIL import Image, ImageEnhance, ImageOps
 from megasnn.common.random import keyed_numbers
 
 Fill = tuple[int, ...]
-NAMES = (
+OPERATION_NAMES = (
     *("auto-contrast", "equalize", "invert", "rotate", "posterize", "solarize", "solarize-add"),
     *("color", "contrast", "brightness", "sharpness", "shear-x", "shear-y", "translate-x", "translate-y"),
 )
@@ -32,7 +32,7 @@ _ATTEMPTS = 10  # to find a part of the wanted size and shape that fits
 _ERASED = (0.02, 1 / 3)  # shares of the image
 CROP_SHAPE = 4 / 3  # a crop's longer side by its shorter one, at most
 _ERASED_SHAPE = 0.3  # the flattest rectangle's height by its width, and the steepest one's width by its height
-Box = tuple[int, int, int, int]
+CropBox = tuple[int, int, int, int]
 """Left, top, right, bottom."""
 
 
@@ -50,7 +50,7 @@ class RandAugment:
     magnitude: float
     count: int = 2
     deviation: float = 0.0
-    names: tuple[str, ...] = NAMES
+    names: tuple[str, ...] = OPERATION_NAMES
 
     def __call__(self, image: Image.Image, draws: np.random.Generator, fill: Fill) -> Image.Image:
         """Args: fill: what moves in from outside the image."""
@@ -73,9 +73,11 @@ def parse_rand_augment(text: str, only: str | None = None) -> RandAugment:
     found = re.fullmatch(_FORM, text[:80])
     if not found:
         raise ValueError(f"--rand-augment {text[:80]}: it is written like rand-m9-n2-mstd0.5-inc1; n and mstd may lack")
-    names = NAMES if only is None else tuple(name.strip() for name in only.split(","))
-    if unknown := [name for name in names if name not in NAMES]:
-        raise ValueError(f"--rand-augment: there is no operation {unknown[0][:80]!r}; there are {', '.join(NAMES)}")
+    names = OPERATION_NAMES if only is None else tuple(name.strip() for name in only.split(","))
+    if unknown := [name for name in names if name not in OPERATION_NAMES]:
+        raise ValueError(
+            f"--rand-augment: there is no operation {unknown[0][:80]!r}; there are {', '.join(OPERATION_NAMES)}"
+        )
     return RandAugment(float(found[1]), int(found[2] or 2), float(found[3] or 0), names)
 
 
@@ -157,7 +159,7 @@ def flip(image: NDArray[Any], seed: int, epoch: int, sample: int) -> NDArray[Any
     return image[:, ::-1] if keyed_numbers(seed, "flip", epoch, sample).integers(2) else image
 
 
-def random_box(size: tuple[int, int], scale: float, ratio: float, draws: np.random.Generator) -> Box:
+def random_box(size: tuple[int, int], scale: float, ratio: float, draws: np.random.Generator) -> CropBox:
     """A part of `scale` to all of an image's area, `1 / ratio` to `ratio` times as wide as high, anywhere in it.
 
     Where ten attempts give none that fits, the largest part in the middle of an allowed shape. Szegedy et al. 2015

@@ -66,8 +66,8 @@ class Mixing:
         if not cuts:
             return Mix(share, partners, None)
         box = tuple(_span(side, math.sqrt(1 - share), draws) for side in self.size)
-        taken = math.prod(span.stop - span.start for span in box)
-        return Mix(1 - taken / math.prod(self.size), partners, (box[0], box[1]))
+        area = math.prod(span.stop - span.start for span in box)
+        return Mix(1 - area / math.prod(self.size), partners, (box[0], box[1]))
 
     def images(self, images: Tensor, first: int) -> Tensor:
         """`[n, C, H, W]` of the samples from position `first` on, mixed."""
@@ -90,12 +90,12 @@ class Mixing:
         return wanted if mix is None else wanted * mix.share + _chosen(wanted, mix.partners) * (1 - mix.share)
 
 
-def _chosen(values: Tensor, places: list[int]) -> Tensor:
+def _chosen(values: Tensor, positions: list[int]) -> Tensor:
     import torch
 
     from megasnn.common.memory import without_waiting
 
-    return values[without_waiting(torch.tensor(places), values.device)]
+    return values[without_waiting(torch.tensor(positions), values.device)]
 
 
 def _span(side: int, share: float, draws: np.random.Generator) -> slice:

@@ -137,7 +137,7 @@ class Difference(NamedTuple):
     note: str
 
 
-def differences(first: Source, second: Source, model_only: bool) -> Iterator[Difference]:
+def tensor_differences(first: Source, second: Source, model_only: bool) -> Iterator[Difference]:
     """Compares every tensor of either source, in both under the same names."""
     for name in sorted({*first.tensors, *second.tensors}):
         if model_only and _beginning(name):

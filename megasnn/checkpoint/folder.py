@@ -66,8 +66,8 @@ def require_empty(folder: Path) -> None:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Makes an empty folder to write the checkpoint of this iteration into, until `commit`. Raises CheckpointError
-    where the folder around it cannot be made."""
+    """Makes an empty folder to write the checkpoint of this iteration into, until `commit_folder`. Raises
+    CheckpointError where the folder around it cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -82,7 +82,7 @@ def _aside(folder: Path, step: int) -> Path:
     return folder / f"{step_folder(folder, step).name}.tmp"
 
 
-def commit(folder: Path, metadata: Metadata) -> Path:
+def commit_folder(folder: Path, metadata: Metadata) -> Path:
     """Makes the files written since `begin` the checkpoint of their iteration and the latest, on disk."""
     step = metadata.iteration
     aside, final = _aside(folder, step), step_folder(folder, step)

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, with_config
 
-from megasnn.common.files import STRICT, Count, DamagedError, DescriptionError, described
+from megasnn.common.files import STRICT, DamagedError, DescriptionError, StoredCount, described
 
 METADATA = "metadata.json"
 OPTIMIZER = "optimizer."
@@ -44,8 +44,8 @@ DTYPES = {
 """Types of elements by their names in torch: the name in safetensors, and bytes."""
 
 
-Numbers = tuple[Count, ...]
-FileName = Annotated[str, Field(pattern=r"^\w+\.safetensors$")]
+StoredCounts = tuple[StoredCount, ...]
+SafetensorsName = Annotated[str, Field(pattern=r"^\w+\.safetensors$")]
 Dtype = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
 
 
@@ -54,10 +54,10 @@ Dtype = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
 class Box:
     """Part of a tensor: `name` in `file`. The same box in another file is a copy."""
 
-    file: FileName
+    file: SafetensorsName
     name: str
-    offsets: Numbers
-    sizes: Numbers
+    offsets: StoredCounts
+    sizes: StoredCounts
 
 
 @with_config(STRICT)
@@ -65,7 +65,7 @@ class Box:
 class SavedTensor:
     """A global tensor and the boxes that it was saved in."""
 
-    shape: Numbers
+    shape: StoredCounts
     dtype: Dtype
     boxes: tuple[Box, ...]
 
@@ -79,7 +79,7 @@ class SavedTensor:
 class SavedFile:
     """Size of a file, and the CRC-32 of all of it."""
 
-    bytes: Count
+    bytes: StoredCount
     crc32: Annotated[str, Field(pattern="^[0-9a-f]{8}$")]
 
 
@@ -97,13 +97,13 @@ class Progress:
         skipped_steps: steps since the save before that were not finite and changed nothing.
     """
 
-    iteration: Count = 0
-    consumed_samples: Count = 0
+    iteration: StoredCount = 0
+    consumed_samples: StoredCount = 0
     model: str | None = None
     config: dict[str, dict[str, Any]] | None = None
     layout: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
-    skipped_steps: Count = 0
+    skipped_steps: StoredCount = 0
 
 
 @with_config(STRICT)
@@ -122,7 +122,7 @@ class Metadata(Progress):
     optimizer: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
-    files: dict[FileName, SavedFile] = field(default_factory=dict)
+    files: dict[SafetensorsName, SavedFile] = field(default_factory=dict)
     format: Literal[5] = 5
 
 

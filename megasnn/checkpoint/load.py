@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megasnn.checkpoint.folder import resolve
@@ -29,15 +30,15 @@ from megasnn.checkpoint.format import (
     config_differences,
     read_metadata,
 )
-from megasnn.checkpoint.optimizer_state import LocalState, States, allocate, describe, state_names
-from megasnn.checkpoint.save import Group, PathLike, kind_of
+from megasnn.checkpoint.optimizer_state import LocalState, OptimizerStates, allocate, describe_states, state_names
+from megasnn.checkpoint.save import PathLike, kind_of
 from megasnn.checkpoint.tensor_io import dtype_name, read_boxes, read_full, require_intact
 from megasnn.common.files import CheckpointError, DamagedError, raise_problems
 from megasnn.config.training import PRECISIONS
 from megasnn.parallel.agreement import broadcast_result, gather, run_on_all_ranks
 from megasnn.parallel.sharding import ShardedTensor
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def load_checkpoint(
     state: LocalState,
     *,
     step: int | None = None,
-    process_group: Group = None,
+    process_group: dist.ProcessGroup | None = None,
     check: Callable[[Metadata], Iterable[str]] = lambda metadata: (),
     leave: Callable[[Metadata], Collection[str]] = lambda metadata: (),
 ) -> LoadedState:
@@ -89,23 +90,23 @@ def load_checkpoint(
         metadata = broadcast_result(process_group, lambda: read_metadata(path))
         title = f"the checkpoint {path} does not fit this run:"
         left = leave(metadata)
-        saved = {name: told for name, told in metadata.tensors.items() if name not in left}
+        saved = {name: described for name, described in metadata.tensors.items() if name not in left}
         averaged = state.averages is not None and any(name.startswith(AVERAGE) for name in saved)
 
-        def prepare() -> tuple[list[ShardedTensor], States]:
+        def prepare() -> tuple[list[ShardedTensor], OptimizerStates]:
             if wrong := [*check(metadata), *_optimizer_difference(metadata, kind_of(state.optimizer))]:
                 raise CheckpointError(*wrong)
             states = allocate(state.stepped, state.optimizer, saved) if state.optimizer is not None else {}
             averages = (state.averages or ()) if averaged else ()
-            return [*state.tensors, *averages, *describe(state.stepped, states)], states
+            return [*state.tensors, *averages, *describe_states(state.stepped, states)], states
 
         entries, states = run_on_all_ranks(process_group, prepare, title)
         wanted = [entry for entry in entries if entry.name not in left]
         frozen = {entry.name for entry in state.tensors if entry.is_parameter and not entry.tensor.requires_grad}
-        taken = {entry.name for entry in wanted}
-        taken |= {f"{OPTIMIZER}{kind}.{name}" for kind, name in state_names(saved) if name in frozen}  # left aside
+        used = {entry.name for entry in wanted}
+        used |= {f"{OPTIMIZER}{kind}.{name}" for kind, name in state_names(saved) if name in frozen}  # left aside
         aside = (OPTIMIZER,) * (state.optimizer is None) + (AVERAGE,) * (state.averages is None)
-        _require_fit(saved, wanted, taken, aside, process_group, title)
+        _require_fit(saved, wanted, used, aside, process_group, title)
         share = (0, 1) if process_group is None else (process_group.rank(), process_group.size())
         run_on_all_ranks(process_group, lambda: require_intact(path, metadata, *share), f"cannot load {path}:")
         run_on_all_ranks(process_group, lambda: read_boxes(path, saved, wanted), f"cannot load {path}:")
@@ -118,8 +119,8 @@ def load_checkpoint(
 
 
 def _first_intact(
-    folder: PathLike, step: int | None, process_group: Group, load: Callable[[Path], T]
-) -> tuple[T, tuple[str, ...]]:
+    folder: PathLike, step: int | None, process_group: dist.ProcessGroup | None, load: Callable[[Path], _T]
+) -> tuple[_T, tuple[str, ...]]:
     """Result of `load`, which raises DamagedError on all ranks or on none, for the first checkpoint that is intact; and
     remarks for the user. Raises DamagedError when none is, and as `resolve`."""
     remarks = list[str]()
@@ -138,9 +139,9 @@ def _first_intact(
 def _require_fit(
     saved: Mapping[str, SavedTensor],
     entries: Iterable[ShardedTensor],
-    taken: Collection[str],
+    used: Collection[str],
     aside: tuple[str, ...],
-    process_group: Group,
+    process_group: dist.ProcessGroup | None,
     title: str,
     rounds: bool = False,
 ) -> None:
@@ -148,16 +149,18 @@ def _require_fit(
     digits (unless it `rounds`), or where no rank has taken one that is saved and not left `aside` by its beginning."""
     problems = []
     for entry in entries:
-        told = saved.get(entry.name)
-        if told is None:
+        described = saved.get(entry.name)
+        if described is None:
             problems.append(f"{entry.name}: missing")
-        elif told.shape != entry.shard.global_shape:
-            problems.append(f"{entry.name}: saved with shape {list(told.shape)}, now {list(entry.shard.global_shape)}")
-        elif not _keeps_values(getattr(torch, told.dtype), entry.tensor.dtype, rounds):
-            able = [name for name, precision in PRECISIONS.items() if precision.weights == told.dtype]
+        elif described.shape != entry.shard.global_shape:
+            problems.append(
+                f"{entry.name}: saved with shape {list(described.shape)}, now {list(entry.shard.global_shape)}"
+            )
+        elif not _keeps_values(getattr(torch, described.dtype), entry.tensor.dtype, rounds):
+            able = [name for name, precision in PRECISIONS.items() if precision.weights == described.dtype]
             advice = f"; load it with --precision {' or '.join(able)}" if able else ""
-            problems.append(f"{entry.name}: saved as {told.dtype}, {entry.tensor.dtype} cannot hold it{advice}")
-    mine = sum(1 << bit for bit, name in enumerate(saved) if name in taken)  # all names of thousands of ranks are long
+            problems.append(f"{entry.name}: saved as {described.dtype}, {entry.tensor.dtype} cannot hold it{advice}")
+    mine = sum(1 << bit for bit, name in enumerate(saved) if name in used)  # all names of thousands of ranks are long
     reports = gather(process_group, (mine, problems))
     anywhere = reduce(or_, (bits for bits, _ in reports))
     unused = [
@@ -232,7 +235,7 @@ def load_global_tensors(
 
 
 def load_globals_into(
-    tensors: Iterable[ShardedTensor], values: Mapping[str, Tensor], process_group: Group = None
+    tensors: Iterable[ShardedTensor], values: Mapping[str, Tensor], process_group: dist.ProcessGroup | None = None
 ) -> None:
     """Copies this rank's part of every global tensor into the model, converted to the model's dtype.
 
@@ -242,10 +245,10 @@ def load_globals_into(
     Raises CheckpointError on every rank, before anything is changed, where one is missing or of another shape.
     """
     entries = list(tensors)
-    given = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    shapes = {name: SavedTensor(tuple(value.shape), dtype_name(value), ()) for name, value in given.items()}
-    taken = {entry.name for entry in entries}
-    _require_fit(shapes, entries, taken, (), process_group, "these weights are not this model's:", rounds=True)
+    global_tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    shapes = {name: SavedTensor(tuple(value.shape), dtype_name(value), ()) for name, value in global_tensors.items()}
+    used = {entry.name for entry in entries}
+    _require_fit(shapes, entries, used, (), process_group, "these weights are not this model's:", rounds=True)
     with torch.no_grad():
         for entry in entries:
             for piece in entry.shard.pieces():

@@ -18,7 +18,7 @@ from megasnn.checkpoint.format import OPTIMIZER, SavedTensor
 from megasnn.common.files import CheckpointError
 from megasnn.parallel.sharding import Shard, ShardedTensor
 
-States = dict[Tensor, dict[str, Tensor]]
+OptimizerStates = dict[Tensor, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,14 @@ class LocalState:
         return self.tensors if self.owned is None else self.owned
 
     def entries(self) -> list[ShardedTensor]:
-        """Everything that a checkpoint takes from this rank. Raises CheckpointError as `describe`."""
+        """Everything that a checkpoint takes from this rank. Raises CheckpointError as `describe_states`."""
         states = self.optimizer.state if self.optimizer is not None else {}
-        return [*self.stepped, *(self.averages or ()), *describe(self.stepped, states)]
+        return [*self.stepped, *(self.averages or ()), *describe_states(self.stepped, states)]
 
 
-def describe(tensors: Iterable[ShardedTensor], states: Mapping[Tensor, Mapping[str, Any]]) -> list[ShardedTensor]:
+def describe_states(
+    tensors: Iterable[ShardedTensor], states: Mapping[Tensor, Mapping[str, Any]]
+) -> list[ShardedTensor]:
     """An optimizer's `state`, by parameter, as tensors with a name and a shard.
 
     A state of None (SGD without momentum has that) is nothing to store. Raises CheckpointError for a value that is
@@ -64,7 +66,7 @@ def describe(tensors: Iterable[ShardedTensor], states: Mapping[Tensor, Mapping[s
             if shape not in (entry.tensor.shape, ()):
                 given = repr(value) if shape is None else list(shape)
                 raise CheckpointError(f"{name}: {given} cannot be saved, only tensors of its shape or of one number")
-            shard = entry.shard if shape == entry.tensor.shape else Shard((), place=entry.shard.place)
+            shard = entry.shard if shape == entry.tensor.shape else Shard((), coordinates=entry.shard.coordinates)
             found.append(ShardedTensor(name, value, shard, is_parameter=False))
     return found
 
@@ -79,7 +81,7 @@ def state_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 def allocate(
     tensors: Iterable[ShardedTensor], optimizer: torch.optim.Optimizer, saved: Mapping[str, SavedTensor]
-) -> States:
+) -> OptimizerStates:
     """Allocates memory, without values, for the saved state of this rank's parameters; the optimizer is not touched.
 
     A parameter without saved state (it was frozen, or nothing had been stepped yet) gets an empty one.
@@ -88,7 +90,7 @@ def allocate(
     for kind, name in state_names(saved):
         kinds_of[name].append(kind)
     entry_of = {id(entry.tensor): entry for entry in tensors}
-    states: States = {}
+    states: OptimizerStates = {}
     for group in optimizer.param_groups:
         # These two variants of torch's optimizers keep `step` beside the parameter, all others on the CPU.
         beside = bool(group.get("fused") or group.get("capturable"))

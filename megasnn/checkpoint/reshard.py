@@ -15,7 +15,7 @@ from torch import Tensor
 from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.format import AVERAGE, OPTIMIZER
 from megasnn.checkpoint.optimizer_state import state_names
-from megasnn.checkpoint.save import Written, commit, file_name, write_file
+from megasnn.checkpoint.save import Written, commit_checkpoint, file_name, write_file
 from megasnn.checkpoint.source import Source
 from megasnn.checkpoint.tensor_io import boxes_of, read_boxes, require_intact
 from megasnn.common.files import CheckpointError, raise_problems
@@ -34,8 +34,8 @@ class Target:
 
     Attributes:
         tensor, pipeline, virtual: sizes of the target grid.
-        layout: units or layers in each chunk, as `--pipeline-model-parallel-layout` takes them; None for the cut that
-            the checkpoint was written with, or with another number of chunks an even one.
+        layout: layer groups or layers in each chunk, as `--pipeline-model-parallel-layout` takes them; None for the cut
+            that the checkpoint was written with, or with another number of chunks an even one.
         shape: how the chunks of a pipeline rank are placed, by a name in PLACEMENTS.
     """
 
@@ -58,12 +58,16 @@ class Target:
         Args:
             saved: layers in each chunk of the run that wrote the checkpoint.
         """
-        chunks, layout, units = len(self.placement), self.layout, [layer.unit for layer in description.layers]
+        chunks, layout, layer_groups = (
+            len(self.placement),
+            self.layout,
+            [layer.layer_group for layer in description.layers],
+        )
         if layout is None and saved.count("|") + 1 != chunks:
             return placed_bounds([layer.operations for layer in description.layers], self.placement)
         if layout is None:
-            layout, units = saved or str(len(units)), [layer.name for layer in description.layers]
-        return layout_to_bounds(parse_layout(layout), units, chunks)
+            layout, layer_groups = saved or str(len(layer_groups)), [layer.name for layer in description.layers]
+        return layout_to_bounds(parse_layout(layout), layer_groups, chunks)
 
 
 def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
@@ -82,7 +86,7 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
     """
     folders.require_empty(save)
     saved = source.metadata
-    name, description = saved_model(source)
+    name, description = model_of_checkpoint(source)
     bounds = target.bounds(description, str((saved.layout or {}).get("bounds", "")))
     ranks = target_ranks(description, source.tensors, target, bounds)
     require_intact(source.path, saved)
@@ -95,13 +99,13 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
             held = [replace(entry, tensor=torch.empty_like(entry.tensor, device="cpu")) for entry in entries]
             read_boxes(source.path, saved.tensors, held)
             written.append(write_file(aside, rank, boxes_of(held, file_name(rank))))
-        return commit(save, metadata, written), layout
+        return commit_checkpoint(save, metadata, written), layout
     except BaseException:
         folders.discard(save, saved.iteration)
         raise
 
 
-def saved_model(source: Source) -> tuple[str, ModelDescription]:
+def model_of_checkpoint(source: Source) -> tuple[str, ModelDescription]:
     """Name and description of the model of a checkpoint.
 
     Raises:
@@ -147,5 +151,7 @@ def _as_saved(entry: ShardedTensor, tensors: Mapping[str, Tensor]) -> Iterator[S
     for name in (entry.name, *(f"{prefix}{entry.name}" for prefix in (AVERAGE, *kinds))):
         if name in tensors:
             shape = tuple(tensors[name].shape)
-            shard = entry.shard if shape == entry.shard.global_shape else Shard(shape, place=entry.shard.place)
+            shard = (
+                entry.shard if shape == entry.shard.global_shape else Shard(shape, coordinates=entry.shard.coordinates)
+            )
             yield ShardedTensor(name, tensors[name].new_empty(shard.local_shape), shard, False)

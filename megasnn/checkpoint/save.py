@@ -29,28 +29,29 @@ from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.folder import name_best, prune
 from megasnn.checkpoint.format import Metadata, Progress, SavedFile, SavedTensor, covers_once
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.tensor_io import Content, boxes_of, write_safetensors
+from megasnn.checkpoint.tensor_io import FileContent, boxes_of, write_safetensors
 from megasnn.common.files import CheckpointError, raise_problems
 from megasnn.common.version import VERSION
 from megasnn.parallel.agreement import broadcast_result, gather, rank_in, run_on_all_ranks
 from megasnn.parallel.sharding import Shard, ShardedTensor
 
 PathLike = str | os.PathLike[str]
-Group = dist.ProcessGroup | None
 Written = tuple[str, SavedFile, list[tuple[str, SavedTensor]]]
 """A file that was written, and the boxes in it, each with its tensor's name."""
 # Ranks wait for each other as long as the slowest disk takes. megasnn.parallel.faults ends them when one is lost.
 _PATIENCE = datetime.timedelta(days=7)
 
 
-def save_checkpoint(folder: PathLike, progress: Progress, state: LocalState, process_group: Group = None) -> Path:
+def save_checkpoint(
+    folder: PathLike, progress: Progress, state: LocalState, process_group: dist.ProcessGroup | None = None
+) -> Path:
     """Writes `<folder>/iter_<iteration>` and makes it the latest; see `megasnn.checkpoint.folder` for an older one.
 
     The progress of the group's first rank is written. Raises CheckpointError on every rank, when a tensor cannot be
     described, the ranks do not hold each element of it, or writing fails (names rank and cause). Earlier ones stay.
     """
     kind = kind_of(state.optimizer)
-    return write_checkpoint(folder, progress, kind, lambda: content_of(state.entries(), process_group), process_group)
+    return write_checkpoint(folder, progress, kind, lambda: file_content(state.entries(), process_group), process_group)
 
 
 def save_global_tensors(
@@ -65,14 +66,18 @@ def save_global_tensors(
     return save_checkpoint(folder, Progress(iteration, **progress), LocalState(full))
 
 
-def content_of(entries: Iterable[ShardedTensor], process_group: Group) -> Content:
+def file_content(entries: Iterable[ShardedTensor], process_group: dist.ProcessGroup | None) -> FileContent:
     """Content of this rank's file. Of the ranks that hold the same, one writes it."""
     mine = [entry for entry in entries if entry.shard.is_primary()]
     return boxes_of(mine, file_name(rank_in(process_group)))
 
 
 def write_checkpoint(
-    folder: PathLike, progress: Progress, optimizer: str | None, make: Callable[[], Content], process_group: Group
+    folder: PathLike,
+    progress: Progress,
+    optimizer: str | None,
+    make: Callable[[], FileContent],
+    process_group: dist.ProcessGroup | None,
 ) -> Path:
     """`save_checkpoint` of what `make` returns, empty where this rank has nothing to write."""
     root, rank = Path(folder), rank_in(process_group)
@@ -90,20 +95,20 @@ def write_checkpoint(
     try:
         mine = run_on_all_ranks(process_group, write, f"cannot write the checkpoint {aside}:")
         written = gather(process_group, mine)
-        return broadcast_result(process_group, lambda: commit(root, metadata, list(filter(None, written))))
+        return broadcast_result(process_group, lambda: commit_checkpoint(root, metadata, list(filter(None, written))))
     except CheckpointError:
         if rank == 0:
             folders.discard(root, progress.iteration)
         raise
 
 
-def write_file(aside: Path, rank: int, content: Content) -> Written:
+def write_file(aside: Path, rank: int, content: FileContent) -> Written:
     """Writes the file of a rank. Raises OSError."""
     file = file_name(rank)
     return file, write_safetensors(aside / file, content), [(name, saved) for name, saved, _ in content]
 
 
-def commit(root: Path, metadata: Metadata, written: Sequence[Written]) -> Path:
+def commit_checkpoint(root: Path, metadata: Metadata, written: Sequence[Written]) -> Path:
     """Makes a checkpoint of the files that the ranks have written; `metadata` comes without tensors and files.
 
     A box that lies in several files is a copy. Raises CheckpointError for a tensor that is written in part, or with
@@ -125,7 +130,7 @@ def commit(root: Path, metadata: Metadata, written: Sequence[Written]) -> Path:
             problems.append(f"{name}: ranks would write {elements} elements of {prod(shape)}, or some twice")
     raise_problems(f"cannot write the checkpoint of iteration {metadata.iteration}:", problems)
     files = {file: facts for file, facts, _ in written}
-    return folders.commit(root, Metadata(**{**vars(metadata), "tensors": tensors, "files": files}))
+    return folders.commit_folder(root, Metadata(**{**vars(metadata), "tensors": tensors, "files": files}))
 
 
 def file_name(rank: int) -> str:
@@ -155,7 +160,7 @@ class Writer:
         self,
         folder: Path,
         *,
-        process_group: Group,
+        process_group: dist.ProcessGroup | None,
         background: bool = False,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -172,7 +177,7 @@ class Writer:
         self._report, self._complete = report, complete
         self.saved, self.failed = saved, False
         self._thread = threading.Thread()
-        self._tensors, self._planned = list[tuple[int, int]](), (list[ShardedTensor](), Content())
+        self._tensors, self._planned = list[tuple[int, int]](), (list[ShardedTensor](), FileContent())
         self._layout: object = None
         self._copies = list[Tensor]()
 
@@ -190,7 +195,7 @@ class Writer:
         if not self._background:
             self._attempt(progress, kind, lambda: self._content(state), best)
             return
-        staged = Future[Content]()
+        staged = Future[FileContent]()
         try:
             staged.set_result(self._staged(state))
         except Exception as error:  # fails the save on all ranks
@@ -219,16 +224,16 @@ class Writer:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _content(self, state: LocalState) -> Content:
+    def _content(self, state: LocalState) -> FileContent:
         """Content of this rank's file. It is kept while the tensors stay the same objects in the same memory."""
         entries = state.entries()
         tensors = [(id(each.tensor), each.tensor.data_ptr()) for each in entries]
         if tensors != self._tensors:
-            content = content_of(entries, self._group)
+            content = file_content(entries, self._group)
             self._tensors, self._planned = tensors, (entries, content)  # with the entries, so that no id is given anew
         return self._planned[1]
 
-    def _staged(self, state: LocalState) -> Content:
+    def _staged(self, state: LocalState) -> FileContent:
         """`_content` with a copy of the values in memory of the CPU, pinned for those of a GPU, which is kept for the
         next save. It has their strides: a copy that changes the order of memory takes several times as long."""
         content = self._content(state)
@@ -243,7 +248,7 @@ class Writer:
             torch.cuda.current_stream().synchronize()
         return [(name, saved, copy) for (name, saved, _), copy in zip(content, self._copies, strict=True)]
 
-    def _attempt(self, progress: Progress, kind: str | None, make: Callable[[], Content], best: bool) -> None:
+    def _attempt(self, progress: Progress, kind: str | None, make: Callable[[], FileContent], best: bool) -> None:
         began = time.monotonic()
         try:
             path = write_checkpoint(self._folder, progress, kind, make, self._group)

@@ -25,7 +25,7 @@ _BLOCK = 4 << 20
 _HASHING_THREADS = 4
 _ALONE = 1 << 20  # bytes from which a checksum is worth a thread beside the write
 
-Content = list[tuple[str, SavedTensor, Tensor]]
+FileContent = list[tuple[str, SavedTensor, Tensor]]
 """Content of a file: for each box of a tensor the tensor's name, its description with this box alone, and values."""
 
 
@@ -33,12 +33,12 @@ def dtype_name(value: Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
-def boxes_of(entries: Iterable[ShardedTensor], file: str) -> Content:
+def boxes_of(entries: Iterable[ShardedTensor], file: str) -> FileContent:
     """Boxes of a rank's tensors for its file, the largest type first: so all values in it are aligned.
 
     The name of a box that is a complete tensor is the tensor's own, so that other programs find it by it.
     """
-    found: Content = []
+    found: FileContent = []
     for entry in entries:
         if (dtype := dtype_name(entry.tensor)) not in DTYPES:
             raise CheckpointError(f"{entry.name}: {entry.tensor.dtype} cannot be saved; known: {', '.join(DTYPES)}")
@@ -51,7 +51,7 @@ def boxes_of(entries: Iterable[ShardedTensor], file: str) -> Content:
     return sorted(found, key=lambda each: -DTYPES[each[1].dtype][1])
 
 
-def write_safetensors(path: Path, content: Content) -> SavedFile:
+def write_safetensors(path: Path, content: FileContent) -> SavedFile:
     """Writes a file one tensor after the other, safely on disk: `save_file` wants copies of all of them in memory.
 
     The format is the length of the header (8 bytes, little endian), the header of JSON, and the values in its order.
@@ -86,7 +86,7 @@ def _write(handle: int, memory: memoryview, crc32: int, thread: Executor) -> int
     return checked.result()
 
 
-def checksum(path: Path) -> str:
+def file_checksum(path: Path) -> str:
     """CRC-32 of a file, 8 hexadecimal digits. Raises OSError."""
     crc32, memory = 0, memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as stream:
@@ -107,7 +107,7 @@ def damage(path: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> lis
         if (wrong := size_problem(path / name, files[name])) is not None:
             return wrong
         try:
-            is_intact = checksum(path / name) == files[name].crc32
+            is_intact = file_checksum(path / name) == files[name].crc32
             return None if is_intact else f"{path / name} was altered: its checksum differs"
         except OSError as error:
             return f"cannot read {path / name}: {error.strerror}"

@@ -23,7 +23,7 @@ from typing import Annotated
 
 import tyro
 
-from megasnn.checkpoint.exchange import Names, as_text, differences, export_weights, import_weights, size_text
+from megasnn.checkpoint.exchange import Names, as_text, export_weights, import_weights, size_text, tensor_differences
 from megasnn.checkpoint.reshard import Target, reshard
 from megasnn.checkpoint.source import Source, in_our_names, open_source
 from megasnn.checkpoint.tensor_io import damage
@@ -32,11 +32,11 @@ from megasnn.common.files import CheckpointError
 from megasnn.export.trained_model import load_model
 from megasnn.schedule.partition import PLACEMENTS
 
-Place = Annotated[Path, tyro.conf.Positional]
+PathArgument = Annotated[Path, tyro.conf.Positional]
 Differs = bool  # what a command returns: whether to end with status 1
 
 
-def _inspect(path: Place) -> Differs:
+def _inspect(path: PathArgument) -> Differs:
     """Print what a checkpoint or file holds: progress, layout, and every tensor with type, size, shape and file.
 
     Args:
@@ -46,7 +46,7 @@ def _inspect(path: Place) -> Differs:
     return False
 
 
-def _verify(path: Place) -> Differs:
+def _verify(path: PathArgument) -> Differs:
     """Read every byte of a checkpoint and check it. Status 1 when something is wrong.
 
     Args:
@@ -83,8 +83,8 @@ def _reshard(
         pipeline_model_parallel_size: of the target.
         num_virtual_stages_per_pipeline_rank: chunks of layers on each pipeline rank.
         placement: of these chunks: round and round, or a v (two chunks, schedule zbv).
-        pipeline_model_parallel_layout: units or layers in each chunk, like "1|2|2|1", as the run on the target will
-            have it; by default as it was saved, or with another number of chunks even in multiply-adds.
+        pipeline_model_parallel_layout: layer groups or layers in each chunk, like "1|2|2|1", as the run on the target
+            will have it; by default as it was saved, or with another number of chunks even in multiply-adds.
     """
     target = Target(
         tensor_model_parallel_size,
@@ -149,7 +149,7 @@ def _nir(load: Path, output: Path, dt: float = 1e-4) -> Differs:
     return False
 
 
-def _diff(first: Place, second: Place, tolerance: float = 0.0, model_only: bool = False) -> Differs:
+def _diff(first: PathArgument, second: PathArgument, tolerance: float = 0.0, model_only: bool = False) -> Differs:
     """Print for each tensor how far two checkpoints are apart, whatever their formats. Status 1 beyond the tolerance.
 
     Args:
@@ -158,7 +158,7 @@ def _diff(first: Place, second: Place, tolerance: float = 0.0, model_only: bool 
         tolerance: largest difference of two elements that still counts as equal.
         model_only: leave optimizer state aside.
     """
-    found = list(differences(in_our_names(open_source(first)), in_our_names(open_source(second)), model_only))
+    found = list(tensor_differences(in_our_names(open_source(first)), in_our_names(open_source(second)), model_only))
     if not found:
         raise CheckpointError(f"{first} and {second} hold no tensor to compare")
     width = max(len(entry.name) for entry in found)

@@ -24,7 +24,7 @@ from megasnn.schedule.draw import chart
 
 
 @dataclass(frozen=True)
-class Options:
+class DrawOptions:
     """Draw a pipeline schedule."""
 
     schedule: Annotated[ScheduleName, tyro.conf.Positional]
@@ -47,7 +47,7 @@ class Options:
     """write a Gantt chart here, .svg or .png."""
 
 
-def draw(options: Options) -> None:
+def draw(options: DrawOptions) -> None:
     """Prints and draws a schedule. Raises ValueError for what makes none."""
     costs = options.forward, options.input_grad, options.weight_grad, options.transfer
     if not all(0 <= cost < math.inf for cost in costs):
@@ -67,7 +67,7 @@ def draw(options: Options) -> None:
     for rank in range(schedule.ranks):
         print(
             f"rank {rank}: idle {result.idle[rank]:g} (between first and last action {result.bubble[rank]:g}), "
-            f"peak activations {result.peak_activations[rank]:g}, chunks {list(schedule.units_of(rank))}"
+            f"peak activations {result.peak_activations[rank]:g}, chunks {list(schedule.segments_of(rank))}"
         )
     if options.output is not None:
         chart(schedule, result).savefig(options.output)
@@ -75,7 +75,7 @@ def draw(options: Options) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_tool("draw_schedule", lambda: draw(tyro.cli(Options, args=arguments)))
+    return run_tool("draw_schedule", lambda: draw(tyro.cli(DrawOptions, args=arguments)))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from megasnn.config.checks import ConfigError, at_least
 from megasnn.models.registry import MODELS
 from megasnn.planner.candidates import Prefer
 from megasnn.planner.costs import Analysis, read, write
-from megasnn.planner.machines import AUTO, DEVICES, Cluster, Machine
+from megasnn.planner.machines import AUTO_DEVICE, DEVICES, Cluster, Machine
 from megasnn.planner.plan import apply, cuts, plan, problems, sizes_to_choose, table
 from megasnn.pretraining import configuration
 
@@ -33,7 +33,7 @@ SAYS_SIZE = ("--micro-batch-size", "--config")
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """Choose a layout for a model on given machines; flags of a run (python -m megasnn MODEL --help) are taken too."""
 
     gpus: int = 1
@@ -42,7 +42,7 @@ class Options:
     """Of them on each node."""
     memory: str | None = None
     """What each of them may need, as 80GB; by default what the device has."""
-    device_name: Annotated[str, name_in(DEVICES)] = AUTO
+    device_name: Annotated[str, name_in(DEVICES)] = AUTO_DEVICE
     """The device, from the table; auto is the one that was measured, and h100 where none was."""
     prefer: Prefer = "speed"
     """The fastest step; the smallest peak of a rank's memory; or room for the largest micro-batches."""
@@ -56,7 +56,7 @@ class Options:
 
 def make_plan(arguments: Sequence[str] | None = None) -> None:
     """Raises ValueError for what cannot be planned."""
-    options, theirs = tyro.cli(Options, args=arguments, return_unknown_args=True)
+    options, theirs = tyro.cli(PlanOptions, args=arguments, return_unknown_args=True)
     if wrong := at_least(options, 1, "gpus", "gpus_per_node"):
         raise ConfigError(wrong)
     if not theirs or theirs[0].startswith("-"):
@@ -78,7 +78,7 @@ def make_plan(arguments: Sequence[str] | None = None) -> None:
         return
     cluster = Cluster(options.gpus, of_node, _machine(options, config, analysis))
     found = plan(analysis, config, cluster, options.prefer, micro_batch_sizes=sizes)
-    if options.device_name == AUTO and analysis.machine is None:
+    if options.device_name == AUTO_DEVICE and analysis.machine is None:
         print(f"the devices are taken for {cluster.machine.name}: --device-name names others, --measure this one")
     print(cuts(analysis, options.gpus))
     print(table(found))
@@ -88,12 +88,12 @@ def make_plan(arguments: Sequence[str] | None = None) -> None:
         print("run it: --output FILE writes the configuration of this plan, and tells the command that takes it")
 
 
-def _machine(options: Options, config: PretrainConfig, analysis: Analysis | None) -> Machine:
+def _machine(options: PlanOptions, config: PretrainConfig, analysis: Analysis | None) -> Machine:
     """Raises ValueError for a precision that the device has not, or a memory that is no size."""
-    if options.device_name == AUTO and analysis is not None and analysis.machine is not None:
+    if options.device_name == AUTO_DEVICE and analysis is not None and analysis.machine is not None:
         machine = analysis.machine
     else:
-        name = "h100" if options.device_name == AUTO else options.device_name
+        name = "h100" if options.device_name == AUTO_DEVICE else options.device_name
         machine, precision = DEVICES[name], config.training.precision
         if precision not in machine.operations:
             known = ", ".join(machine.operations)
@@ -110,7 +110,7 @@ def _bytes(text: str) -> float:
         raise ValueError(f"--memory {text!r} is no size with a unit; it looks like 80GB or 500MB") from None
 
 
-def _analysis(options: Options, config: PretrainConfig) -> Analysis:
+def _analysis(options: PlanOptions, config: PretrainConfig) -> Analysis:
     from megasnn.planner.analyze import analyze  # torch: the model has to be built
 
     analysis = analyze(config, options.measure)

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 Bundle = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
-Key = int | str | None
+EntryKey = int | str | None
 """Which entry of an output: its place in a tuple, its key in a dict, None for a tensor by itself."""
 
 
-def entries_of(output: Any) -> dict[Key, Tensor]:
+def entries_of(output: Any) -> dict[EntryKey, Tensor]:
     """The tensors of a layer's output. Raises ValueError for an output of another kind."""
     if isinstance(output, Tensor):
         return {None: output}

@@ -29,11 +29,11 @@ class Finding:
     """Something that is wrong.
 
     Attributes:
-        text: a sentence. place: of the work in which it was found.
+        text: a sentence. context: of the work in which it was found.
     """
 
     text: str
-    place: str
+    context: str
 
 
 class DeviceChecks:
@@ -77,7 +77,7 @@ class DeviceChecks:
         """Keeps a finding, or of a tensor, what is one where the tensor is not 0."""
         for words in reversed(self.words):
             complaint = words(complaint)
-        finding = Finding(complaint, _place.get()())
+        finding = Finding(complaint, _context.get()())
         if isinstance(wrong, Tensor):
             self._open.append((wrong.reshape(1), finding))
         elif wrong:
@@ -96,7 +96,7 @@ class DeviceChecks:
 _collecting: ContextVar[DeviceChecks | None] = ContextVar("DeviceChecks", default=None)
 
 
-def refuse(wrong: Tensor | bool, complaint: str, seen: Callable[[], str] | None = None) -> None:
+def check_value(wrong: Tensor | bool, complaint: str, seen: Callable[[], str] | None = None) -> None:
     """Raises ValueError where something is wrong, or notes it for the end of the step.
 
     Args:
@@ -114,35 +114,35 @@ def refuse(wrong: Tensor | bool, complaint: str, seen: Callable[[], str] | None 
         checks.note(True, complaint)
 
 
-class _Place(str):
+class _ErrorContext(str):
     """A note that says where an error arose. Other notes, such as a data worker's traceback, belong to the error."""
 
 
-_place: ContextVar[Callable[[], str]] = ContextVar("place", default=str)
+_context: ContextVar[Callable[[], str]] = ContextVar("context", default=str)
 
 
 @contextmanager
-def placed(where: str | Callable[[], str]) -> Iterator[None]:
+def error_context(where: str | Callable[[], str]) -> Iterator[None]:
     """Gives this place to errors that leave the block, or the function that this decorates, and to findings within."""
-    place = partial(str, where) if isinstance(where, str) else where
-    token = _place.set(place)
+    context = partial(str, where) if isinstance(where, str) else where
+    token = _context.set(context)
     try:
         yield
     except Exception as error:
-        error.add_note(_Place(place()))
+        error.add_note(_ErrorContext(context()))
         raise
     finally:
-        _place.reset(token)
+        _context.reset(token)
 
 
-def place_of(error: BaseException) -> str:
+def context_of_error(error: BaseException) -> str:
     """Place of an error, the innermost first; "" where it is not known."""
-    return ", ".join(note for note in getattr(error, "__notes__", []) if isinstance(note, _Place))
+    return ", ".join(note for note in getattr(error, "__notes__", []) if isinstance(note, _ErrorContext))
 
 
 def other_notes(error: BaseException) -> list[str]:
     """Notes on an error that are no places."""
-    return [note for note in getattr(error, "__notes__", []) if not isinstance(note, _Place)]
+    return [note for note in getattr(error, "__notes__", []) if not isinstance(note, _ErrorContext)]
 
 
 @contextmanager

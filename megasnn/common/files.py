@@ -27,11 +27,11 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """For dataclasses that are read here: a number is no text, and unknown fields are refused."""
-Count = Annotated[int, Field(ge=0, le=1 << 62)]
+StoredCount = Annotated[int, Field(ge=0, le=1 << 62)]
 """Number of bytes, samples or elements; an offset in a file."""
 FreeForm = dict[str, JsonValue]
 """Values that are shown or compared, and trusted for nothing."""
@@ -91,8 +91,8 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def described(
-    kind: type[T], content: bytes, file: object, *, advice: str = "it is damaged, or another program wrote it"
-) -> T:
+    kind: type[_T], content: bytes, file: object, *, advice: str = "it is damaged, or another program wrote it"
+) -> _T:
     """Reads JSON as a value of a type that pydantic knows, like a dataclass with `STRICT`.
 
     Args:

@@ -81,10 +81,10 @@ class Grid:
     def size(self, axis: Axis) -> int:
         return int(getattr(self, axis))
 
-    def place(self, rank: int) -> Place:
+    def coordinates(self, rank: int) -> Coordinates:
         """Raises ValueError for a rank outside the grid."""
         indices = np.unravel_index(rank, [self.size(axis) for axis in AXES])
-        return Place(self, *map(int, indices))
+        return Coordinates(self, *map(int, indices))
 
     def groups(self, *axes: Axis) -> list[list[int]]:
         """All groups of ranks that differ along `axes` only, each in ascending order: ``groups("tp")`` are the tensor
@@ -102,7 +102,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Place:
+class Coordinates:
     """One rank in a grid: its index along each axis."""
 
     grid: Grid = Grid()

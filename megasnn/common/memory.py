@@ -77,7 +77,7 @@ def peak_memory_mb(device: torch.device) -> float:
     return _resident("VmHWM:") / 1e6
 
 
-def held_memory_mb(device: torch.device) -> float:
+def resident_memory_mb(device: torch.device) -> float:
     """Returns the present memory of this rank, counted as `peak_memory_mb` counts."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / 1e6
@@ -119,12 +119,12 @@ class AllocationCounter:
     seen (`let_others_go`). On a GPU it is what torch's allocator counts.
 
     Attributes:
-        held: more than at the beginning. peak: the most, of those inside the last `counting`.
+        allocated: more than at the beginning. peak: the most, of those inside the last `counting`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.held = self.peak = 0
+        self.allocated = self.peak = 0
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -136,8 +136,8 @@ class AllocationCounter:
             torch.cuda.reset_peak_memory_stats(self._device)
             before = torch.cuda.memory_allocated(self._device)
             yield
-            self.peak = self.held + torch.cuda.max_memory_allocated(self._device) - before
-            self.held += torch.cuda.memory_allocated(self._device) - before
+            self.peak = self.allocated + torch.cuda.max_memory_allocated(self._device) - before
+            self.allocated += torch.cuda.memory_allocated(self._device) - before
             return
         config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
         frees_circles = gc.isenabled()
@@ -151,13 +151,13 @@ class AllocationCounter:
             events = _disable_profiler_legacy()
             if frees_circles:
                 gc.enable()
-        self.peak = self.held
+        self.peak = self.allocated
         for event in chain.from_iterable(events):
             if event.kind() == "memory_alloc":
-                self.held += event.cpu_memory_usage()
+                self.allocated += event.cpu_memory_usage()
             elif event.name().startswith(_ARRAY):
-                self.held += int(event.name().removeprefix(_ARRAY))
-            self.peak = max(self.peak, self.held)
+                self.allocated += int(event.name().removeprefix(_ARRAY))
+            self.peak = max(self.peak, self.allocated)
 
 
 _counting: list[AllocationCounter] = []  # on a CPU
@@ -170,7 +170,7 @@ def let_others_go() -> None:
         time.sleep(_LONG_ENOUGH)
 
 
-def counted(array: np.ndarray) -> np.ndarray:
+def counted_array(array: np.ndarray) -> np.ndarray:
     """An array with memory of its own, which torch does not see, and the forecast of memory is to see."""
     if _counting:
         _mark(array.nbytes)

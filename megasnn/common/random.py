@@ -19,7 +19,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-WORD = 0xFFFFFFFF
+WORD_MASK = 0xFFFFFFFF
 UNIFORM_BITS = 24  # as many as float32 holds exactly
 
 
@@ -51,7 +51,7 @@ def keyed_numbers(*key: int | str) -> np.random.Generator:
 def philox_key(*key: int | str) -> tuple[int, int]:
     """The two 32-bit words that Philox takes as its key: the low and the high half of `keyed_seed`."""
     seed = keyed_seed(*key)
-    return seed & WORD, seed >> 32
+    return seed & WORD_MASK, seed >> 32
 
 
 def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
@@ -63,7 +63,7 @@ def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, A
     """
     for _ in range(10):
         first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1 = (second >> 32 & WORD) ^ c1 ^ k0, second & WORD
-        c2, c3 = (first >> 32 & WORD) ^ c3 ^ k1, first & WORD
-        k0, k1 = k0 + 0x9E3779B9 & WORD, k1 + 0xBB67AE85 & WORD
+        c0, c1 = (second >> 32 & WORD_MASK) ^ c1 ^ k0, second & WORD_MASK
+        c2, c3 = (first >> 32 & WORD_MASK) ^ c3 ^ k1, first & WORD_MASK
+        k0, k1 = k0 + 0x9E3779B9 & WORD_MASK, k1 + 0xBB67AE85 & WORD_MASK
     return c0, c1, c2, c3

@@ -63,9 +63,9 @@ class Registry(dict[str, Entry]):
         raise ValueError(f"unknown {self.flag} {name!r}; {self.flag} takes one of {', '.join(self.choices)}")
 
 
-def later(place: str) -> Callable[..., Any]:
+def later(path: str) -> Callable[..., Any]:
     """The function at "module:name", imported when it is first called: a registry needs no torch to list what does."""
-    module, name = place.split(":")
+    module, name = path.split(":")
 
     def call(*args: Any, **options: Any) -> Any:
         return getattr(import_module(module), name)(*args, **options)

@@ -19,8 +19,8 @@ Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
-ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ConfigError(ValueError):
@@ -41,7 +41,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def numbers(name: str, text: str, count: int) -> tuple[int, ...]:
+def parse_numbers(name: str, text: str, count: int) -> tuple[int, ...]:
     """The numbers of a field like "1,2,7". Raises ValueError for anything but `count` whole numbers from 1 on."""
     words = [word.strip() for word in text.split(",")]
     if len(words) != count or not all(word.isdecimal() and int(word) > 0 for word in words):
@@ -62,10 +62,10 @@ def needs(config: object, needed: str, *names: str) -> list[str]:
     """Fields that are set although the one that they depend on is not."""
     if getattr(config, needed):
         return []
-    given = {name: getattr(config, name) for name in names}
+    values = {name: getattr(config, name) for name in names}
     return [
         f"{flag(name)}{'' if value is True else f' {value}'} needs {flag(needed)}"
-        for name, value in given.items()
+        for name, value in values.items()
         if value not in (None, False, 0)
     ]
 

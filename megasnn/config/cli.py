@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, 
 from megasnn.common.files import in_message
 from megasnn.config.checks import ConfigError, flag, help_texts, registry_of
 from megasnn.config.data import PATHS
-from megasnn.config.values import ABOUT, from_dict, shown
+from megasnn.config.values import ABOUT, from_dict, shown_value
 
-Config = TypeVar("Config")
+_Config = TypeVar("_Config")
 ORDER = ("model", "data", "training", "optimizer", "parallel", "checkpoint", "logging", "neuron")
 """Parts as --help shows them."""
 Values = Mapping[str, Mapping[str, Any]]
@@ -29,12 +29,12 @@ _ADVICE = "correct the file, or give one that a run of this model wrote"
 
 
 def parse(
-    config_class: type[Config],
+    config_class: type[_Config],
     argv: Sequence[str],
     console_outputs: bool = True,
     recipes: Mapping[str, Path] = MappingProxyType({}),
     saved: Values = MappingProxyType({}),
-) -> Config:
+) -> _Config:
     """Reads a command line: defaults, then values of a checkpoint, a file or recipe, flags; later ones win.
 
     Each value is of its field's type and within its bounds; `validate` looks at what is between them.
@@ -51,9 +51,9 @@ def parse(
             which the shell has made several words.
     """
     plain: Any = config_class()
-    given, unknown = _parser(plain, recipes).parse_known_args(argv)
-    values = values_of(config_class, given, recipes, saved)
-    if given.help:
+    arguments, unknown = _parser(plain, recipes).parse_known_args(argv)
+    values = merged_values(config_class, arguments, recipes, saved)
+    if arguments.help:
         if console_outputs:
             _parser(from_dict(config_class, values), recipes).print_help()
         raise SystemExit(0)
@@ -67,7 +67,7 @@ def parse(
     for part in ORDER:
         kind = type(getattr(plain, part))
         hints, names = get_type_hints(kind, include_extras=True), [each.name for each in fields(kind)]
-        flags = {name: _read(hints[name], getattr(given, name)) for name in names if hasattr(given, name)}
+        flags = {name: _read(hints[name], getattr(arguments, name)) for name in names if hasattr(arguments, name)}
         values[part] = {**values.get(part, {}), **flags}
     return from_dict(config_class, values, texts=True)
 
@@ -97,7 +97,7 @@ def _parser(defaults: Any, recipes: Iterable[str]) -> _Parser:
         group = parser.add_argument_group(f"{part} options", kind.__doc__)
         texts, hints = help_texts(kind), get_type_hints(kind, include_extras=True)
         for entry in fields(values):
-            hint, value = hints[entry.name], shown(getattr(values, entry.name))
+            hint, value = hints[entry.name], shown_value(getattr(values, entry.name))
             text = f"{texts.get(entry.name, '')}{_summaries(hint)} (default: {value})".replace("%", "%%")
             options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
             if _members(hint) == (bool,):
@@ -152,25 +152,25 @@ def _summaries(hint: Any) -> str:
     return "".join(f" {name}: {each.summary}." for name, each in entries if getattr(each, "summary", ""))
 
 
-def values_of(
-    config_class: type[Any], given: argparse.Namespace, recipes: Mapping[str, Path], saved: Values
+def merged_values(
+    config_class: type[Any], arguments: argparse.Namespace, recipes: Mapping[str, Path], saved: Values
 ) -> dict[str, dict[str, Any]]:
     """Values beside the flags: of a checkpoint, then of the file; later ones win.
 
     With `--evaluate-only` the file's checkpoints and logs do not count: they need not be taken back.
 
     Args:
-        given: texts of the flags that were given.
+        arguments: texts of the flags that were given.
         recipes: files that `--config` takes by a name.
         saved: values of the checkpoint of `--load`.
     Raises:
         ConfigError: the file cannot be read, or is no configuration of this class.
     """
     values = {part: dict(of_part) for part, of_part in saved.items()}
-    if given.config is not None and given.config.lower() != "none":
-        found = _read_value_file(config_class, given.config, recipes)
-        _refuse_commands(found, given)
-        if getattr(given, "evaluate_only", False):
+    if arguments.config is not None and arguments.config.lower() != "none":
+        found = _read_value_file(config_class, arguments.config, recipes)
+        _refuse_commands(found, arguments)
+        if getattr(arguments, "evaluate_only", False):
             found = {part: of_part for part, of_part in found.items() if part not in ("checkpoint", "logging")}
             # null was written by a run that had not been told: then the checkpoint says how samples are made
             found["data"] = {name: value for name, value in found.get("data", {}).items() if value is not None}
@@ -203,14 +203,14 @@ def _read_value_file(config_class: type[Any], name: str, recipes: Mapping[str, P
     return values
 
 
-def _refuse_commands(values: dict[str, Any], given: argparse.Namespace) -> None:
+def _refuse_commands(values: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Raises ConfigError where a file names a command to be run, unless a flag replaces it: files are strangers'."""
     for name in PATHS:
         paths = values.get("data", {}).get(name) or ""
-        if not hasattr(given, name) and any(part.startswith("pipe:") for part in paths.split("::")):
+        if not hasattr(arguments, name) and any(part.startswith("pipe:") for part in paths.split("::")):
             raise ConfigError(
                 [
-                    f"--config {in_message(given.config)}: data.{name} is {in_message(paths)}, a command that would be "
-                    f"run; only the command line may give one: {flag(name)}"
+                    f"--config {in_message(arguments.config)}: data.{name} is {in_message(paths)}, a command that "
+                    f"would be run; only the command line may give one: {flag(name)}"
                 ]
             )

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from megasnn.augment import AUGMENTATIONS
 from megasnn.augment.images import ImageRecipe, parse_rand_augment
 from megasnn.common.files import SAMPLE_MB, STRICT
-from megasnn.config.checks import Count, FileName, NonNegative, Share, Size, flag, refusal
+from megasnn.config.checks import Count, FileName, Fraction, NonNegative, Size, flag, refusal
 
 SAMPLE = "sample"
 """As a path it stands for scikit-learn's digits."""
@@ -23,7 +23,7 @@ CHANGES = (
 )
 """Fields that change samples beside `augment`, all of them for images alone."""
 
-ShareAboveZero = Annotated[float, Field(gt=0, le=1)]
+FractionAboveZero = Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -42,15 +42,15 @@ class DataConfig:
     """Processes of a rank that read ahead; 0 reads in the training process."""
     augment: Annotated[str, AUGMENTATIONS] = "none"
     """Random changes, the same for a sample on any layout."""
-    crop_scale: ShareAboveZero = 0.08
+    crop_scale: FractionAboveZero = 0.08
     """With --augment crop, the least share of an image's area that is kept; 1 keeps square images whole."""
     rand_augment: str | None = None
     """RandAugment on top, as timm names it, rand-m9-mstd0.5-inc1; operations to choose from behind a colon."""
-    random_erasing: Share = 0.0
+    random_erasing: Fraction = 0.0
     """Share of the images of which a rectangle is replaced by the mean, after all other changes."""
     normalize_images: Literal["generic", "cifar10", "imagenet", "digits"] | None = None
     """Constants by which images are normalised; by default those that go with --augment or the data."""
-    center_crop: ShareAboveZero = 1.0
+    center_crop: FractionAboveZero = 1.0
     """Share of an image's shorter side that is kept of its middle, in evaluation and without --augment crop."""
     mixup_alpha: NonNegative = 0.0
     """Parameter of mixup's beta distribution; 0 mixes nothing."""

@@ -11,7 +11,7 @@ from megasnn.common.files import STRICT
 from megasnn.config.checks import NonNegative, Positive, refusal
 from megasnn.kernels import BACKENDS, NEURONS, SURROGATES, NeuronSpec
 
-Surrogate = Annotated[str, SURROGATES]
+SurrogateName = Annotated[str, SURROGATES]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -30,7 +30,7 @@ class NeuronConfig:
     """Divide the input by the time constant too."""
     detach_reset: bool = True
     """Leave the reset out of the gradient."""
-    surrogate: Surrogate = "sigmoid"
+    surrogate: SurrogateName = "sigmoid"
     """Surrogate gradient of the spike."""
     surrogate_alpha: NonNegative | None = None
     """Sharpness of the surrogate gradient; "none" is SpikingJelly's default for it (4 for sigmoid, 2 for atan)."""

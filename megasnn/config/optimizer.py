@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from megasnn.common.files import STRICT
 from megasnn.common.registry import Registry, later
-from megasnn.config.checks import Count, NonNegative, Positive, ShareBelowOne, flag
+from megasnn.config.checks import Count, FractionBelowOne, NonNegative, Positive, flag
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -60,6 +60,7 @@ def _sgd(groups: Sequence[dict[str, Any]], lr: float) -> Optimizer:
 
     return torch.optim.SGD(groups, lr=lr, momentum=0.9)
 
+
 OPTIMIZERS: Registry[OptimizerRecipe] = Registry(
     "--optimizer",
     {
@@ -68,7 +69,7 @@ OPTIMIZERS: Registry[OptimizerRecipe] = Registry(
         "sgd": OptimizerRecipe("with momentum, as torch's", _sgd, ("momentum_buffer",)),
         "lamb": OptimizerRecipe(
             "arXiv 1904.00962, in timm's form",
-            later("megasnn.optim.lamb:build"),
+            later("megasnn.optim.lamb:build_lamb"),
             _MOMENTS,
             takes_norms=True,
             working_copies=4,  # updates, factors of the type of the weights, and their 8-byte indices
@@ -111,7 +112,7 @@ class OptimizerConfig:
     """Step of the schedule; epoch is timm's, whose decay counts from the start of the training."""
     weight_decay: NonNegative = 0.01
     """Decay of the weights in a step; not applied to norms, biases and time constants."""
-    ema_decay: ShareBelowOne = 0.0
+    ema_decay: FractionBelowOne = 0.0
     """Share that a running average of the weights, which is evaluated, keeps of itself in a step; 0: none."""
     clip_grad: NonNegative = 1.0
     """Largest norm of the gradient over all parameters; 0 does not clip."""

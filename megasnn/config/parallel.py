@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from megasnn.common.files import STRICT
 from megasnn.common.grid import ContextCut
 from megasnn.config.checks import Count, Positive, Size, refusal
-from megasnn.schedule.named import AUTO, SCHEDULES
+from megasnn.schedule.named import AUTO_SCHEDULE, SCHEDULES
 from megasnn.schedule.partition import parse_layout
 from megasnn.schedule.passes import NEVER, RECOMPUTE
 from megasnn.schedule.plan import chunks_of_schedule
@@ -32,8 +32,8 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: Size | None = None
     """Chunks of layers on each pipeline rank; by default those of the schedule."""
     pipeline_model_parallel_layout: str | None = None
-    """Units or single layers in each chunk, as "1|2|2|1"; by default measured costs are balanced."""
-    pipeline_schedule: Annotated[str, SCHEDULES] = AUTO
+    """Layer groups or single layers in each chunk, as "1|2|2|1"; by default measured costs are balanced."""
+    pipeline_schedule: Annotated[str, SCHEDULES] = AUTO_SCHEDULE
     """Order of forwards and backwards; auto is the fastest found for the measured costs of the layers."""
     recompute: Annotated[str, RECOMPUTE] = NEVER
     """Forwards that are computed again for their backward; the bits of the result stay the same."""
@@ -63,7 +63,7 @@ class ParallelConfig:
         """Chunks of layers on each rank; None where auto may choose. Raises ValueError for what the schedule cannot
         place."""
         asked, stages = self.num_virtual_stages_per_pipeline_rank, self.pipeline_model_parallel_size
-        if asked is None and self.pipeline_schedule == AUTO:
+        if asked is None and self.pipeline_schedule == AUTO_SCHEDULE:
             if stages == 1:
                 asked = 1
             elif self.layout is not None:

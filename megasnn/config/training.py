@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from megasnn.common.files import STRICT
 from megasnn.common.registry import Registry, later
-from megasnn.config.checks import Count, Positive, ShareBelowOne, Size, flag
+from megasnn.config.checks import Count, FractionBelowOne, Positive, Size, flag
 
 _SUMS = "megasnn.models.losses"
 LENGTHS = ("train_iters", "train_epochs")
@@ -35,6 +35,7 @@ class Loss:
     summary: str
     sum: Callable[..., Any]
     mixes: bool = False
+
 
 LOSSES: Registry[Loss] = Registry(
     "--loss",
@@ -131,7 +132,7 @@ class TrainingConfig:
     """CUDA graphs of all layers; one that cannot have them is an error. Faster where Python is slower than the GPU."""
     loss: Annotated[str, LOSSES] = "cross-entropy"
     """Loss that is minimised, as a mean over the samples."""
-    label_smoothing: ShareBelowOne = 0.0
+    label_smoothing: FractionBelowOne = 0.0
     """Share of the target spread evenly over all classes."""
 
     def length(self, epoch_samples: int) -> Length:
@@ -165,6 +166,6 @@ class TrainingConfig:
                 f"--global-batch-size {self.global_batch_size}"
             )
         if self.train_iters is not None and self.train_epochs is not None:
-            given = " and ".join(f"{flag(name)} {getattr(self, name)}" for name in LENGTHS)
-            wrong.append(f"{given} are two lengths; give one (none takes the other back)")
+            lengths = " and ".join(f"{flag(name)} {getattr(self, name)}" for name in LENGTHS)
+            wrong.append(f"{lengths} are two lengths; give one (none takes the other back)")
         return wrong

@@ -44,15 +44,15 @@ def layout_problems(config: PretrainConfig, world_size: int) -> list[str]:
     return problems
 
 
-def cut_problems(parallel: ParallelConfig, units: Sequence[str]) -> list[str]:
+def cut_problems(parallel: ParallelConfig, layer_groups: Sequence[str]) -> list[str]:
     """Problem of an explicit cut into stages, --pipeline-model-parallel-layout; empty without one.
 
     Args:
-        units: the unit of each layer, from input to output.
+        layer_groups: the layer group of each layer, from input to output.
     """
     if parallel.layout is None:
         return []
-    return refusal(layout_to_bounds, parallel.layout, units, parallel.chunks)
+    return refusal(layout_to_bounds, parallel.layout, layer_groups, parallel.chunks)
 
 
 def _no_graphs(config: PretrainConfig) -> str | None:

@@ -22,15 +22,15 @@ from megasnn.config.data import CHANGES
 from megasnn.config.optimizer import DECAY_STYLES
 from megasnn.config.run import PretrainConfig
 
-Config = TypeVar("Config")
+_Config = TypeVar("_Config")
 ABOUT = "about"
 """Beside the parts in a file: of which model the values are. A file need not say it."""
 CLASS_NAMES = "class_names"
 """Entry beside a checkpoint's tensors: names of the classes by number; empty where they are not known."""
-SAMPLES = "samples"
+SAMPLES_KEY = "samples"
 """Under which a checkpoint keeps how samples were made."""
 Identity = dict[str, dict[str, object]]
-"""Dimensions and neuron of a model, as `identity` gives them."""
+"""Dimensions and neuron of a model, as `config_identity` gives them."""
 _UPDATE = {
     "training": (
         *("micro_batch_size", "global_batch_size", "bptt_steps", "seed", "precision", "loss", "label_smoothing"),
@@ -39,7 +39,7 @@ _UPDATE = {
 }
 
 
-def from_dict(config_class: type[Config], values: Mapping[str, Any], texts: bool = False) -> Config:
+def from_dict(config_class: type[_Config], values: Mapping[str, Any], texts: bool = False) -> _Config:
     """Builds a configuration from values by part and name; missing ones take their defaults.
 
     Args:
@@ -60,7 +60,7 @@ def from_dict(config_class: type[Config], values: Mapping[str, Any], texts: bool
     return config_class(**parts)
 
 
-def build_part(part: type[Config], values: Any, name: str, texts: bool = False) -> Config:
+def build_part(part: type[_Config], values: Any, name: str, texts: bool = False) -> _Config:
     """Builds one part of a configuration. Raises ConfigError as `from_dict`."""
     if not isinstance(values, dict):
         raise ConfigError([f"{name} must be a dictionary, got {reprlib.repr(values)}"])
@@ -71,7 +71,7 @@ def build_part(part: type[Config], values: Any, name: str, texts: bool = False) 
         adapter = _adapter(part)  # type: ignore[arg-type]  # hashable
         if not texts:  # JSON has lists where a field has a tuple; its reader refuses file names that are not UTF-8
             adapter.validate_json(json.dumps(values, ensure_ascii=False).encode(errors="replace"), strict=True)
-        built: Config = adapter.validate_python(values, strict=False)
+        built: _Config = adapter.validate_python(values, strict=False)
     except ValidationError as error:
         for each in error.errors(include_url=False):
             field, text = str(each["loc"][0]) if each["loc"] else "", each["msg"].partition(", unable")[0]
@@ -89,7 +89,7 @@ def _adapter(part: Any) -> TypeAdapter[Any]:
     return TypeAdapter(part)
 
 
-def with_keywords(config: Config, given: Mapping[str, Any]) -> Config:
+def with_keywords(config: _Config, keywords: Mapping[str, Any]) -> _Config:
     """Replaces values of a configuration by keyword arguments of an Engine, which are flags with underscores.
 
     Raises:
@@ -98,7 +98,7 @@ def with_keywords(config: Config, given: Mapping[str, Any]) -> Config:
     part_of = {entry: part for part, entry, _ in _entries(config)}
     changed: dict[str, dict[str, Any]] = {}
     wrong = []
-    for name, value in given.items():
+    for name, value in keywords.items():
         part = part_of.get(name)
         if part is None:
             near = get_close_matches(name, part_of, 1)
@@ -150,10 +150,10 @@ def as_flag(name: str, value: Any) -> str:
     """Flag of a field with a value, as a command line gives it."""
     if isinstance(value, bool):
         return flag(name) if value else f"--no-{flag(name)[2:]}"
-    return f"{flag(name)} {shlex.quote(shown(value))}"
+    return f"{flag(name)} {shlex.quote(shown_value(value))}"
 
 
-def shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """Value as a command line gives it."""
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -165,7 +165,7 @@ def _entries(config: Any) -> Iterator[tuple[str, str, Any]]:
             yield part.name, entry.name, getattr(getattr(config, part.name), entry.name)
 
 
-def identity(config: PretrainConfig) -> Identity:
+def config_identity(config: PretrainConfig) -> Identity:
     """Dimensions, and neuron, whatever its backend."""
     model, neuron = to_dict(config.model), to_dict(config.neuron)
     del neuron["neuron_backend"]
@@ -201,7 +201,7 @@ def _line(title: str, changed: Mapping[str, tuple[object, object]]) -> list[str]
 
 
 def samples(config: PretrainConfig) -> dict[str, object]:
-    """Values by which samples are made where nothing is drawn; a checkpoint keeps them as `SAMPLES`."""
+    """Values by which samples are made where nothing is drawn; a checkpoint keeps them as `SAMPLES_KEY`."""
     data, shape = config.data, config.model.input_shape
     if len(shape) != 3:
         return {"split_by": data.split_by or "number"}
@@ -215,7 +215,7 @@ def samples_from(saved: Mapping[str, object], evaluates: bool) -> dict[str, obje
     Args:
         saved: kept by the run beside its tensors.
     """
-    found, counts = saved.get(SAMPLES), ("normalize_images", *("center_crop", "split_by") * evaluates)
+    found, counts = saved.get(SAMPLES_KEY), ("normalize_images", *("center_crop", "split_by") * evaluates)
     return {name: found[name] for name in counts if name in found} if isinstance(found, Mapping) else {}
 
 

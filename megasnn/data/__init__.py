@@ -4,6 +4,6 @@ from megasnn.data.datasets import Datasets as Datasets
 from megasnn.data.datasets import ShardDataset as ShardDataset
 from megasnn.data.datasets import open_datasets as open_datasets
 from megasnn.data.loader import BatchLoader as BatchLoader
+from megasnn.data.loader import BatchShare as BatchShare
 from megasnn.data.loader import GlobalBatch as GlobalBatch
 from megasnn.data.loader import MicroBatch as MicroBatch
-from megasnn.data.loader import Share as Share

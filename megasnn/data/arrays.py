@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from megasnn.augment import Key
+from megasnn.augment import SampleKey
 from megasnn.common.files import read_array
 from megasnn.data.formats import FormatMismatch, SampleFormat, require_finite
 from megasnn.data.images import IMAGE_SUFFIXES, ImageFormat, open_image, orientation, upright_size
@@ -55,7 +55,7 @@ class ArrayFormat(SampleFormat):
     kind = "arrays"
     reads_all = True
 
-    def decoded(self, data: bytes, key: Key | None) -> Any:
+    def decoded(self, data: bytes, key: SampleKey | None) -> Any:
         """Decodes the part of a shard with all files of a sample."""
         with tarfile.open(fileobj=io.BytesIO(data + bytes(2 * tarfile.BLOCKSIZE)), mode="r:") as archive:
             files = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from megasnn.augment import AUGMENTATIONS, Key
+from megasnn.augment import AUGMENTATIONS, SampleKey
 from megasnn.common.files import SAMPLE_LIMIT, require_size
 from megasnn.config.data import CHANGES, SAMPLE
 from megasnn.data.arrays import ArrayFormat
@@ -21,7 +21,7 @@ from megasnn.data.events import FrameOptions
 from megasnn.data.formats import FRAMES, EventFormat, FormatMismatch, SampleFormat
 from megasnn.data.images import NORMALISATIONS, ImageFormat
 from megasnn.data.remote import Address, describe_remote, expand_shards, open_remote, shown_path
-from megasnn.data.shards import INDEX_NAME, FileState, Shard, file_state, open_shard
+from megasnn.data.shards import INDEX_NAME, FileState, TarFile, file_state, open_shard
 
 if TYPE_CHECKING:
     from megasnn.config import DataConfig
@@ -38,7 +38,7 @@ class ShardDataset:
         ValueError: a label outside [0, num_classes), where there are classes; all are checked, before training.
     """
 
-    def __init__(self, shards: Sequence[Shard], format: SampleFormat, num_classes: int) -> None:
+    def __init__(self, shards: Sequence[TarFile], format: SampleFormat, num_classes: int) -> None:
         self.format = format
         self._shards = [(shard.name, shard.tar, shard.state) for shard in shards]
         self._first = np.cumsum([0] + [len(shard.members.keys) for shard in shards])
@@ -69,7 +69,7 @@ class ShardDataset:
         """Name of a sample and its shard, for messages."""
         return f"sample {self.key(index)!r} of shard {self._shard(index)[0]}"
 
-    def sample(self, index: int, key: Key | None = None) -> Any:
+    def sample(self, index: int, key: SampleKey | None = None) -> Any:
         """Decodes a sample: an image `[H, W, C]`, event frames `[T, 2, H, W]`, or arrays by name; a key changes it at
         random.
 
@@ -182,7 +182,7 @@ def class_difference(one: Sequence[str], other: Sequence[str]) -> str | None:
     return None
 
 
-def _class_names(shards: Sequence[Shard]) -> tuple[str, ...]:
+def _class_names(shards: Sequence[TarFile]) -> tuple[str, ...]:
     """The longest list of class names of any shard. Raises ValueError where two lists differ in a number."""
     lists = {shard.classes: shard.name for shard in shards if shard.classes}
     longest = max(lists, key=len, default=())
@@ -217,7 +217,7 @@ def _identity(address: Address) -> object:
 
 def open_shards(
     addresses: Sequence[Address], decide: Callable[[Callable[[], Any]], Any] = lambda read: read()
-) -> list[Shard]:
+) -> list[TarFile]:
     """Shards of a data path, those behind URLs fetched into the cache. `decide` is as for `open_datasets`.
 
     Raises:
@@ -262,7 +262,7 @@ def _array_format(config: DataConfig, evaluates: bool, arrays: ArrayFormat) -> A
     return arrays if shape is None else replace(arrays, image=_image_format(config, shape, evaluates))
 
 
-def _dataset(config: DataConfig, format: SampleFormat, num_classes: int, shards: Sequence[Shard]) -> ShardDataset:
+def _dataset(config: DataConfig, format: SampleFormat, num_classes: int, shards: Sequence[TarFile]) -> ShardDataset:
     for shard in shards:
         if isinstance(format, ArrayFormat):
             if not shard.members.starts:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.augment import AUGMENTATIONS, Augmentation, Key
+from megasnn.augment import AUGMENTATIONS, Augmentation, SampleKey
 from megasnn.augment import FRAMES as EVENT_FRAMES
 from megasnn.common.files import read_arrays
 from megasnn.data.events import (
@@ -48,7 +48,7 @@ class SampleFormat(ABC):
     suffixes: ClassVar[tuple[str, ...]] = ()
     reads_all: ClassVar[bool] = False
 
-    def decode(self, data: bytes, key: Key | None = None) -> Any:
+    def decode(self, data: bytes, key: SampleKey | None = None) -> Any:
         """Decodes a sample, changed at random where a key is given.
 
         Raises:
@@ -63,7 +63,7 @@ class SampleFormat(ABC):
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
     @abstractmethod
-    def decoded(self, data: bytes, key: Key | None) -> Any:
+    def decoded(self, data: bytes, key: SampleKey | None) -> Any:
         """The sample of `decode`, where errors of damaged bytes may be of any class."""
 
     def batch(self, samples: Sequence[Any]) -> Any:
@@ -83,7 +83,7 @@ class EventFormat(SampleFormat):
     suffixes = (FRAMES, EVENTS)
     kind = EVENT_FRAMES
 
-    def decoded(self, data: bytes, key: Key | None) -> NDArray[Any]:
+    def decoded(self, data: bytes, key: SampleKey | None) -> NDArray[Any]:
         """Content of a frames.npz or events.npz as `[T, 2, size, size]`, counts or float32; changed with a key.
 
         Raises:

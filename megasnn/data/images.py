@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from megasnn.augment import AUGMENTATIONS, IMAGES, Augmentation, Key
+from megasnn.augment import AUGMENTATIONS, IMAGES, Augmentation, SampleKey
 from megasnn.augment.images import CROP_SHAPE, ImageRecipe, erase, random_box
 from megasnn.common.files import require_size
 from megasnn.common.random import keyed_numbers
@@ -103,7 +103,7 @@ class ImageFormat(SampleFormat):
         if self.channels not in _MODES:
             raise ValueError(f"images have 1 or 3 channels, not {self.channels}; set --in-channels to 1 or 3")
 
-    def decoded(self, data: bytes, key: Key | None) -> NDArray[Any]:
+    def decoded(self, data: bytes, key: SampleKey | None) -> NDArray[Any]:
         """Decodes an image file to `[size, size, channels]`; with a key it is changed at random.
 
         It is turned upright by its EXIF data. A square in the middle is scaled to `size` (bilinear, with averaging
@@ -114,7 +114,7 @@ class ImageFormat(SampleFormat):
         pixels = np.asarray(image, dtype=np.uint8).reshape(self.size, self.size, self.channels)
         return self._changed(pixels, key) if key else pixels
 
-    def _scaled(self, file: Image.Image, key: Key | None) -> Image.Image:
+    def _scaled(self, file: Image.Image, key: SampleKey | None) -> Image.Image:
         width, height = upright_size(file)
         side = self.center * min(width, height)
         left, top = (width - side) / 2, (height - side) / 2
@@ -132,7 +132,7 @@ class ImageFormat(SampleFormat):
         x, y = image.width / width, image.height / height  # below 1 where a JPEG was decoded smaller
         return image.resize((self.size, self.size), resample, box=(left * x, top * y, right * x, bottom * y))
 
-    def _changed(self, image: NDArray[Any], key: Key) -> NDArray[Any]:
+    def _changed(self, image: NDArray[Any], key: SampleKey) -> NDArray[Any]:
         image = self.augment.change(image, *key)
         if not (self.recipe.rand_augment or self.recipe.erasing):
             return image

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from megasnn.augment import Key
+from megasnn.augment import SampleKey
 from megasnn.common.grid import micro_batch_sizes, micro_batches_of
 from megasnn.config.data import DataConfig
 from megasnn.data.arrays import ArrayFormat
@@ -31,7 +31,7 @@ from megasnn.data.order import SampleOrder, Span
 from megasnn.data.workers import STEP_SECONDS, WorkerWatch, start_worker
 from megasnn.parallel.sharding import own_span
 
-Item = tuple[Tensor | dict[str, Tensor] | None, dict[int, int]]
+LoadedMicroBatch = tuple[Tensor | dict[str, Tensor] | None, dict[int, int]]
 """Images of a micro-batch, or arrays by name, and of each that stands in for a broken one its place and sample."""
 
 
@@ -76,7 +76,7 @@ class GlobalBatch:
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """This rank's part of every global batch.
 
     Attributes:
@@ -124,7 +124,7 @@ class BatchLoader:
     def __init__(
         self,
         dataset: ShardDataset,
-        share: Share,
+        share: BatchShare,
         config: DataConfig,
         seed: int,
         training: bool = True,
@@ -156,7 +156,7 @@ class BatchLoader:
             ChildProcessError: a worker has ended, or gives nothing for too long.
         """
         due = self._plans(consumed_samples, limit)
-        read: Iterator[Item] = repeat((None, {}))
+        read: Iterator[LoadedMicroBatch] = repeat((None, {}))
         if self._reads:
             ahead, due = tee(due)
             self._sampler.upcoming = (spans for _, _, parts in ahead for _, spans in parts)
@@ -198,8 +198,8 @@ class BatchLoader:
     ) -> MicroBatch:
         due = np.concatenate([span.samples for span in spans])
         used = due.copy()
-        for place, sample in replaced.items():
-            used[place] = sample
+        for position, sample in replaced.items():
+            used[position] = sample
         targets = torch.from_numpy(self.dataset.labels[used]) if self._share.targets else None
         if isinstance(inputs, dict) and self._format is not None:
             targets = inputs[self._format.target] if self._share.targets and self._format.target else targets
@@ -208,7 +208,7 @@ class BatchLoader:
         left_out = frozenset() if self._training else frozenset(replaced)
         return MicroBatch(start, len(due), torch.from_numpy(due), inputs, targets, len(replaced), left_out)
 
-    def _read(self) -> Iterator[Item]:
+    def _read(self) -> Iterator[LoadedMicroBatch]:
         """Inputs of each of the upcoming micro-batches."""
         if self._loader is None:
             self._loader = self._start()
@@ -280,7 +280,7 @@ def order_identity(dataset: ShardDataset, global_batch_size: int, last_batch: st
     return dataset.fingerprint() + (f" in epochs of {epoch}" if epoch < len(dataset) else "")
 
 
-class SpanDataset(Dataset[Item | Exception]):
+class SpanDataset(Dataset[LoadedMicroBatch | Exception]):
     """Map-style data set for a DataLoader, from the spans of a micro-batch to its images.
 
     Errors of the data are returned as exceptions: a DataLoader would raise them with a traceback for their text.
@@ -294,19 +294,19 @@ class SpanDataset(Dataset[Item | Exception]):
         self._dataset, self._order = dataset, order
         self._augments, self._skip_broken = augments, skip_broken
 
-    def __getitem__(self, spans: list[Span]) -> Item | Exception:
+    def __getitem__(self, spans: list[Span]) -> LoadedMicroBatch | Exception:
         images: list[Any] = []
         replaced: dict[int, int] = {}
         try:
             for epoch, first, samples in spans:
-                for place, sample in enumerate(samples.tolist(), first):
+                for position, sample in enumerate(samples.tolist(), first):
                     key = (self._order.seed, epoch, sample) if self._augments else None
                     try:
                         image = self._dataset.sample(sample, key)
                     except BrokenSample:
                         if not self._skip_broken:
                             raise
-                        replaced[len(images)], image = self._substitute(epoch, place, key)
+                        replaced[len(images)], image = self._substitute(epoch, position, key)
                     images.append(image)
             joined = self._dataset.format.batch(images)
             if isinstance(joined, dict):
@@ -315,9 +315,9 @@ class SpanDataset(Dataset[Item | Exception]):
         except (ValueError, OSError) as error:
             return error
 
-    def _substitute(self, epoch: int, place: int, key: Key | None) -> tuple[int, Any]:
+    def _substitute(self, epoch: int, position: int, key: SampleKey | None) -> tuple[int, Any]:
         """The next sample that can be decoded, which is augmented by the key of the place that it takes."""
-        for sample in self._order.substitutes(epoch, place):
+        for sample in self._order.substitutes(epoch, position):
             with suppress(BrokenSample):
                 return sample, self._dataset.sample(sample, key)
         raise ValueError(f"none of the {len(self._dataset)} samples can be decoded")

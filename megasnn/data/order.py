@@ -22,7 +22,7 @@ class Span(NamedTuple):
     """Positions of one epoch that follow each other: the epoch, the place in it of the first, and their samples."""
 
     epoch: int
-    place: int
+    position: int
     samples: NDArray[np.int64]
 
 
@@ -43,17 +43,17 @@ class SampleOrder:
         """The `count` positions from `start` on, across as many epochs as it takes."""
         found: list[Span] = []
         while count > 0:
-            epoch, place = divmod(start, self.epoch)
-            samples = self.permutation(epoch)[place : min(place + count, self.epoch)]
-            found.append(Span(epoch, place, samples))
+            epoch, position = divmod(start, self.epoch)
+            samples = self.permutation(epoch)[position : min(position + count, self.epoch)]
+            found.append(Span(epoch, position, samples))
             start, count = start + len(samples), count - len(samples)
         return found
 
-    def substitutes(self, epoch: int, place: int) -> Iterator[int]:
+    def substitutes(self, epoch: int, position: int) -> Iterator[int]:
         """The samples that follow a place of an epoch, once around it."""
         permutation = self.permutation(epoch)
         for step in range(1, self.samples):
-            yield int(permutation[(place + step) % self.samples])
+            yield int(permutation[(position + step) % self.samples])
 
     def permutation(self, epoch: int) -> NDArray[np.int64]:
         """Samples in the order of an epoch, int64 `[samples]`."""

@@ -28,14 +28,14 @@ from braceexpand import braceexpand
 from tqdm.contrib.concurrent import thread_map
 
 from megasnn.common.files import MOST_SHARDS, build_once, cache_folder, name_in_cache
-from megasnn.data.shards import Shard, open_shard
+from megasnn.data.shards import TarFile, open_shard
 
 _HTTP = ("http://", "https://")
 _AT_A_TIME = 4
 _TRIES, _PAUSE_SECONDS = 3, 1.0
 _SILENCE_SECONDS = 60.0  # of an http server
 _FINAL = (FileNotFoundError, ImportError, ValueError)  # not tried again
-T = TypeVar("T")
+_T = TypeVar("_T")
 PIPE = "pipe:"
 """Begins a command whose output is a shard. Only a command line may give one."""
 Address = Path | str
@@ -71,7 +71,7 @@ def describe_remote(urls: Sequence[str]) -> list[RemoteShard]:
         return list(pool.map(lambda url: _persist(url, partial(_describe, url)), urls))
 
 
-def open_remote(shards: Sequence[RemoteShard]) -> list[Shard]:
+def open_remote(shards: Sequence[RemoteShard]) -> list[TarFile]:
     """Fetches the shards that the cache lacks, a few at a time, and opens all.
 
     Raises:
@@ -88,24 +88,24 @@ def open_remote(shards: Sequence[RemoteShard]) -> list[Shard]:
     return [_opened(each) for each in shards]
 
 
-def _opened(remote: RemoteShard) -> Shard:
+def _opened(remote: RemoteShard) -> TarFile:
     try:
-        return open_shard(remote.target, shown(remote.url))
+        return open_shard(remote.target, shown_url(remote.url))
     except ValueError:
         remote.target.unlink(missing_ok=True)  # the next run fetches it anew
         raise
 
 
-def _persist(url: str, action: Callable[[], T]) -> T:
+def _persist(url: str, action: Callable[[], _T]) -> _T:
     """Result of an action on a URL, tried up to three times. Raises FetchError, without passwords and keys of URLs."""
     for attempt in range(1, _TRIES + 1):
         try:
             return action()
         except Exception as error:  # each of the packages behind fsspec has its own
             if isinstance(error, _FINAL) or attempt == _TRIES:
-                reason = re.sub(r"//[^/@\s]*@", "//", str(error).replace(url, shown(url)))
+                reason = re.sub(r"//[^/@\s]*@", "//", str(error).replace(url, shown_url(url)))
                 reason = re.sub(r"[?][^\s)]+", "?...", reason)[:300]
-                raise FetchError(f"cannot fetch {shown(url)}: {type(error).__name__}: {reason}") from error
+                raise FetchError(f"cannot fetch {shown_url(url)}: {type(error).__name__}: {reason}") from error
             time.sleep(attempt * _PAUSE_SECONDS)
     raise AssertionError
 
@@ -162,7 +162,7 @@ def is_url(text: str) -> bool:
     return text.startswith(PIPE) or re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
 
 
-def shown(url: str) -> str:
+def shown_url(url: str) -> str:
     """A URL for messages, without passwords and keys."""
     if url.startswith(PIPE):
         return url
@@ -172,7 +172,7 @@ def shown(url: str) -> str:
 
 def shown_path(data_path: str) -> str:
     """A data path for messages, without passwords and keys."""
-    return "::".join(shown(part) if is_url(part) else part for part in data_path.split("::"))
+    return "::".join(shown_url(part) if is_url(part) else part for part in data_path.split("::"))
 
 
 def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:

@@ -29,7 +29,7 @@ from pydantic_core import to_json
 from megasnn.common.files import (
     NAME_BYTES,
     STRICT,
-    Count,
+    StoredCount,
     build_once,
     cache_folder,
     cached_name,
@@ -43,7 +43,7 @@ INDEX_NAME = "index.json"
 VERSION: Literal[1] = 1
 _ADVICE = "make the shards again, or remove it"
 LABEL = "cls"
-SUFFIXES = (*IMAGE_SUFFIXES, FRAMES, EVENTS)
+SAMPLE_SUFFIXES = (*IMAGE_SUFFIXES, FRAMES, EVENTS)
 """Endings of a sample's data."""
 _INDEX_VERSION = "7"
 _LABEL_BYTES = 32
@@ -63,11 +63,11 @@ class Members:
 
     keys: list[Annotated[str, Field(max_length=NAME_BYTES)]]
     labels: list[int]
-    offsets: list[Count]
-    sizes: list[Count]
+    offsets: list[StoredCount]
+    sizes: list[StoredCount]
     suffixes: list[str]
-    starts: list[Count] = field(default_factory=list)
-    ends: list[Count] = field(default_factory=list)
+    starts: list[StoredCount] = field(default_factory=list)
+    ends: list[StoredCount] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         lengths = {len(each) for each in (self.keys, self.labels, self.offsets, self.sizes)}
@@ -83,7 +83,7 @@ class ShardRecord:
 
     file: Annotated[str, Field(pattern="^[^/]+$")]
     split: str
-    size: Count
+    size: StoredCount
     broken: list[str]
     members: Members
 
@@ -108,7 +108,7 @@ def read_index(folder: Path) -> Index | None:
 
 
 @dataclass(frozen=True)
-class Shard:
+class TarFile:
     """A shard that can be read.
 
     Attributes:
@@ -129,7 +129,7 @@ def file_state(status: os.stat_result) -> FileState:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def open_shard(source: Path, name: str | None = None) -> Shard:
+def open_shard(source: Path, name: str | None = None) -> TarFile:
     """Opens a tar, or one packed by gzip; messages call it `name`, by default its path.
 
     Raises ValueError, as `scan`, and where it is not the one that index.json lists.
@@ -142,7 +142,7 @@ def open_shard(source: Path, name: str | None = None) -> Shard:
         build_once(tar, lambda path: _unpack(source, path, name))
         state = file_state(tar.stat())
     elif record is not None and _is_older(source):
-        return Shard(name, tar, state, record.members, classes)
+        return TarFile(name, tar, state, record.members, classes)
     target = cache_folder("index") / cached_name(tar, ".json", _INDEX_VERSION)
     build_once(target, lambda path: path.write_bytes(to_json(asdict(scan(tar, name)))))
     members = described(Members, target.read_bytes(), target)
@@ -151,7 +151,7 @@ def open_shard(source: Path, name: str | None = None) -> Shard:
             f"shard {name} was changed after {INDEX_NAME} beside it was written, and holds other samples or classes "
             f"than that says; make the folder again, or remove {INDEX_NAME}"
         )
-    return Shard(name, tar, state, members, classes)
+    return TarFile(name, tar, state, members, classes)
 
 
 def scan(tar: Path, name: str) -> Members:
@@ -171,12 +171,12 @@ def scan(tar: Path, name: str) -> Members:
     starts, ends = [], []
     with open(tar, "rb") as file:
         for key, files in samples.items():
-            found = [suffix for suffix in SUFFIXES if suffix in files]
+            found = [suffix for suffix in SAMPLE_SUFFIXES if suffix in files]
             arrays = [suffix for suffix in files if _is_array(suffix)]
             if (len(found) != 1 or LABEL not in files) and not arrays:
                 raise ValueError(
                     f"sample {key!r} of shard {name} has the files {', '.join(sorted(files))}; it needs a label "
-                    f"({key}.{LABEL}) and exactly one of {', '.join(SUFFIXES)}"
+                    f"({key}.{LABEL}) and exactly one of {', '.join(SAMPLE_SUFFIXES)}"
                 )
             labels.append(_label(file.fileno(), files[LABEL], name) if LABEL in files else -1)
             first = (found or arrays)[0]
@@ -211,7 +211,7 @@ def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]
                 if member.offset_data + member.size > length:
                     raise tarfile.ReadError(f"member {member.name!r} ends behind byte {length}")
                 key, suffix = split_name(member.name)
-                if not member.isreg() or not (suffix in (*SUFFIXES, LABEL) or _is_array(suffix)):
+                if not member.isreg() or not (suffix in (*SAMPLE_SUFFIXES, LABEL) or _is_array(suffix)):
                     continue
                 yield member, key, suffix
             end = archive.offset

@@ -14,7 +14,7 @@ from megasnn.common.grid import micro_batch_counts, micro_batch_sizes
 from megasnn.common.memory import without_waiting
 from megasnn.config import PretrainConfig
 from megasnn.config.training import LOSSES
-from megasnn.data import GlobalBatch, MicroBatch, Share
+from megasnn.data import BatchShare, GlobalBatch, MicroBatch
 from megasnn.engine.model import DistributedModel
 from megasnn.models.build import task_of
 from megasnn.parallel.agreement import gather
@@ -44,7 +44,7 @@ class Batches:
         self._task = task_of(config.model)
         self._takes_soft = self._task.loss is None and LOSSES[config.training.loss].mixes and mixing is None
         self._samples = samples = distributed.context.sharing_samples
-        part = Share(
+        part = BatchShare(
             config.training.global_batch_size,
             config.training.micro_batch_size,
             dp_size=distributed.state.dp.size,
@@ -72,11 +72,11 @@ class Batches:
             ValueError: on every rank, for what is wrong on one of them, and where they are given different numbers.
         """
         names, target = [*self._task.inputs], self._task.target
-        given = inputs if isinstance(inputs, Mapping) or len(names) > 1 else {names[0]: inputs}
-        problem = problem or self._problem(given, targets, trains, predicts)
-        samples = 0 if problem else len(given[names[0]])
+        named = inputs if isinstance(inputs, Mapping) or len(names) > 1 else {names[0]: inputs}
+        problem = problem or self._problem(named, targets, trains, predicts)
+        samples = 0 if problem else len(named[names[0]])
         self._agree(problem or samples)
-        return given, given[target] if isinstance(target, str) else targets, samples
+        return named, named[target] if isinstance(target, str) else targets, samples
 
     def _agree(self, found: str | int) -> None:
         """Raises ValueError on every rank for a problem of one of them; alone, it would leave the others waiting. Where
@@ -139,8 +139,8 @@ class Batches:
             x = {name: each[span] for name, each in inputs.items()} if self._takes_images else None
             y = targets[span] if self._takes_labels else None
             y = y if y is None or y.is_floating_point() else y.long()
-            places = torch.arange(position + start, position + start + size)
-            micro_batches.append(MicroBatch(start, size, places, x, y))
+            positions = torch.arange(position + start, position + start + size)
+            micro_batches.append(MicroBatch(start, size, positions, x, y))
         return GlobalBatch(micro_batches, samples, position + samples)
 
     def evaluated(self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int) -> Iterator[GlobalBatch]:
@@ -168,8 +168,8 @@ class Batches:
         for micro in batch.micro_batches:
             inputs, targets, first, size = None, None, begin + micro.start, micro.size
             if micro.inputs is not None:  # of a run, the tensor of the only input
-                given = micro.inputs if isinstance(micro.inputs, Mapping) else dict.fromkeys(specs, micro.inputs)
-                moved = {name: without_waiting(x, device) for name, x in given.items()}
+                named = micro.inputs if isinstance(micro.inputs, Mapping) else dict.fromkeys(specs, micro.inputs)
+                moved = {name: without_waiting(x, device) for name, x in named.items()}
                 inputs = {name: x.to(specs[name].type_for(self._dtype)) for name, x in moved.items()}
             if micro.targets is not None:
                 targets = without_waiting(micro.targets, device)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megasnn.augment.mixing import Mixing
-from megasnn.common.checks import placed
+from megasnn.common.checks import error_context
 from megasnn.config import ConfigError, PretrainConfig, validate
 from megasnn.config.training import PRECISIONS
 from megasnn.config.validate import cut_problems
@@ -21,7 +21,7 @@ from megasnn.kernels.backends import BACKENDS, backend_for
 from megasnn.kernels.products import can_be_sparse
 from megasnn.layers import BuildContext
 from megasnn.layers.weight_grad import CastWeights
-from megasnn.models.build import building_problems, describe
+from megasnn.models.build import building_problems, describe_model
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model, run_config
 from megasnn.parallel.agreement import gather
@@ -73,7 +73,9 @@ def model_problems(config: PretrainConfig) -> list[str]:
     problems = building_problems(config.model, config.neuron.spec, tp, cp, cut)
     if problems or parallel.layout is None:
         return problems
-    return cut_problems(parallel, [each.unit for each in describe(config.model, config.neuron.spec).layers])
+    return cut_problems(
+        parallel, [each.layer_group for each in describe_model(config.model, config.neuron.spec).layers]
+    )
 
 
 def require_alike(config: PretrainConfig, world: Group) -> None:
@@ -81,8 +83,8 @@ def require_alike(config: PretrainConfig, world: Group) -> None:
     parts = {part: values for part, values in to_dict(config).items() if part not in _PER_HOST}
     flags = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
     first, *others = gather(world.handle, {"model": config.model.name, **flags})
-    for rank, given in enumerate(others, start=1):
-        if names := [name for name in {**first, **given} if first.get(name) != given.get(name)]:
+    for rank, theirs in enumerate(others, start=1):
+        if names := [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]:
             raise ValueError(f"give every rank the same model and flags: rank {rank} differs in {', '.join(names)}")
 
 
@@ -101,10 +103,10 @@ def describe_windows(config: PretrainConfig) -> ModelDescription:
     """Describes what is built: the model, with the time steps of one window. Raises ValueError where tensors of a model
     depend on their number."""
     model: Any = config.model
-    whole, steps = describe(model, config.neuron.spec), config.training.bptt_steps
+    whole, steps = describe_model(model, config.neuron.spec), config.training.bptt_steps
     if steps is None or steps == model.time_steps:
         return whole
-    of_window = describe(replace(model, time_steps=steps), config.neuron.spec)
+    of_window = describe_model(replace(model, time_steps=steps), config.neuron.spec)
     shapes, expected = ({e.name: e.shard.global_shape for e in each.tensors} for each in (of_window, whole))
     if different := [name for name, shape in expected.items() if shapes.get(name) != shape]:
         said = f"depends on --time-steps {model.time_steps}: the model cannot be shown windows of --bptt-steps {steps}"
@@ -151,11 +153,11 @@ def build_model(
         cast_weights=CastWeights(stay=graphs is not None),
         sparse_products=training.sparse_products == "auto" and can_be_sparse(state.device, products),
     )
-    with placed("while building the model"):
+    with error_context("while building the model"):
         built = description.build(context)
-    with placed("while planning the pipeline"):
+    with error_context("while planning the pipeline"):
         plan = plan_pipeline(config, description, context, state, built)
-    with placed("while building the model"):
+    with error_context("while building the model"):
         made = DistributedModel(description, built, context, state, plan, config, wants_to_stop)
         for chunk in made.chunks.values():
             if graphs is not None:

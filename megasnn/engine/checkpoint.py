@@ -10,7 +10,7 @@ from torch import Tensor
 from megasnn.checkpoint.format import BESIDE, Progress
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.config import PretrainConfig
-from megasnn.config.values import identity, recipe
+from megasnn.config.values import config_identity, recipe
 from megasnn.engine.step import TrainStep
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import ShardedTensor
@@ -42,7 +42,7 @@ class Checkpoints:
             self._step.iteration,
             self._step.consumed_samples,
             self._config.model.name,
-            identity(self._config),
+            config_identity(self._config),
             {**sizes, **chunks},
             {"recipe": recipe(self._config), **extra},
             skipped_steps,

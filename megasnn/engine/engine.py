@@ -17,11 +17,11 @@ from megasnn.checkpoint.load import load_checkpoint, load_globals_into, model_di
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import save_checkpoint
 from megasnn.common.bundle import Bundle
-from megasnn.common.checks import place_of
+from megasnn.common.checks import context_of_error
 from megasnn.common.memory import keep_free_memory
 from megasnn.config import PretrainConfig
 from megasnn.config.training import Length
-from megasnn.config.values import changed_recipe, identity, recipe
+from megasnn.config.values import changed_recipe, config_identity, recipe
 from megasnn.data import GlobalBatch
 from megasnn.engine.batch import BatchError, Batches
 from megasnn.engine.build import (
@@ -191,15 +191,15 @@ class Engine:
         by default the mean over time of the logits, `[N, classes]`. With `ema_decay` the weights are the averaged ones.
         """
         with self._running():
-            given, _, samples = self.batches.checked(inputs, predicts=True)
+            named, _, samples = self.batches.checked(inputs, predicts=True)
             task, dtype = self.distributed.description.task, self.distributed.context.dtype
             answers = torch.zeros_like(task.answer.empty(samples, dtype), device=self.state.device)
 
-            def keep(output: Bundle, places: Tensor) -> None:
-                answers[places] = task.answers_of(output).to(answers.dtype)
+            def keep(output: Bundle, positions: Tensor) -> None:
+                answers[positions] = task.answers_of(output).to(answers.dtype)
 
             with self._averaged_weights():  # and places in the targets' stead
-                for batch in self.batches.evaluated(given, torch.arange(samples), samples):
+                for batch in self.batches.evaluated(named, torch.arange(samples), samples):
                     self.distributed.evaluate(self.batches.inputs(batch, trains=False), keep)
             return self.distributed.of_all_replicas(answers).cpu()
 
@@ -258,7 +258,7 @@ class Engine:
         world, config = self.state.world.handle, self.config
         path, iteration = broadcast_result(world, lambda: (Path(folder), step))
         into = LocalState(self.distributed.tensors) if weights_only else self.checkpoints.state
-        expected = None if weights_only else identity(config)
+        expected = None if weights_only else config_identity(config)
         check = partial(model_differences, model=config.model.name, config=expected)
         loaded = load_checkpoint(path, into, step=iteration, process_group=world, check=check)
         if weights_only:
@@ -283,7 +283,7 @@ class Engine:
         except BaseException as error:
             if not self._failure:
                 text = (str(error).splitlines() or [""])[0]
-                self._failure = f"{type(error).__name__}: {text}, {place_of(error)}".removesuffix(", ")
+                self._failure = f"{type(error).__name__}: {text}, {context_of_error(error)}".removesuffix(", ")
                 if self.state.world.size > 1:
                     claim_fault(error)
                     abandon_model_parallel()

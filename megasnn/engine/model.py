@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasnn.common.bundle import Bundle, Key, bundle_of, entries_of
-from megasnn.common.checks import DeviceChecks, placed
+from megasnn.common.bundle import Bundle, EntryKey, bundle_of, entries_of
+from megasnn.common.checks import DeviceChecks, error_context
 from megasnn.config import PretrainConfig
 from megasnn.config.training import LOSSES
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
@@ -90,35 +90,39 @@ class DistributedModel:
         training, schedules, bounds = config.training, plan.schedules, plan.bounds
         named = partial(LOSSES[training.loss].sum, label_smoothing=training.label_smoothing)
         self.loss: Callable[[Any, Any], Tensor] = description.task.summed_loss(named)
-        self.windows, self._outputs = config.windows, list[dict[Key, Tensor]]()
-        unit_bounds, placement = plan.unit_bounds, schedules.placement
+        self.windows, self._outputs = config.windows, list[dict[EntryKey, Tensor]]()
+        segment_bounds, placement = plan.segment_bounds, schedules.placement
         self._weights: GatheredWeights | None = None
         if state.dp_shard.size > 1:
             self._weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
         here = [index for index, home in enumerate(placement) if home == state.pp.rank]
-        shard = None if self._weights is None else (unit_bounds, self._weights.shard)
+        shard = None if self._weights is None else (segment_bounds, self._weights.shard)
         self.chunks = build_chunks(description, bounds, here, context, state.device, training.seed, built, shard)
         self.takes_images, self.gives_logits = 0 in self.chunks, len(placement) - 1 in self.chunks
         self._counts_logits = context.counts_logits
         self._reports = self.gives_logits and state.tp.rank == 0 and self._counts_logits
-        kept = (lambda entry: entry) if self._weights is None else self._weights.kept
-        self.tensors: list[ShardedTensor] = [kept(t) for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
-        self.copies = [kept(t) for chunk in self.chunks.values() for t in chunk.copied_tensors()]
+        local_part = (lambda entry: entry) if self._weights is None else self._weights.local_part
+        self.tensors: list[ShardedTensor] = [
+            local_part(t) for chunk in self.chunks.values() for t in chunk.sharded_tensors()
+        ]
+        self.copies = [local_part(t) for chunk in self.chunks.values() for t in chunk.copied_tensors()]
         modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
         self.norms = [module for module in modules if isinstance(module, ParallelBatchNorm)]
-        # Gradients that are scattered after each micro-batch are reduced after each unit; otherwise a chunk's are
-        # complete when its first unit's are.
-        first, units = [0, *accumulate(schedules.unit_counts)], self.chunks
-        if schedules.units_per_chunk is not None:
-            units = {n: self.chunks[i].part(unit_bounds, n) for i in self.chunks for n in range(first[i], first[i + 1])}
+        # Gradients that are scattered after each micro-batch are reduced after each segment; otherwise a chunk's are
+        # complete when its first segment's are.
+        first, segments = [0, *accumulate(schedules.segment_counts)], self.chunks
+        if schedules.segments_per_chunk is not None:
+            segments = {
+                n: self.chunks[i].part(segment_bounds, n) for i in self.chunks for n in range(first[i], first[i + 1])
+            }
         scatters = schedules.weights is not None and bool(schedules.weights.scattered)
-        reduced = units if scatters else {first[index]: chunk for index, chunk in self.chunks.items()}
+        reduced = segments if scatters else {first[index]: chunk for index, chunk in self.chunks.items()}
         self.gradient_buckets = GradientBuckets(
             [(index, part.sharded_tensors() + part.copied_tensors()) for index, part in reduced.items()],
             state.dp_replicate_cp,
             state.tp,
             additions={m.weight: calls_of(m) for m in modules if isinstance(m, (ParallelConv, ParallelLinear))},
-            rows_have_owners=config.parallel.use_distributed_optimizer,
+            shards_have_owners=config.parallel.use_distributed_optimizer,
             weights=self._weights,
             scattered=scatters,
         )
@@ -126,7 +130,7 @@ class DistributedModel:
         gradient = self.gradient_buckets.gradient
         self.ties: Ties | None = None
         if description.ties:
-            self.ties = Ties(description, bounds, placement, self.chunks, state.pp, state.device, gradient, kept)
+            self.ties = Ties(description, bounds, placement, self.chunks, state.pp, state.device, gradient, local_part)
         context.weight_gradients.on_added = self.gradient_buckets.accumulated
         self.parameters = parameter_count(description.tensors)
         self.trained_parameters = parameter_count(e for e in description.tensors if e.tensor.requires_grad)
@@ -138,9 +142,9 @@ class DistributedModel:
         self.checks = DeviceChecks(state.device)
         transfers = None
         if state.pp.size > 1:
-            transfers = Transfers(units, schedules.unit_placement, state, Boundaries(description, context, built))
+            transfers = Transfers(segments, schedules.segment_placement, state, Boundaries(description, context, built))
         buckets, weights = self.gradient_buckets, self._weights
-        self.executor = PipelineExecutor(units, state, transfers, self._micro_batch_loss, buckets, weights)
+        self.executor = PipelineExecutor(segments, state, transfers, self._micro_batch_loss, buckets, weights)
 
     def neurons(self) -> list[tuple[str, NeuronLayer]]:
         """(global name, layer) of this rank's neurons, in the order of the model."""
@@ -226,15 +230,15 @@ class DistributedModel:
         self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None
     ) -> Tensor:
         """Trains, or with `consume` evaluates; windows leave no state behind. Returns the sum of this rank's losses."""
-        trains, taken = consume is None, consume
+        trains, consumer = consume is None, consume
         if consume is not None and self.windows > 1:
-            taken = partial(self._consume_whole, consume)
+            consumer = partial(self._consume_whole, consume)
         for chunk in self.chunks.values():
             chunk.train(trains)
         for norm in self.norms:
             norm.recording = trains
-        with self.checks.collecting(), self.context.cast_weights.kept():
-            loss = self.executor.run(schedule, micro_batches, taken)
+        with self.checks.collecting(), self.context.cast_weights.caching():
+            loss = self.executor.run(schedule, micro_batches, consumer)
         if self.windows > 1:
             self._outputs.clear()
             for chunk in self.chunks.values():
@@ -271,7 +275,7 @@ class DistributedModel:
         """Raises ValueError on every rank, with the first finding of any."""
         of_ranks = gather(self.state.world.handle, self.checks.findings())
         first, *others = [each for findings in of_ranks for each in findings]
-        with placed(first.place):
+        with error_context(first.context):
             raise ValueError(f"{first.text}; and {len(others)} more" if others else first.text)
 
     # --- sums over ranks

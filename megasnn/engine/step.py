@@ -70,7 +70,7 @@ class TrainStep:
                 distributed.refresh_copies()
                 if self.average is not None:
                     self.average.update()
-        where = None if found.is_finite else first_place(distributed, micro_batches) or _OVERFLOW
+        where = None if found.is_finite else first_not_finite(distributed, micro_batches) or _OVERFLOW
         self.iteration += 1
         self.consumed_samples = batch.consumed_samples
         return StepResult(found.mean_loss, found.sums, batch.size, found.norm, rate, not found.is_finite, where)
@@ -119,14 +119,14 @@ def first_non_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     return None
 
 
-def first_place(distributed: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> str | None:
+def first_not_finite(distributed: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> str | None:
     """Returns the layer whose output was not finite first in the step before, otherwise the gradient; None where all
     are finite. The same on every rank.
 
     The forward is run again; nothing that training keeps is touched. Collective over the world.
     """
     # All modules are watched: a neuron hides nan, since nan reaches no threshold.
-    places = {
+    paths = {
         module: (index, path)
         for index, chunk in reversed(distributed.chunks.items())  # a module that is called twice has its first place
         for name, layer in reversed([*chunk.named_layers()])
@@ -135,9 +135,9 @@ def first_place(distributed: DistributedModel, micro_batches: Sequence[MicroBatc
     outputs: list[tuple[int, int, str]] = []
 
     def check(module: nn.Module, inputs: Any, output: Any) -> None:
-        if module not in places:
+        if module not in paths:
             return
-        index, path = places[module]
+        index, path = paths[module]
         tensors = [(path, leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if (found := first_non_finite(tensors)) is not None:
             outputs.append((index, len(outputs), found))

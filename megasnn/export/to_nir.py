@@ -82,31 +82,31 @@ class _Tracer(fx.Tracer):
 
 
 class _Graph:
-    """Nodes and edges, which grow by layers. place: what is followed, for errors."""
+    """Nodes and edges, which grow by layers. path: what is followed, for errors."""
 
     def __init__(self, dt: float) -> None:
-        self.dt, self.place = dt, ""
+        self.dt, self.path = dt, ""
         self.nodes: dict[str, Any] = {}
         self.edges: list[tuple[str, str]] = []
         self._used, self._normed = set[str](), set[str]()
 
     def refuse(self, what: str) -> NoReturn:
-        raise CheckpointError(f"{self.place}: {what} has no NIR node")
+        raise CheckpointError(f"{self.path}: {what} has no NIR node")
 
     def follow(self, name: str, module: nn.Module, inputs: list[Value]) -> Value:
         """Adds a layer of the model, which torch's tracer divides into modules and functions."""
-        call, tracer, self.place = vars(module).get("_layer_call"), _Tracer(), name
-        given = [each._replace(folds_time=call is not None and call.fold_time) for each in inputs]
+        call, tracer, self.path = vars(module).get("_layer_call"), _Tracer(), name
+        sources = [each._replace(folds_time=call is not None and call.fold_time) for each in inputs]
         if isinstance(module, FunctionLayer):
-            output = self.call(name, module.function, *given)
+            output = self.call(name, module.function, *sources)
         elif tracer.is_leaf_module(module, ""):
-            output = self.convert(name, module, *given)
+            output = self.convert(name, module, *sources)
         else:
             try:
                 traced = fx.GraphModule(module, tracer.trace(module))
             except Exception as error:  # of a forward that decides by values
                 raise CheckpointError(f"{name}: it cannot be followed: {error}") from error
-            output = _Walk(traced, self, name).run(*given)
+            output = _Walk(traced, self, name).run(*sources)
         if not isinstance(output, Value):
             self.refuse("a bundle of tensors")
         return output._replace(folds_time=False)
@@ -138,7 +138,7 @@ class _Graph:
     def call(self, path: str, target: Any, x: Any, *args: Any, **options: Any) -> Any:
         """Adds the node of a function, or of a method by its name."""
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        self.place, place = path, f"{path}.{name}"
+        self.path, place = path, f"{path}.{name}"
         if x is None or name == "size" or (target is getattr and args == ("shape",)):
             return None  # sizes, of which only those of time and samples are used
         if not isinstance(x, Value):
@@ -161,8 +161,8 @@ class _Graph:
         if len(x.shape) != 3:
             self.refuse("a convolution of signals")
         if isinstance(module, ParallelConv):
-            options = module.plan.products.geometry
-            x = self.average_pool(f"{name}.pool", x, module.plan.pool) if module.plan.pool > 1 else x
+            options = module.options.products.geometry
+            x = self.average_pool(f"{name}.pool", x, module.options.pool) if module.options.pool > 1 else x
         elif module.padding_mode == "zeros" and not isinstance(module.padding, str):
             options = module
         else:
@@ -265,7 +265,7 @@ class _Walk(fx.Interpreter):
         self._graph, self._name = graph, name
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        self._graph.place = name = f"{self._name}.{target}"
+        self._graph.path = name = f"{self._name}.{target}"
         return self._graph.convert(name, self.fetch_attr(target), *args, *kwargs.values())
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

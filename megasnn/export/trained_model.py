@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megasnn.checkpoint.folder import resolve
 from megasnn.checkpoint.format import AVERAGE, BESIDE, Metadata, read_metadata
 from megasnn.checkpoint.load import load_globals_into
-from megasnn.checkpoint.tensor_io import checksum, read_full
+from megasnn.checkpoint.tensor_io import file_checksum, read_full
 from megasnn.common.bundle import Bundle, logits_of
 from megasnn.common.files import (
     STRICT,
@@ -30,7 +30,7 @@ from megasnn.common.files import (
     described,
     write_whole,
 )
-from megasnn.config.values import CLASS_NAMES, SAMPLES
+from megasnn.config.values import CLASS_NAMES, SAMPLES_KEY
 from megasnn.data.images import NORMALISATIONS
 from megasnn.layers import BuildContext
 from megasnn.models.model import Model
@@ -107,11 +107,11 @@ class TrainedModel(nn.Module):
             ValueError: other inputs than the model's.
         """
         specs = self.description.task.inputs
-        given = inputs if isinstance(inputs, Mapping) else {next(iter(specs)): inputs}
-        if given.keys() != specs.keys():
-            raise ValueError(f"the model takes a dict of its inputs, {', '.join(specs)}; got {', '.join(given)}")
+        named = inputs if isinstance(inputs, Mapping) else {next(iter(specs)): inputs}
+        if named.keys() != specs.keys():
+            raise ValueError(f"the model takes a dict of its inputs, {', '.join(specs)}; got {', '.join(named)}")
         with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():  # which torch.export cannot read back
-            output: Bundle = self.chunk({name: x.to(specs[name].type_for(self.dtype)) for name, x in given.items()})
+            output: Bundle = self.chunk({name: x.to(specs[name].type_for(self.dtype)) for name, x in named.items()})
             return output
 
     def steps(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
@@ -135,7 +135,7 @@ class TrainedModel(nn.Module):
         path.mkdir(parents=True, exist_ok=True)
         weights = {name: value.cpu().contiguous().clone() for name, value in self.state().items()}
         save_file(weights, path / WEIGHTS, {"format": "pt"})
-        about = replace(self.about, crc32=checksum(path / WEIGHTS))
+        about = replace(self.about, crc32=file_checksum(path / WEIGHTS))
         write_whole(path / CARD, _card(self))
         write_whole(path / CONFIG, json.dumps(vars(about), indent=2, allow_nan=False) + "\n")
 
@@ -151,7 +151,7 @@ class TrainedModel(nn.Module):
         path = Path(folder)
         try:
             about = described(About, (path / CONFIG).read_bytes(), path / CONFIG)
-            if about.crc32 != checksum(path / WEIGHTS):
+            if about.crc32 != file_checksum(path / WEIGHTS):
                 raise DamagedError(f"{path / WEIGHTS} was altered: its checksum is not that of {CONFIG}")
             values = load_file(path / WEIGHTS)
         except (OSError, SafetensorError, DescriptionError) as error:
@@ -193,7 +193,7 @@ def load_model(
 
 def _samples(metadata: Metadata) -> dict[str, Any]:
     """How the run has made its inputs; empty where a program of its own has."""
-    found = metadata.extra.get(SAMPLES)
+    found = metadata.extra.get(SAMPLES_KEY)
     samples = dict(found) if isinstance(found, dict) else {}
     if (constants := samples.get("normalize_images")) in NORMALISATIONS:
         samples["mean"], samples["std"] = map(list, NORMALISATIONS[constants])
@@ -220,7 +220,7 @@ def _card(model: TrainedModel) -> str:
     shapes = {name: ["N", *each.shape] for name, each in task.inputs.items()}
     inputs: object = shapes if len(shapes) > 1 else next(iter(shapes.values()))
     flags, top1 = about.training.get("flags"), about.training.get("accuracy_top1")
-    told = "not known" if top1 is None else f"{top1:.2%}, in training, on its validation data"
+    accuracy_text = "not known" if top1 is None else f"{top1:.2%}, in training, on its validation data"
     return _CARD.format(
         name=about.model,
         parameters=f"{sum(each.numel() for each in model.parameters()):,}",
@@ -231,7 +231,7 @@ def _card(model: TrainedModel) -> str:
         answers=", ".join(map(str, ["N", *task.answer.shape])),
         samples=json.dumps(about.samples) if about.samples else "by the program that trained it, which says how",
         call="logits = model(images)" if task.classes and len(shapes) == 1 else "answers = model(inputs)",
-        accuracy=f"- Accuracy (top-1): {told}.\n" if task.classes else "",
+        accuracy=f"- Accuracy (top-1): {accuracy_text}.\n" if task.classes else "",
         dimensions=json.dumps(about.config),
         training=json.dumps({name: value for name, value in about.training.items() if name != "flags"}),
         flags=json.dumps(flags),

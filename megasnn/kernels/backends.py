@@ -25,7 +25,8 @@ class NeuronBackend:
         summary: for --help.
         neurons, surrogates: the names that it can compute.
         neuron_multi_step: `(x, spec, v0, w)`, as in `megasnn.kernels.neuron`.
-        unit_calls: gives a `megasnn.kernels.norm_neuron.UnitCalls`, the four calls of norm, pool and neuron.
+        norm_neuron_kernels: gives a `megasnn.kernels.norm_neuron.NormNeuronKernels`, the four calls of norm, pool and
+            neuron.
         refuses: an input -> why it cannot take that one, None where it can.
     """
 
@@ -33,7 +34,7 @@ class NeuronBackend:
     neurons: Collection[str]
     surrogates: Collection[str]
     neuron_multi_step: Callable[..., Any]
-    unit_calls: Callable[[], Any]
+    norm_neuron_kernels: Callable[[], Any]
     refuses: Callable[[Tensor], str | None] = lambda x: None
 
     def lacks(self, neuron: str, surrogate: str) -> str | None:
@@ -48,7 +49,7 @@ class NeuronBackend:
         return self.lacks(spec.kind, spec.surrogate) or self.refuses(x)
 
 
-AUTO = "auto"  # stands for the fastest that can be used
+AUTO_BACKEND = "auto"  # stands for the fastest that can be used
 BACKENDS: Registry[NeuronBackend] = Registry(
     "--neuron-backend",
     {  # the reference, and then the faster the later
@@ -76,7 +77,7 @@ BACKENDS: Registry[NeuronBackend] = Registry(
             later("megasnn.kernels.triton.available:refuses"),
         ),
     },
-    also=(AUTO,),
+    also=(AUTO_BACKEND,),
 )
 
 
@@ -86,7 +87,7 @@ def backend_for(name: str, x: Tensor, spec: NeuronSpec) -> NeuronBackend:
     Raises:
         ValueError: an unknown name, or one that cannot be used here.
     """
-    if name == AUTO:
+    if name == AUTO_BACKEND:
         asked = x.shape, x.dtype, x.device, spec
         if asked not in _fastest:
             usable = (each for each in reversed(BACKENDS.values()) if each.unavailable(x, spec) is None)
@@ -95,7 +96,7 @@ def backend_for(name: str, x: Tensor, spec: NeuronSpec) -> NeuronBackend:
     backend = BACKENDS[name]
     reason = backend.unavailable(x, spec)
     if reason is not None:
-        others = [AUTO, *(other for other, each in BACKENDS.items() if each.unavailable(x, spec) is None)]
+        others = [AUTO_BACKEND, *(other for other, each in BACKENDS.items() if each.unavailable(x, spec) is None)]
         raise ValueError(f"the {name} kernels cannot be used: {reason}; choose --neuron-backend {' or '.join(others)}")
     return backend
 

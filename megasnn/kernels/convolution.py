@@ -42,7 +42,7 @@ def convolve(images: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     return torch.conv2d(images, weight, None, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
 
 
-def input_gradient(grad: Tensor, weight: Tensor, geometry: Geometry, space: torch.Size) -> Tensor:
+def convolution_input_gradient(grad: Tensor, weight: Tensor, geometry: Geometry, space: torch.Size) -> Tensor:
     """The gradient of the input, whose spatial size is `space`, from that of the output."""
     if _is_matrix_product(grad, weight, geometry):
         rows = grad.movedim(1, -1).reshape(-1, grad.shape[1]) @ weight.flatten(1)

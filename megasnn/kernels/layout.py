@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasnn.common.memory import counted
+from megasnn.common.memory import counted_array
 
 _ALIGNMENT = 64  # bytes, as torch's own allocator does it
 CAPABILITY = (8, 0)
@@ -55,7 +55,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """An uninitialised numpy array that starts at a multiple of 64 bytes."""
     size = math.prod(shape) * dtype.itemsize
-    raw = counted(np.empty(size + _ALIGNMENT, np.uint8))
+    raw = counted_array(np.empty(size + _ALIGNMENT, np.uint8))
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
 

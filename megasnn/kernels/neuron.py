@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megasnn.kernels.backends import AUTO, backend_for
+from megasnn.kernels.backends import AUTO_BACKEND, backend_for
 from megasnn.kernels.neuron_spec import NEURONS, NeuronSpec
 from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
 
@@ -19,7 +19,7 @@ def neuron_multi_step(
     spec: NeuronSpec,
     v0: Tensor | None = None,
     w: Tensor | None = None,
-    backend: str = AUTO,
+    backend: str = AUTO_BACKEND,
 ) -> tuple[Tensor, Tensor]:
     """A layer of neurons over all time steps.
 

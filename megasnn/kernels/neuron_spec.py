@@ -240,7 +240,7 @@ class Numbers:
     """A neuron in numbers: what the kernels of all backends compute with.
 
     Attributes:
-        charge: how input and last potential are charged, named in `numba.neuron` and `triton.neuron`.
+        charge: how input and last potential are charged, named in `numba.step` and `triton.step`.
         surrogate: code of a FusedSurrogate.
         learned: its factor is learned, and perhaps known on the device alone: then factor, into and through are those
             of the factor that was given.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megasnn.common.recompute import cached_collective
-from megasnn.kernels.backends import AUTO, backend_for
+from megasnn.kernels.backends import AUTO_BACKEND, backend_for
 from megasnn.kernels.layout import channels_last
 from megasnn.kernels.neuron import check_neuron, gradient_of_w
 from megasnn.kernels.neuron_spec import NeuronSpec
@@ -25,7 +25,7 @@ from megasnn.kernels.spike_codec import remember_bits
 
 
 @dataclass(frozen=True)
-class Unit:
+class NormNeuron:
     """Description of a unit of norm, pooling and neurons, besides its tensors (not a schedule's or a layout's unit).
 
     Attributes:
@@ -96,7 +96,7 @@ class ParameterGradients(NamedTuple):
     bias: Tensor | None
 
 
-class UnitOutput(NamedTuple):
+class NormNeuronOutput(NamedTuple):
     """
     Attributes:
         spikes: `[time_steps, N, C, ...]` in the type of the input.
@@ -110,19 +110,19 @@ class UnitOutput(NamedTuple):
     values: int | Tensor
 
 
-class UnitCalls(Protocol):
+class NormNeuronKernels(Protocol):
     """The four calls. Inputs `[X, N, C, ...]`, X = T or 1, and spikes are channels-last in memory."""
 
     def statistics(self, x: Tensor) -> Tensor:
         """Mean and biased variance of each channel, `[2, C]` in double precision."""
 
     def fire(
-        self, x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = False
+        self, x: Tensor, norm: Norm, w: Tensor | None, norm_neuron: NormNeuron, packed: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Spikes `[T, N, C, ...]` in the type of x; if asked for, also as `spike_codec.pack_bits` packs them."""
 
     def backward_sums(
-        self, x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
+        self, x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, norm_neuron: NormNeuron, learn: bool
     ) -> tuple[Tensor, Any, ParameterGradients | None]:
         """Sums `[3, C]` in double precision, g being the gradient of the normalised input: of g, of g (x - mean), and
         with `learn` of what the gradient of w needs (`gradient_of_w`). What `input_gradient` takes as carried. And the
@@ -135,7 +135,7 @@ class UnitCalls(Protocol):
         g_spikes: Tensor,
         norm: Norm,
         w: Tensor | None,
-        unit: Unit,
+        norm_neuron: NormNeuron,
         sums: Tensor | None,
         count: int,
         carried: Any,
@@ -150,13 +150,13 @@ class UnitCalls(Protocol):
 def norm_pool_neuron(
     x: Tensor,
     norm: BatchNorm,
-    unit: Unit,
+    norm_neuron: NormNeuron,
     w: Tensor | None = None,
     *,
     above: Tensor | None = None,
-    backend: str = AUTO,
+    backend: str = AUTO_BACKEND,
     fires: bool = True,
-) -> UnitOutput:
+) -> NormNeuronOutput:
     """Batch norm, then optionally ``MaxPool2d(3, stride=2, padding=1)``, then a layer of neurons at rest.
 
     The norm leaves running statistics alone: the caller merges what is returned.
@@ -169,13 +169,13 @@ def norm_pool_neuron(
         fires: False where only the graph is wanted: the spikes are then zeros without memory.
 
     Returns:
-        Spikes, and the statistics that were used (float32 when ``x`` is bfloat16); see `UnitOutput`.
+        Spikes, and the statistics that were used (float32 when ``x`` is bfloat16); see `NormNeuronOutput`.
 
     Raises:
         ValueError: an unknown backend, time steps that do not fit, a single value per channel to take statistics of,
             or a backend that cannot be used here.
     """
-    spec, steps, own = unit.spec, unit.time_steps, x.numel() // x.shape[2]
+    spec, steps, own = norm_neuron.spec, norm_neuron.time_steps, x.numel() // x.shape[2]
     check_neuron(x, spec, w)
     if x.shape[0] not in (1, steps):
         raise ValueError(f"input has {x.shape[0]} time steps; it must have 1 or {steps} (--time-steps)")
@@ -183,18 +183,20 @@ def norm_pool_neuron(
         raise ValueError(f"batch statistics need more than one value per channel, got input {tuple(x.shape)}")
     if x.is_meta:
         of_channels = x.new_empty(x.shape[2:3])
-        return UnitOutput(x.new_empty(unit.shape_of_spikes(x)), of_channels, of_channels, own)
-    x, calls = channels_last(x), backend_for(backend, x, spec).unit_calls()
+        return NormNeuronOutput(x.new_empty(norm_neuron.shape_of_spikes(x)), of_channels, of_channels, own)
+    x, calls = channels_last(x), backend_for(backend, x, spec).norm_neuron_kernels()
     statistics, count = _statistics(calls, x.detach(), norm)
     # Writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
     packed = torch.is_grad_enabled() and spec.largest == 1
-    plan = _Plan(unit, calls, statistics, None if norm.running is not None else count, norm.shared, fires, packed)
-    spikes, bits = _NormPoolNeuron.apply(x, above, norm.weight, norm.bias, w, plan)
+    options = _CallOptions(
+        norm_neuron, calls, statistics, None if norm.running is not None else count, norm.shared, fires, packed
+    )
+    spikes, bits = _NormNeuronFunction.apply(x, above, norm.weight, norm.bias, w, options)
     mean, variance = statistics.to(torch.float64 if x.dtype == torch.float64 else torch.float32).unbind()
-    return UnitOutput(remember_bits(spikes, bits), mean, variance, count)
+    return NormNeuronOutput(remember_bits(spikes, bits), mean, variance, count)
 
 
-def _statistics(calls: UnitCalls, x: Tensor, norm: BatchNorm) -> tuple[Tensor, int | Tensor]:
+def _statistics(calls: NormNeuronKernels, x: Tensor, norm: BatchNorm) -> tuple[Tensor, int | Tensor]:
     """Mean and variance to normalise with, `[2, C]` in double precision, and of how many values a channel they are."""
     own, shared = x.numel() // x.shape[2], norm.shared
     if norm.running is not None:
@@ -209,7 +211,7 @@ def _statistics(calls: UnitCalls, x: Tensor, norm: BatchNorm) -> tuple[Tensor, i
     return cached_collective(of_all)
 
 
-class _Plan(NamedTuple):
+class _CallOptions(NamedTuple):
     """Options that the forward and the backward of a unit have in common.
 
     Attributes:
@@ -218,8 +220,8 @@ class _Plan(NamedTuple):
         fires, packed: whether the spikes are wanted, and as bits as well.
     """
 
-    unit: Unit
-    calls: UnitCalls
+    norm_neuron: NormNeuron
+    calls: NormNeuronKernels
     statistics: Tensor
     values: int | Tensor | None
     shared: Shared | None
@@ -227,7 +229,7 @@ class _Plan(NamedTuple):
     packed: bool
 
 
-class _NormPoolNeuron(torch.autograd.Function):
+class _NormNeuronFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -236,18 +238,18 @@ class _NormPoolNeuron(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         w: Tensor | None,
-        plan: _Plan,
+        options: _CallOptions,
     ) -> tuple[Tensor, Tensor | None]:
-        unit, (mean, variance) = plan.unit, plan.statistics.unbind()
+        norm_neuron, (mean, variance) = options.norm_neuron, options.statistics.unbind()
         ctx.without_above = above if above is not None and not above.shape[3] else None
         if above is not None and above.shape[3]:
-            unit, x = replace(unit, above=1), channels_last(torch.cat([above, x], dim=3))
-        if plan.fires and x.numel():
-            spikes, bits = plan.calls.fire(x, Norm(mean, variance, weight, bias), w, unit, plan.packed)
+            norm_neuron, x = replace(norm_neuron, above=1), channels_last(torch.cat([above, x], dim=3))
+        if options.fires and x.numel():
+            spikes, bits = options.calls.fire(x, Norm(mean, variance, weight, bias), w, norm_neuron, options.packed)
         else:
-            spikes, bits = x.new_zeros(()).expand(unit.shape_of_spikes(x)), None
+            spikes, bits = x.new_zeros(()).expand(norm_neuron.shape_of_spikes(x)), None
         ctx.set_materialize_grads(False)
-        ctx.unit, ctx.calls, ctx.values, ctx.shared = unit, plan.calls, plan.values, plan.shared
+        ctx.norm_neuron, ctx.calls, ctx.values, ctx.shared = norm_neuron, options.calls, options.values, options.shared
         ctx.save_for_backward(x, weight, bias, w, mean, variance)
         if bits is not None:
             ctx.mark_non_differentiable(bits)
@@ -260,32 +262,32 @@ class _NormPoolNeuron(torch.autograd.Function):
             return (None,) * 6
         x, weight, bias, w, mean, variance = ctx.saved_tensors
         need_x, need_above, need_weight, need_bias, need_w = ctx.needs_input_grad[:5]
-        unit, calls, norm = ctx.unit, ctx.calls, Norm(mean, variance, weight, bias)
+        norm_neuron, calls, norm = ctx.norm_neuron, ctx.calls, Norm(mean, variance, weight, bias)
         g_spikes, count = channels_last(g_spikes), x.numel() // x.shape[2]
         of_norm = None
         if count:
-            sums, carried, of_norm = calls.backward_sums(x, g_spikes, norm, w, unit, need_w)
+            sums, carried, of_norm = calls.backward_sums(x, g_spikes, norm, w, norm_neuron, need_w)
         else:
             sums = x.new_zeros((3, x.shape[2]), dtype=torch.float64)
         if of_norm is None:
-            of_norm = parameter_gradients(sums, norm, unit.eps)
+            of_norm = parameter_gradients(sums, norm, norm_neuron.eps)
         g_x, g_above = None, ctx.without_above
         if need_x or need_above:
             means = None if ctx.values is None else sums
             if means is not None and ctx.shared is not None:
                 # What is divided by this rank's number of values is to be a mean over all.
                 means = ctx.shared.total(sums) * (count / ctx.values)
-            g_x = calls.input_gradient(x, g_spikes, norm, w, unit, means, count, carried) if count else x
-            if unit.above:
+            g_x = calls.input_gradient(x, g_spikes, norm, w, norm_neuron, means, count, carried) if count else x
+            if norm_neuron.above:
                 g_above, g_x = g_x[:, :, :, :1], g_x[:, :, :, 1:]
                 if means is not None:  # the rank whose row that is takes these off
-                    g_above = g_above + _means_of(x[:, :, :, :1], means / count, norm, unit.eps)
+                    g_above = g_above + _means_of(x[:, :, :, :1], means / count, norm, norm_neuron.eps)
         return (
             g_x,
             g_above,
             of_norm.weight if need_weight else None,
             of_norm.bias if need_bias else None,
-            gradient_of_w(sums[2].sum(), w, unit.spec) if need_w else None,
+            gradient_of_w(sums[2].sum(), w, norm_neuron.spec) if need_w else None,
             None,
         )
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megasnn.common.random import UNIFORM_BITS, WORD, philox
+from megasnn.common.random import UNIFORM_BITS, WORD_MASK, philox
 from megasnn.kernels.triton.available import usable_on
 
 
@@ -61,12 +61,12 @@ class Runs(NamedTuple):
 
 
 def _kept_by_loops(threshold: int, keys: Tensor, steps: int, cut: Runs) -> Tensor:
-    from megasnn.kernels.numba.jit import run
+    from megasnn.kernels.numba.jit import run_kernel
     from megasnn.kernels.numba.philox import keep
 
     rows = torch.empty(steps * keys.shape[1], cut.runs, cut.length, dtype=torch.bool)
     if rows.numel():
-        run(keep, len(rows), rows.numpy(), keys.t().contiguous().numpy(), cut.stride, cut.offset, threshold)
+        run_kernel(keep, len(rows), rows.numpy(), keys.t().contiguous().numpy(), cut.stride, cut.offset, threshold)
     return rows
 
 
@@ -80,7 +80,7 @@ def kept_by_tensors(threshold: int, keys: Tensor, steps: int, cut: Runs) -> Tens
     starts = torch.arange(steps * cut.runs, device=device).view(steps, 1, cut.runs, 1) * cut.stride + cut.offset
     counters = starts // 4 + torch.arange((cut.length + 6) // 4, device=device)
     k0, k1 = keys.view(2, -1, 1, 1)
-    words = torch.stack(philox(counters & WORD, counters >> 32, 0, 0, k0, k1), dim=-1)
+    words = torch.stack(philox(counters & WORD_MASK, counters >> 32, 0, 0, k0, k1), dim=-1)
     places = starts % 4 + torch.arange(cut.length, device=device)
     drawn = words.flatten(-2).gather(-1, places.expand(-1, keys.shape[1], -1, -1))
     return (drawn >> 32 - UNIFORM_BITS) >= threshold

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve
-from megasnn.kernels.numba.spike_sums import TYPES
-from megasnn.kernels.numba.spike_sums import add_weight_gradient as add_sparse_weight_gradient
+from megasnn.kernels.numba.spike_sums import SUMMED_TYPES
+from megasnn.kernels.numba.spike_sums import add_spike_weight_gradient as add_sparse_weight_gradient
 from megasnn.kernels.numba.spike_sums import add_weight_gradient_of_bits as add_sparse_weight_gradient_of_bits
 from megasnn.kernels.numba.spike_sums import output as sparse_output
 
@@ -47,4 +47,4 @@ class Products:
 
 def can_be_sparse(device: torch.device, dtype: torch.dtype) -> bool:
     """True where sums over spikes are compiled: on a CPU, in float32 and float64."""
-    return device.type == "cpu" and dtype in TYPES
+    return device.type == "cpu" and dtype in SUMMED_TYPES

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasnn.common.checks import explained, refuse
-from megasnn.common.memory import counted
+from megasnn.common.checks import check_value, explained
+from megasnn.common.memory import counted_array
 from megasnn.kernels.layout import flat_in_memory
 from megasnn.kernels.triton.available import MOST_VALUES, usable_on
 
@@ -137,7 +137,7 @@ def pack_bits(x: Tensor, check: bool = False) -> Tensor:
     on_gpu = _on_gpu(flat)
     strange: Tensor | bool | None = None
     if on_gpu is not None:
-        packed, strange = on_gpu.pack_bits(flat, check)
+        packed, strange = on_gpu.launch_pack_bits(flat, check)
     elif _by_numpy(flat):
         packed, differs = _pack_bits_by_numpy(flat)
         strange = check and differs()
@@ -146,7 +146,7 @@ def pack_bits(x: Tensor, check: bool = False) -> Tensor:
         if check:
             strange = ~(((flat == 0) | (flat == 1)) & ~torch.signbit(flat)).all()
     if check and strange is not None:
-        refuse(strange, "pack_bits takes 0 and 1", partial(_span, flat))
+        check_value(strange, "pack_bits takes 0 and 1", partial(_span, flat))
     return packed
 
 
@@ -171,9 +171,9 @@ def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
         raise ValueError(f"{out.numel()} spikes take {packed_size(out.numel())} bytes, got {packed.numel()}")
     on_gpu = _on_gpu(out)
     if on_gpu is not None and (out.shape[1] <= 1 or out.stride(1) == 1):
-        on_gpu.unpack_bits_into(packed, out)
+        on_gpu.launch_unpack_bits(packed, out)
     elif _by_numpy(packed):
-        bits = counted(np.unpackbits(packed.numpy(), count=out.numel(), bitorder="little"))
+        bits = counted_array(np.unpackbits(packed.numpy(), count=out.numel(), bitorder="little"))
         out.copy_(torch.from_numpy(bits).view(out.shape))
     else:
         out.copy_(_unpack_bits_plain(packed, out.numel()).view(out.shape))
@@ -190,11 +190,11 @@ def pack_counts(x: Tensor, check: bool = False) -> Tensor:
     on_gpu = _on_gpu(flat)
     strange: Tensor | bool | None = None
     if on_gpu is not None:
-        packed, strange = on_gpu.pack_counts(flat, check)
+        packed, strange = on_gpu.launch_pack_counts(flat, check)
     elif _by_numpy(flat):
         values = _values(flat)
         with np.errstate(invalid="ignore"):
-            counts = counted(values.astype(np.uint8))
+            counts = counted_array(values.astype(np.uint8))
         packed, strange = torch.from_numpy(counts), check and _differ(counts, values)
     else:
         packed = flat.to(torch.uint8)
@@ -202,7 +202,7 @@ def pack_counts(x: Tensor, check: bool = False) -> Tensor:
             fits = (packed.to(torch.float64) == flat.to(torch.float64)) & ~torch.signbit(flat)
             strange = ~fits.all()
     if check and strange is not None:
-        refuse(strange, "pack_counts takes integers from 0 to 255", partial(_span, flat))
+        check_value(strange, "pack_counts takes integers from 0 to 255", partial(_span, flat))
     return packed
 
 
@@ -236,8 +236,8 @@ def _by_numpy(x: Tensor) -> bool:
 def _pack_bits_by_numpy(flat: Tensor) -> tuple[Tensor, Callable[[], bool]]:
     """Packed spikes, and what tells whether a value is neither 0 nor 1."""
     values = _values(flat)
-    spikes = counted(values != 0)
-    packed = torch.from_numpy(counted(np.packbits(spikes, bitorder="little")))
+    spikes = counted_array(values != 0)
+    packed = torch.from_numpy(counted_array(np.packbits(spikes, bitorder="little")))
     return packed, lambda: _differ(spikes.view(np.uint8), values)
 
 

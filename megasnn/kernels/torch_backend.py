@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from megasnn.kernels.layout import channels_last
 from megasnn.kernels.neuron_spec import NEURONS, SURROGATES, NeuronSpec
-from megasnn.kernels.norm_neuron import Norm, Unit
+from megasnn.kernels.norm_neuron import Norm, NormNeuron
 from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
 
 REDUCED = (torch.bfloat16, torch.float16)
@@ -91,7 +91,7 @@ def reset(h: Tensor, spike: Tensor, spec: NeuronSpec) -> Tensor:
 def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
     """See :func:`megasnn.kernels.neuron.neuron_multi_step`."""
     if x.dtype in REDUCED:
-        spikes, v = recomputed(partial(_neuron_multi_step, spec=spec), x, v0, w)
+        spikes, v = recompute_in_backward(partial(_neuron_multi_step, spec=spec), x, v0, w)
     else:
         spikes, v = _neuron_multi_step(x, v0, w, spec)
     are_bits = spec.largest == 1 and wants_bits(spikes)
@@ -120,7 +120,7 @@ def _steps(inputs: Tensor, v0: Tensor | None, q: Tensor | None, spec: NeuronSpec
     return torch.stack([each.movedim(channels, -1) for each in spikes]).movedim(-1, 1 + channels), v
 
 
-def recomputed(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor | None) -> tuple[Tensor, ...]:
+def recompute_in_backward(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor | None) -> tuple[Tensor, ...]:
     """Calls a function whose intermediate values are computed again in backward: only its inputs are kept.
 
     Args:
@@ -149,10 +149,10 @@ class _Recomputed(torch.autograd.Function):
         ]
         with torch.enable_grad():
             outputs = ctx.function(*inputs)
-        given = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
-        if not given:
+        with_gradient = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+        if not with_gradient:
             return (None, *(None for _ in needed))
-        results, of_results = zip(*given, strict=True)
+        results, of_results = zip(*with_gradient, strict=True)
         found = iter(torch.autograd.grad(results, wanted, of_results, allow_unused=True))
         return (None, *(next(found) if needs else None for needs in needed))
 
@@ -180,21 +180,23 @@ def statistics(x: Tensor) -> Tensor:
     return torch.stack((mean, variance)).double()
 
 
-def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = False) -> tuple[Tensor, Tensor | None]:
+def fire(
+    x: Tensor, norm: Norm, w: Tensor | None, norm_neuron: NormNeuron, packed: bool = False
+) -> tuple[Tensor, Tensor | None]:
     q = None if w is None else w.detach().to(_computed_in(x)).sigmoid()
     with torch.no_grad():
-        spikes = channels_last(_spikes(_normalised(x, norm, unit.eps), q, unit).to(x.dtype))
+        spikes = channels_last(_spikes(_normalised(x, norm, norm_neuron.eps), q, norm_neuron).to(x.dtype))
     return spikes, pack_bits(spikes) if packed else None
 
 
 def backward_sums(
-    x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
+    x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, norm_neuron: NormNeuron, learn: bool
 ) -> tuple[Tensor, Tensor, None]:
     """Carries the gradient of the normalised input."""
-    y = _normalised(x, norm, unit.eps).requires_grad_()
+    y = _normalised(x, norm, norm_neuron.eps).requires_grad_()
     q = None if w is None else w.detach().to(y.dtype).sigmoid().requires_grad_(learn)
     with torch.enable_grad():
-        spikes = _spikes(y, q, unit)
+        spikes = _spikes(y, q, norm_neuron)
     wanted = [y] if q is None or not learn else [y, q]
     g, *of_q = torch.autograd.grad(spikes, wanted, g_spikes.to(y.dtype))
     sums = g.new_zeros((3, x.shape[2]), dtype=torch.float64)
@@ -203,7 +205,7 @@ def backward_sums(
     sums[1] = (g * (x.to(g.dtype) - _of_channels(norm.mean, g))).sum(over, dtype=torch.float64)
     if q is not None and of_q:
         # `gradient_of_w` multiplies by (1 - q) / q where the input decays, and otherwise by q (1 - q).
-        sums[2, 0] = of_q[0].sum() * (q.detach() ** 2 if unit.spec.decay_input else 1)
+        sums[2, 0] = of_q[0].sum() * (q.detach() ** 2 if norm_neuron.spec.decay_input else 1)
     return sums, g, None
 
 
@@ -212,13 +214,13 @@ def input_gradient(
     g_spikes: Tensor,
     norm: Norm,
     w: Tensor | None,
-    unit: Unit,
+    norm_neuron: NormNeuron,
     sums: Tensor | None,
     count: int,
     carried: Tensor,
 ) -> Tensor:
     g = carried
-    precision = (norm.variance.double() + unit.eps).reciprocal()
+    precision = (norm.variance.double() + norm_neuron.eps).reciprocal()
     if sums is not None:
         of_deviations = _of_channels(sums[1] * precision / count, g)
         g = g - _of_channels(sums[0] / count, g) - (x.to(g.dtype) - _of_channels(norm.mean, g)) * of_deviations
@@ -233,13 +235,13 @@ def _normalised(x: Tensor, norm: Norm, eps: float) -> Tensor:
     return y.unflatten(0, x.shape[:2])
 
 
-def _spikes(y: Tensor, q: Tensor | None, unit: Unit) -> Tensor:
-    if unit.pool:
+def _spikes(y: Tensor, q: Tensor | None, norm_neuron: NormNeuron) -> Tensor:
+    if norm_neuron.pool:
         frames, padding = y.flatten(0, 1), (1, 1)
-        if unit.above:
+        if norm_neuron.above:
             frames, padding = F.pad(frames, (0, 0, 0, 1), value=-torch.inf), (0, 1)
         y = F.max_pool2d(frames, kernel_size=3, stride=2, padding=padding).unflatten(0, y.shape[:2])
-    return _steps(y.expand(unit.time_steps, *y.shape[1:]), None, q, unit.spec)[0]
+    return _steps(y.expand(norm_neuron.time_steps, *y.shape[1:]), None, q, norm_neuron.spec)[0]
 
 
 def _of_channels(values: Tensor, like: Tensor) -> Tensor:

@@ -51,10 +51,10 @@ class _HeadAttention(nn.Module):
         context = context_for(context)
         self.local_heads = own_heads(dim, num_heads, context.tp.size)
         _require_spikes(self, context.neuron)
-        unit = partial(ConvNormNeuron, context=context, dims=1, initialise=initialise)
+        conv_norm_neuron = partial(ConvNormNeuron, context=context, dims=1, initialise=initialise)
         blocks = len(self.fused)
-        self.add_module(self.fused, unit(dim, blocks * dim, blocks=blocks))
-        self.projection = unit(dim, dim)
+        self.add_module(self.fused, conv_norm_neuron(dim, blocks * dim, blocks=blocks))
+        self.projection = conv_norm_neuron(dim, dim)
         self.neuron = make_neuron(replace(context.neuron, v_threshold=v_threshold), context)
         self._rows, self._tokens, self._traceable = row_group(context), 0, context.traceable
 
@@ -74,11 +74,11 @@ class SpikingSelfAttention(_HeadAttention):
         if x.is_meta:
             self._tokens = tokens  # of whole images
         frames, group = qkv.shape[0] * qkv.shape[1], None if x.is_meta else self._rows  # numel() would fix an export's
-        plan = AttendPlan(self.local_heads, frames, tokens if group is None else self._tokens, group)
+        options = AttendOptions(self.local_heads, frames, tokens if group is None else self._tokens, group)
         if self._traceable:
-            out = attend(to_matrix(qkv), plan)
+            out = attend(to_matrix(qkv), options)
         else:
-            out = Attend.apply(to_matrix(qkv), bits_of(qkv), plan)
+            out = Attend.apply(to_matrix(qkv), bits_of(qkv), options)
         return self.projection(self.neuron(from_matrix(out, qkv.shape)))
 
 
@@ -158,7 +158,7 @@ EXACT_BFLOAT16 = 256  # up to here bfloat16 holds every whole number
 
 
 @dataclass(frozen=True)
-class AttendPlan:
+class AttendOptions:
     """Sizes of an attention.
 
     Attributes:
@@ -185,9 +185,9 @@ class AttendPlan:
         return spikes.view(3, self.frames, self.heads, tokens, d)
 
 
-def attend(rows: Tensor, plan: AttendPlan) -> Tensor:
+def attend(rows: Tensor, options: AttendOptions) -> Tensor:
     """`Attend` without its gradient, of one rank: nothing is packed."""
-    q, k, v = rearrange(rows, "(f l) (part h d) -> part f h l d", f=plan.frames, part=3, h=plan.heads)
+    q, k, v = rearrange(rows, "(f l) (part h d) -> part f h l d", f=options.frames, part=3, h=options.heads)
     return rearrange(q @ (k.transpose(-2, -1) @ v * SCALE), "f h l d -> (f l) (h d)")
 
 
@@ -198,15 +198,15 @@ class Attend(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, bits: Tensor | None, plan: AttendPlan) -> Tensor:
-        ctx.plan, ctx.shape, ctx.dtype = plan, rows.shape, rows.dtype
+    def forward(ctx: Any, rows: Tensor, bits: Tensor | None, options: AttendOptions) -> Tensor:
+        ctx.options, ctx.shape, ctx.dtype = options, rows.shape, rows.dtype
         # The unit before it has a neuron of ours: these are spikes, and nobody has to look.
         packed = encode(rows.reshape(-1), Content.SPIKES) if bits is None else bits
-        q, k, v = plan.split(packed, rows.shape, exact_type(rows, plan.tokens))
+        q, k, v = options.split(packed, rows.shape, exact_type(rows, options.tokens))
         kv, sums = k.transpose(-2, -1) @ v, None
-        if plan.group is not None:
-            kv = sum_counts(kv, plan.tokens, plan.group)
-            sums = kv.to(torch.uint8) if plan.tokens <= LARGEST_COUNT else kv
+        if options.group is not None:
+            kv = sum_counts(kv, options.tokens, options.group)
+            sums = kv.to(torch.uint8) if options.tokens <= LARGEST_COUNT else kv
         ctx.save_for_backward(packed, sums)
         return rearrange(product(q, kv * SCALE, rows.dtype), "f h l d -> (f l) (h d)").to(rows.dtype)
 
@@ -214,17 +214,17 @@ class Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Gradients are formed in float32 at least, on a GPU in bfloat16 where `grad` is that already."""
         packed, sums = ctx.saved_tensors
-        plan: AttendPlan = ctx.plan
-        exact = exact_type(grad, plan.tokens)
+        options: AttendOptions = ctx.options
+        exact = exact_type(grad, options.tokens)
         dtype = exact if grad.dtype == exact else sums_type(grad.dtype)
-        spikes = plan.split(packed, ctx.shape, exact)
+        spikes = options.split(packed, ctx.shape, exact)
         kv = (spikes[1].transpose(-2, -1) @ spikes[2] if sums is None else sums).to(dtype) * SCALE
         q, k, v = spikes.to(dtype)
-        grad = rearrange(grad.to(dtype), "(f l) (h d) -> f h l d", f=plan.frames, h=plan.heads).contiguous()
+        grad = rearrange(grad.to(dtype), "(f l) (h d) -> f h l d", f=options.frames, h=options.heads).contiguous()
         of_kv = (q.transpose(-2, -1) @ grad).mul_(SCALE)
-        finish = None if plan.group is None else start_all_reduce_sum(of_kv, plan.group)
+        finish = None if options.group is None else start_all_reduce_sum(of_kv, options.group)
         of_part, of_rows = empty(q.shape, dtype, grad.device), empty(ctx.shape, ctx.dtype, grad.device)
-        of_q, of_k, of_v = of_rows.view(plan.frames, -1, 3, plan.heads, q.shape[-1]).transpose(1, 3).unbind(2)
+        of_q, of_k, of_v = of_rows.view(options.frames, -1, 3, options.heads, q.shape[-1]).transpose(1, 3).unbind(2)
         of_q.copy_(torch.matmul(grad, kv.transpose(-2, -1), out=of_part))
         if finish is not None:
             finish()

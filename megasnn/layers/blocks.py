@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.norm_neuron import BatchNorm, Unit, norm_pool_neuron
+from megasnn.kernels.norm_neuron import BatchNorm, NormNeuron, norm_pool_neuron
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import NeuronLayer, ParallelNeuron, make_neuron
@@ -85,11 +85,11 @@ class ConvNormNeuron(nn.Module):
         y = self.conv(x, add_bias=constant is None)
         above, y = self.conv.split_row_above(y)
         bias = norm.bias if norm.bias is None or constant is None else norm.bias + 0 * constant
-        unit = Unit(neuron.spec, norm.eps, pool=self.max_pool is not None, time_steps=neuron.steps_of(y))
+        norm_neuron = NormNeuron(neuron.spec, norm.eps, pool=self.max_pool is not None, time_steps=neuron.steps_of(y))
         spikes, mean, variance, count = norm_pool_neuron(
             y,
             BatchNorm(norm.weight, bias, fixed, norm.shared),
-            unit,
+            norm_neuron,
             neuron.w,
             above=above,
             backend=neuron.backend,
@@ -98,7 +98,7 @@ class ConvNormNeuron(nn.Module):
         if fixed is None:
             # Equal frames change neither mean nor variance, but the unbiased variance counts all of them.
             mean = mean if constant is None else mean + constant.detach()
-            norm.record(mean, variance, unit.time_steps // len(y) * count)
+            norm.record(mean, variance, norm_neuron.time_steps // len(y) * count)
         return neuron.observed(spikes)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megasnn.common.grid import Axis, ContextCut, Grid, Place
+from megasnn.common.grid import Axis, ContextCut, Coordinates, Grid
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.parallel.sharding import Cut, Initialiser, Shard
@@ -74,12 +74,12 @@ class BuildContext:
         return -(-samples // self.sharing_samples.size)
 
     @property
-    def place(self) -> Place:
+    def coordinates(self) -> Coordinates:
         """This rank among those that hold the same layers, whole or cut."""
         weights, tp = self.dp_shard.size, self.held_by or self.tp
         sizes = Grid(dp_replicate=self.dp.size // weights, dp_shard=weights, cp=self.cp.size, tp=tp.size)
         replica, part = self.dp.rank // weights, self.dp_shard.rank
-        return Place(sizes, dp_replicate=replica, dp_shard=part, cp=self.cp.rank, tp=tp.rank)
+        return Coordinates(sizes, dp_replicate=replica, dp_shard=part, cp=self.cp.rank, tp=tp.rank)
 
     def shard(
         self,
@@ -101,7 +101,7 @@ class BuildContext:
         if dim is not None and self.held_by is None:
             cuts = (("tp", Cut(dim, blocks)),)
         partial = partial_gradient and self.tp.size > 1
-        return Shard(global_shape, cuts, self.place, partial, initialise)
+        return Shard(global_shape, cuts, self.coordinates, partial, initialise)
 
 
 _entered: ContextVar[BuildContext] = ContextVar("BuildContext")
@@ -122,6 +122,6 @@ def is_building() -> bool:
     return _entered.get(None) is not None
 
 
-def context_for(given: BuildContext | None) -> BuildContext:
+def context_for(context: BuildContext | None) -> BuildContext:
     """The context of a layer's constructor: the one that it was given, the one that is entered, or one rank's."""
-    return given or _entered.get(None) or BuildContext()
+    return context or _entered.get(None) or BuildContext()

@@ -35,12 +35,12 @@ from megasnn.layers.row_context import (
     shared_rows,
     window_rows,
 )
-from megasnn.layers.weighted import Communication, ProductPlan, WeightedLayer
+from megasnn.layers.weighted import Communication, ProductOptions, WeightedLayer
 from megasnn.parallel.sharding import Initialiser
 from megasnn.parallel_state import Group
 
 Style = Literal["column", "row"]
-Size = int | Sequence[int]
+_Size = int | Sequence[int]
 
 
 def cheaper_style(in_channels: int, out_channels: int) -> Style:
@@ -80,14 +80,14 @@ class ParallelConv(WeightedLayer):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: Size,
+        kernel_size: _Size,
         context: BuildContext | None = None,
         *,
         initialise: Initialiser | None = None,
         style: Style | None = None,
-        stride: Size = 1,
-        padding: Size = 0,
-        dilation: Size = 1,
+        stride: _Size = 1,
+        padding: _Size = 0,
+        dilation: _Size = 1,
         groups: int = 1,
         bias: bool = False,
         dims: int = 2,
@@ -127,7 +127,7 @@ class ParallelConv(WeightedLayer):
             context,
             context.shard(shape, cut, blocks if cut == 0 else 1, initialise=initialise or default),
             context.shard((out_channels,), 0, blocks, initialise=initialise_bias or default) if bias else None,
-            ProductPlan(group, communication, Products(geometry=geometry), pool=pool),
+            ProductOptions(group, communication, Products(geometry=geometry), pool=pool),
         )
         self.in_channels, self.out_channels, self.dims = in_channels, out_channels, dims
         self._kernel, self._geometry = torch.Size(kernel), geometry  # that of the plan may be without rows of padding
@@ -144,10 +144,10 @@ class ParallelConv(WeightedLayer):
         return y.squeeze(-1) if is_signal else y
 
     def _convolved(self, x: Tensor, add_bias: bool) -> Tensor:
-        holds_spikes = self.plan.content is Content.SPIKES
+        holds_spikes = self.options.content is Content.SPIKES
         bits = bits_of(x) if holds_spikes else None
         if self._rows is not None and self._move is not None:
-            x = move_rows(x, self._move, self._rows, self.plan.content)
+            x = move_rows(x, self._move, self._rows, self.options.content)
             bits = pack_bits(x) if holds_spikes else None
         y = self.product(x, bits)
         # After a row style's sum each rank holds its own channels, so the bias is added once, to those.
@@ -160,32 +160,32 @@ class ParallelConv(WeightedLayer):
             wanted = "signals [T, N, C, L]" if self.dims == 1 else "frames [T, N, C, H, W]"
             raise ValueError(f"a convolution with dims={self.dims} takes {wanted}, and is given {x.ndim} dimensions")
         whole = self.learn_input(x, 2, self.in_channels)
-        if whole and self.plan.communication is not Communication.WHOLE_INPUT:
+        if whole and self.options.communication is not Communication.WHOLE_INPUT:
             raise ValueError(
                 f"a convolution whose input every tensor parallel rank has whole is cut by its outputs: give it style "
                 f"'column', and no groups; it has {self.in_channels} channels in and {self.out_channels} out"
             )
-        space = output_space(pooled_space(x.shape[3:], self.plan.pool), self._kernel, self._geometry)
+        space = output_space(pooled_space(x.shape[3:], self.options.pool), self._kernel, self._geometry)
         if min(space) < 1:
             raise ValueError(f"a convolution with kernel_size {[*self._kernel]} is given {[*x.shape[3:]]} pixels")
         if self._rows is not None:
             self._learn_rows(self._rows, x.shape[3], space[0])
-        channels = self.out_channels // self.plan.group.size
+        channels = self.out_channels // self.options.group.size
         return x.new_empty((*x.shape[:2], channels, *space), dtype=self.compute_dtype)
 
     def _learn_rows(self, rows: Group, height: int, output_height: int) -> None:
         """Finds in the dry run which rows move to which rank. What is above and below an image comes with them, so that
         the product has no padding there."""
         note_height(self, height)
-        geometry, pool = self._geometry, self.plan.pool
+        geometry, pool = self._geometry, self.options.pool
         outputs = (rows_to_pool if self._row_above else shared_rows)(output_height, rows.size)
         along = self._kernel[0], geometry.stride[0], geometry.dilation[0], geometry.padding[0], pool
         needed = tuple(window_rows(each, *along) for each in outputs)
-        owned = shared_rows(height, rows.size)
-        self._move = None if needed == owned else RowMove(owned, needed, height - height % pool, pool)
+        local_rows = shared_rows(height, rows.size)
+        self._move = None if needed == local_rows else RowMove(local_rows, needed, height - height % pool, pool)
         if self._move is not None:
             geometry = replace(geometry, padding=(0, geometry.padding[1]))
-        self.plan = replace(self.plan, products=replace(self.plan.products, geometry=geometry))
+        self.options = replace(self.options, products=replace(self.options.products, geometry=geometry))
 
     def split_row_above(self, y: Tensor) -> tuple[Tensor | None, Tensor]:
         """The row above this rank's of an output with `row_above`, and the others; None where there is none."""
@@ -195,7 +195,7 @@ class ParallelConv(WeightedLayer):
         return above, own
 
 
-def along_each(name: str, size: Size, dims: int) -> tuple[int, int]:
+def along_each(name: str, size: _Size, dims: int) -> tuple[int, int]:
     """A size along height and width, from a number or a number for each of the dimensions; a signal has width 1.
 
     Raises ValueError for another number of them.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.common.memory import without_waiting
-from megasnn.common.random import WORD, philox_key
+from megasnn.common.random import WORD_MASK, philox_key
 from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.row_context import row_group, shared_rows
@@ -78,7 +78,7 @@ class _Drop(nn.Module):
         if isinstance(positions, range):
             positions = torch.arange(positions.start, positions.stop)
         low, high = philox_key(self.seed, self.purpose, self.name)
-        keys = without_waiting(torch.stack([(positions & WORD) ^ low, (positions >> 32) ^ high]), x.device)
+        keys = without_waiting(torch.stack([(positions & WORD_MASK) ^ low, (positions >> 32) ^ high]), x.device)
         return (x * self.kept(x, keys)).mul_(1 / (1 - self.p))
 
     def kept(self, x: Tensor, keys: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ class Layer:
     Attributes:
         name: global name, the prefix of its parameters' names; unlike that of any other layer.
         module: takes the outputs of `takes`, and returns a tensor, or a tuple or dict of tensors.
-        unit: the coarser part that it belongs to ("patch_embed", "blocks.0"), for explicit layouts (not the unit of a
-            schedule, which is a layer or a chunk: megasnn/schedule/actions.py).
+        layer_group: the coarser part that it belongs to ("patch_embed", "blocks.0"), for explicit layouts (not the
+            segment of a schedule, which is a layer or a chunk: megasnn/schedule/actions.py).
         initialise: of a plain module: sets initial values of each module in it, after their `reset_parameters`.
         takes: names of the earlier layers whose outputs are its inputs; empty: the layer before it.
         is_sharded: the module was given to `megasnn.shard`, and the layer is made of a copy.
@@ -29,7 +29,7 @@ class Layer:
 
     name: str
     module: nn.Module
-    unit: str
+    layer_group: str
     initialise: ModuleInitialiser | None = None
     takes: tuple[str, ...] = ()
     is_sharded: bool = False
@@ -69,30 +69,31 @@ def layer(
     name: str,
     module: nn.Module | LayerSource | Callable[..., Any],
     *,
-    unit: str | None = None,
+    layer_group: str | None = None,
     initialise: ModuleInitialiser | None = None,
     takes: Sequence[str] | None = None,
 ) -> Layer:
-    """A layer of a model; see `Layer`. Without `unit` it is a unit of its own; one name in `takes` may be alone.
+    """A layer of a model; see `Layer`. Without `layer_group` it is a group of its own; one name in `takes` may be
+    alone.
 
     A function is a layer as well, but not where ranks share out rows: `layer("add", torch.add, takes=("a", "b"))`.
 
     Raises ValueError for an empty `takes`, `initialise` beside that of `megasnn.shard`, and for what is neither a
     module nor a function of its inputs alone.
     """
-    given: Any = module
-    is_sharded = isinstance(given, LayerSource)
-    if inspect.isroutine(given) or isinstance(given, partial):
-        given = FunctionLayer(given)
+    candidate: Any = module
+    is_sharded = isinstance(candidate, LayerSource)
+    if inspect.isroutine(candidate) or isinstance(candidate, partial):
+        candidate = FunctionLayer(candidate)
     elif is_sharded:
         if initialise is not None:
             raise ValueError(f"{name}: give initialise=... to megasnn.shard, which describes the initial values")
-        initialise = given.initialise
+        initialise = candidate.initialise
         try:
-            given = given.give()
+            candidate = candidate.give()
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
     if takes is not None and not takes:
         raise ValueError(f"{name}: takes={takes!r} names no layer; leave it out to take the layer before")
     names = (takes,) if isinstance(takes, str) else tuple(takes or ())
-    return Layer(name, require_module(f"layer {name!r}", given), unit or name, initialise, names, is_sharded)
+    return Layer(name, require_module(f"layer {name!r}", candidate), layer_group or name, initialise, names, is_sharded)

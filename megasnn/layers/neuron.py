@@ -18,7 +18,7 @@ from megasnn.kernels import NEURONS, NeuronSpec
 from megasnn.kernels.neuron import neuron_multi_step
 from megasnn.kernels.neuron_spec import SURROGATES
 from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
-from megasnn.kernels.torch_backend import REDUCED, recomputed, surrogate_function
+from megasnn.kernels.torch_backend import REDUCED, recompute_in_backward, surrogate_function
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import constant, uniform
 from megasnn.layers.shape_inference import mark_spikes, refuse_second_call
@@ -270,7 +270,7 @@ class _ParallelInTime(NeuronLayer):
             return self.observed(torch.empty_like(inputs))
         fire = surrogate_function(self.spec.surrogate, self.spec.surrogate_alpha)
         compute = partial(_fire_at_once, matrix=self.matrix, fire=fire)
-        (spikes,) = recomputed(compute, inputs, self.weight, self.bias)
+        (spikes,) = recompute_in_backward(compute, inputs, self.weight, self.bias)
         return self.observed(remember_bits(spikes, pack_bits(spikes) if wants_bits(spikes) else None))
 
     def forget(self) -> None:

@@ -70,28 +70,28 @@ class RowMove:
     """Neighbouring rows of images that each rank is given.
 
     Attributes:
-        owned: the rows of the image that each rank has.
+        local_rows: the rows of the image that each rank has.
         needed: the rows that each rank needs; those above and below the image are zeros.
         height: number of rows of the image that are given; those from there on count as below it.
         pool: size of the windows that are averaged first, whose pixels have one gradient together: it travels once.
     """
 
-    owned: tuple[range, ...]
+    local_rows: tuple[range, ...]
     needed: tuple[range, ...]
     height: int
     pool: int = 1
 
-    def given(self, owner: int, to: int) -> range:
+    def rows_for(self, owner: int, to: int) -> range:
         """Rows that one rank gives to another, or has itself of those that it needs."""
-        own, needed = self.owned[owner], self.needed[to]
+        own, needed = self.local_rows[owner], self.needed[to]
         first, stop = max(own.start, needed.start), min(own.stop, needed.stop, self.height)
         return range(first, stop) if stop > first else range(0)
 
     def exchanged(self, rank: int) -> tuple[list[range], list[range]]:
         """Rows that a rank gives to each of the others, and rows that each of them gives to it."""
-        ranks, nothing = range(len(self.owned)), range(0)
-        gives = [nothing if other == rank else self.given(rank, other) for other in ranks]
-        return gives, [nothing if other == rank else self.given(other, rank) for other in ranks]
+        ranks, nothing = range(len(self.local_rows)), range(0)
+        gives = [nothing if other == rank else self.rows_for(rank, other) for other in ranks]
+        return gives, [nothing if other == rank else self.rows_for(other, rank) for other in ranks]
 
 
 def window_rows(outputs: range, kernel: int, stride: int, dilation: int, before: int, pool: int) -> range:
@@ -126,8 +126,8 @@ def move_rows(x: Tensor, move: RowMove, group: Group, content: Content) -> Tenso
     Raises:
         ValueError: another number of rows than this rank has.
     """
-    if x.shape[3] != len(move.owned[group.rank]):
-        raise ValueError(f"a rank that has the rows {move.owned[group.rank]} of each image is given {x.shape[3]}")
+    if x.shape[3] != len(move.local_rows[group.rank]):
+        raise ValueError(f"a rank that has the rows {move.local_rows[group.rank]} of each image is given {x.shape[3]}")
     moved: Tensor = _MoveRows.apply(x, move, group, content)
     return moved
 
@@ -136,47 +136,49 @@ class _MoveRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, move: RowMove, group: Group, content: Content) -> Tensor:
         ctx.move, ctx.group = move, group
-        images, owned, needed = x.movedim(2, -1), move.owned[group.rank], move.needed[group.rank]
+        images, local_rows, needed = x.movedim(2, -1), move.local_rows[group.rank], move.needed[group.rank]
         sent, received = move.exchanged(group.rank)
-        exchange = None if is_replaying() else _start_rows(images, owned, sent, received, content, group)
+        exchange = None if is_replaying() else _start_rows(images, local_rows, sent, received, content, group)
         shape = (*images.shape[:2], len(needed), *images.shape[3:])
         is_inside = needed.start >= 0 and needed.stop <= move.height
-        taken = images.new_empty(shape) if is_inside else images.new_zeros(shape)
-        own = move.given(group.rank, group.rank)
-        _rows(taken, own, needed).copy_(_rows(images, own, owned))  # while others' travel
+        result = images.new_empty(shape) if is_inside else images.new_zeros(shape)
+        own = move.rows_for(group.rank, group.rank)
+        _rows(result, own, needed).copy_(_rows(images, own, local_rows))  # while others' travel
         for rows, part in zip(received, cached_collective(lambda: [] if exchange is None else exchange()), strict=True):
             if rows:
-                values = taken.new_empty((*shape[:2], len(rows), *shape[3:]))
+                values = result.new_empty((*shape[:2], len(rows), *shape[3:]))
                 decode_into(part, content, values.view(-1, shape[-1]))
-                _rows(taken, rows, needed).copy_(values)
-        return taken.movedim(-1, 2)
+                _rows(result, rows, needed).copy_(values)
+        return result.movedim(-1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """Adds this rank's own gradient first, and then those of others in their order."""
         move, group = ctx.move, ctx.group
-        images, owned, needed = grad.movedim(2, -1), move.owned[group.rank], move.needed[group.rank]
+        images, local_rows, needed = grad.movedim(2, -1), move.local_rows[group.rank], move.needed[group.rank]
         received, sent = move.exchanged(group.rank)
         windows = [_one_of_each_window(_rows(images, rows, needed), rows, move.pool).reshape(-1) for rows in sent]
         of_row = images.shape[:2].numel() * (images.shape[3] // move.pool) * images.shape[4:].numel()
         arriving = [of_row * (-(-rows.stop // move.pool) - rows.start // move.pool) for rows in received]
         exchange = start_exchange(torch.cat(windows), [len(each) for each in windows], arriving, group)
-        total = images.new_zeros((*images.shape[:2], len(owned), *images.shape[3:]))
-        own = move.given(group.rank, group.rank)
-        _rows(total, own, owned).copy_(_rows(images, own, needed))
+        total = images.new_zeros((*images.shape[:2], len(local_rows), *images.shape[3:]))
+        own = move.rows_for(group.rank, group.rank)
+        _rows(total, own, local_rows).copy_(_rows(images, own, needed))
         for rows, part in zip(received, exchange(), strict=True):
             if rows:
-                _add_to_windows(_rows(total, rows, owned), part, rows, move.pool)
+                _add_to_windows(_rows(total, rows, local_rows), part, rows, move.pool)
         return total.movedim(-1, 2), None, None, None
 
 
 def _start_rows(
-    images: Tensor, owned: range, sent: Sequence[range], received: Sequence[range], content: Content, group: Group
+    images: Tensor, local_rows: range, sent: Sequence[range], received: Sequence[range], content: Content, group: Group
 ) -> Exchange:
     """Starts sending each rank its rows of this rank's images `[T, N, rows, W, C]`, packed."""
     of_row, meta = images.shape[:2].numel() * images.shape[3:].numel(), torch.device("meta")
     nothing = encoded_like(0, content, images.dtype, images.device)
-    packed = [encode(_rows(images, rows, owned).reshape(-1), content, check=True) if rows else nothing for rows in sent]
+    packed = [
+        encode(_rows(images, rows, local_rows).reshape(-1), content, check=True) if rows else nothing for rows in sent
+    ]
     arriving = [encoded_like(of_row * len(rows), content, images.dtype, meta).numel() for rows in received]
     return start_exchange(torch.cat(packed), [len(each) for each in packed], arriving, group)
 

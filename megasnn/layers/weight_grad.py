@@ -20,7 +20,7 @@ from megasnn.kernels.layout import on_gpu
 
 AddGradient = Callable[[Tensor], None]  # adds to the tensor it is given, which is shaped and typed like the parameter
 Leave = Callable[[AddGradient], None]
-Task = Callable[[], None]
+WeightGradientTask = Callable[[], None]
 
 
 class WeightGradients:
@@ -38,7 +38,7 @@ class WeightGradients:
         self.on_added: Callable[[Tensor], None] = lambda parameter: None
         self.anchor = torch.zeros((), requires_grad=True)
         self._parameters: set[Tensor] = set()
-        self._deferred: deque[Task] | None = None
+        self._deferred: deque[WeightGradientTask] | None = None
         self._collected: list[tuple[Tensor, AddGradient]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
@@ -60,7 +60,7 @@ class WeightGradients:
         else:
             self.leave(partial(self._add, parameter, add))
 
-    def leave(self, task: Task) -> None:
+    def leave(self, task: WeightGradientTask) -> None:
         """Runs a task now, or when deferred tasks are run."""
         task() if self._deferred is None else self._deferred.append(task)
 
@@ -74,7 +74,7 @@ class WeightGradients:
             self._collected = None
 
     @contextmanager
-    def deferred(self) -> Iterator[deque[Task]]:
+    def deferred(self) -> Iterator[deque[WeightGradientTask]]:
         """Runs no tasks inside, but collects them, to be run in their order."""
         self._deferred = deque()
         try:
@@ -93,14 +93,14 @@ class WeightGradients:
 class CastWeights:
     """Weights that convolutions and linear layers multiply by, cast where they compute in another type.
 
-    Inside `kept` each weight is copied once; otherwise in every forward.
+    Inside `caching` each weight is copied once; otherwise in every forward.
 
     Args:
         stay: whether the copies stay where they are from step to step, as graphs need it.
     """
 
     def __init__(self, stay: bool = False) -> None:
-        self._stay, self._is_kept = stay, False
+        self._stay, self._is_caching = stay, False
         self._copies: dict[Tensor, Tensor] = {}
         self._given: dict[Tensor, Tensor] = {}
 
@@ -111,17 +111,17 @@ class CastWeights:
         """The weight in that type, without gradient."""
         if weight in self._given:
             return self._given[weight]
-        if self._is_kept and weight in self._copies:
+        if self._is_caching and weight in self._copies:
             return self._copies[weight]
         is_image_kernel = on_gpu(weight) and weight.ndim == 4  # cuDNN would bring it into that order in each call
         order = torch.channels_last if is_image_kernel else torch.preserve_format
         copy = weight.detach().to(dtype, memory_format=order)
-        if self._is_kept:
+        if self._is_caching:
             self._copies[weight] = copy
         return copy
 
     @property
-    def held_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes of the copies that there are; a weight that is computed with as it is has none."""
         copies = [copy for weight, copy in self._copies.items() if copy.data_ptr() != weight.data_ptr()]
         return sum(each.nbytes for each in copies)
@@ -131,15 +131,15 @@ class CastWeights:
         self._given[weight] = values
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def caching(self) -> Iterator[None]:
         """Keeps copies where no weight changes: around the forwards and backwards of a step."""
         if self._stay:
             self._refresh()
-        self._is_kept = True
+        self._is_caching = True
         try:
             yield
         finally:
-            self._is_kept = False
+            self._is_caching = False
             if not self._stay:
                 self._copies = {}
 

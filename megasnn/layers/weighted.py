@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasnn.common.recompute import cached_collective
-from megasnn.kernels.convolution import average_pool, average_pool_gradient, input_gradient, pooled_space
+from megasnn.kernels.convolution import average_pool, average_pool_gradient, convolution_input_gradient, pooled_space
 from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import Content, bits_of, encode, may_be_sparse, remember_bits
 from megasnn.layers.context import BuildContext, context_for
@@ -51,7 +51,7 @@ class Communication(Enum):
 
 
 @dataclass(frozen=True)
-class ProductPlan:
+class ProductOptions:
     """Options that the forward and the backward of a product have in common.
 
     Attributes:
@@ -83,13 +83,13 @@ class WeightedLayer(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, context: BuildContext, weight: Shard, bias: Shard | None, plan: ProductPlan) -> None:
+    def __init__(self, context: BuildContext, weight: Shard, bias: Shard | None, options: ProductOptions) -> None:
         super().__init__()
         declare(self, "weight", weight, context.dtype)
         self.register_parameter("bias", None)
         if bias is not None:
             declare(self, "bias", bias, context.dtype)
-        self.plan, self._of_cut_input = plan, plan.communication
+        self.options, self._of_cut_input = options, options.communication
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         self._cast_weights, self._traceable = context.cast_weights, context.traceable
         self._sparse, self._has_whole_input = context.sparse_products, False
@@ -97,32 +97,32 @@ class WeightedLayer(nn.Module):
     def product(self, x: Tensor, bits: Tensor | None) -> Tensor:
         """The product with the weight, of `[T, N, C, H, W]`. Args: bits: of the same spikes, where they are packed."""
         if self._traceable:
-            images, on = average_pool(x.flatten(0, 1), self.plan.pool), self.plan.products.geometry
+            images, on = average_pool(x.flatten(0, 1), self.options.pool), self.options.products.geometry
             kernel, options = _images_kernel(self.weight, x.dtype), (on.stride, on.padding, on.dilation, on.groups)
             return torch.conv2d(images, kernel, None, *options).unflatten(0, x.shape[:2])
         owed = self.weight_gradients.of(self.weight)
         weight = self._cast_weights.of(self.weight, self.compute_dtype)
-        return _Product.apply(x.to(self.compute_dtype), bits, weight, *owed, self.plan)
+        return _Product.apply(x.to(self.compute_dtype), bits, weight, *owed, self.options)
 
     def learn_input(self, x: Tensor, dim: int, channels: int) -> bool:
         """Learns in the dry run what the input holds; tells whether every rank has all of its channels.
 
         Raises ValueError for another number of them, and for two inputs in one forward of which only one has all.
         """
-        again, size = count_call(self) > 1, self.plan.group.size
+        again, size = count_call(self) > 1, self.options.group.size
         whole = size > 1 and x.shape[dim] == channels
         if again and whole != self._has_whole_input:
             raise ValueError("it is called again, and of the two inputs every tensor parallel rank has only one whole")
         have = x.shape[dim] * (1 if whole else size)
         if have != channels:
             raise ValueError(f"a layer of {channels} input channels is given {have}")
-        before, plan = self.plan.content if again else Content.SPIKES, self.plan
+        before, options = self.options.content if again else Content.SPIKES, self.options
         content = max(before, content_of(x), key=(Content.SPIKES, Content.COUNTS, Content.DENSE).index)
-        products = replace(plan.products, sparse=self._sparse and may_be_sparse(content, plan.pool))
+        products = replace(options.products, sparse=self._sparse and may_be_sparse(content, options.pool))
         communication = self._of_cut_input
         if whole and communication is Communication.GATHER:
             communication = Communication.WHOLE_INPUT
-        self.plan = replace(plan, communication=communication, content=content, products=products)
+        self.options = replace(options, communication=communication, content=content, products=products)
         self._has_whole_input = whole
         return whole
 
@@ -136,22 +136,22 @@ class _Product(torch.autograd.Function):
         weight: Tensor,
         anchor: Tensor | None,
         leave: Leave | None,
-        plan: ProductPlan,
+        options: ProductOptions,
     ) -> Tensor:
-        full, sums = to_matrix(x), plan.communication in (Communication.SCATTER, Communication.WHOLE_OUTPUT)
-        if plan.communication is Communication.GATHER:
-            full, payloads = gather_columns(full, plan.group, plan.content, bits=bits)
+        full, sums = to_matrix(x), options.communication in (Communication.SCATTER, Communication.WHOLE_OUTPUT)
+        if options.communication is Communication.GATHER:
+            full, payloads = gather_columns(full, options.group, options.content, bits=bits)
         else:
-            payloads = [encode(full.reshape(-1), plan.content, check=True) if bits is None else bits]
+            payloads = [encode(full.reshape(-1), options.content, check=True) if bits is None else bits]
 
         def output() -> Tensor:
-            images = plan.images(from_matrix(full, x.shape), payloads)
-            y = plan.products.output(images, _images_kernel(weight, x.dtype)).unflatten(0, x.shape[:2])
-            if plan.communication is Communication.SCATTER:
-                return from_matrix(sum_and_scatter_columns(to_matrix(y), plan.group)(), y.shape)
-            return all_reduce_sum(y, plan.group) if sums else y
+            images = options.images(from_matrix(full, x.shape), payloads)
+            y = options.products.output(images, _images_kernel(weight, x.dtype)).unflatten(0, x.shape[:2])
+            if options.communication is Communication.SCATTER:
+                return from_matrix(sum_and_scatter_columns(to_matrix(y), options.group)(), y.shape)
+            return all_reduce_sum(y, options.group) if sums else y
 
-        ctx.plan, ctx.leave, ctx.input_shape = plan, leave, x.shape
+        ctx.options, ctx.leave, ctx.input_shape = options, leave, x.shape
         ctx.save_for_backward(weight, *payloads)
         return cached_collective(output) if sums else output()
 
@@ -159,45 +159,50 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Sums the gradient of a gathered input while the weight's task runs, where that runs at once."""
         weight, *payloads = ctx.saved_tensors
-        plan: ProductPlan = ctx.plan
+        options: ProductOptions = ctx.options
         grad_matrix = to_matrix(grad)
-        if plan.communication is Communication.SCATTER:
-            grad_matrix, _ = gather_columns(grad_matrix, plan.group, Content.DENSE)
+        if options.communication is Communication.SCATTER:
+            grad_matrix, _ = gather_columns(grad_matrix, options.group, Content.DENSE)
         grad_images = from_matrix(grad_matrix, grad.shape).flatten(0, 1)
         finish = None
         if ctx.needs_input_grad[0]:
-            space = pooled_space(ctx.input_shape[3:], plan.pool)
-            finish = _start_input_gradient(grad_images, _images_kernel(weight, grad.dtype), plan, space)
+            space = pooled_space(ctx.input_shape[3:], options.pool)
+            finish = _start_input_gradient(grad_images, _images_kernel(weight, grad.dtype), options, space)
         if ctx.leave is not None:
-            ctx.leave(partial(_add_weight_gradient, plan, payloads, ctx.input_shape, grad_images))
-        grad_x = None if finish is None else _unpooled(finish(), ctx.input_shape, plan.pool)
+            ctx.leave(partial(_add_weight_gradient, options, payloads, ctx.input_shape, grad_images))
+        grad_x = None if finish is None else _unpooled(finish(), ctx.input_shape, options.pool)
         return grad_x, None, None, None, None, None
 
 
-def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ProductPlan, space: torch.Size) -> Callable[[], Tensor]:
+def _start_input_gradient(
+    grad: Tensor, weight: Tensor, options: ProductOptions, space: torch.Size
+) -> Callable[[], Tensor]:
     """Computes the input gradient and, where the input was gathered, starts summing it over the ranks; the returned
     function waits and gives this rank's channels. Backward itself would keep the whole gradient to its end."""
-    product = input_gradient(grad, weight, plan.products.geometry, space)
+    product = convolution_input_gradient(grad, weight, options.products.geometry, space)
     rows = product.movedim(1, -1).reshape(-1, product.shape[1])
-    if plan.communication is Communication.GATHER:
-        return sum_and_scatter_columns(rows, plan.group)
-    if plan.communication is Communication.WHOLE_INPUT:  # a rank has computed what its own output channels contribute
-        all_reduce_sum(rows, plan.group)
+    if options.communication is Communication.GATHER:
+        return sum_and_scatter_columns(rows, options.group)
+    # A rank has computed the part of its own output channels.
+    if options.communication is Communication.WHOLE_INPUT:
+        all_reduce_sum(rows, options.group)
     return lambda: rows
 
 
 def _add_weight_gradient(
-    plan: ProductPlan, payloads: list[Tensor], input_shape: torch.Size, grad: Tensor, total: Tensor
+    options: ProductOptions, payloads: list[Tensor], input_shape: torch.Size, grad: Tensor, total: Tensor
 ) -> None:
-    kernel, bits = _images_kernel(total, total.dtype), plan.bits_of_images(payloads)
+    kernel, bits = _images_kernel(total, total.dtype), options.bits_of_images(payloads)
     if bits is not None:
         shape = torch.Size((len(grad), *input_shape[2:]))
-        if plan.products.add_weight_gradient_of_bits(kernel, grad, bits, shape):
+        if options.products.add_weight_gradient_of_bits(kernel, grad, bits, shape):
             return
     size = torch.Size((input_shape.numel() // input_shape[2], input_shape[2]))
     # No variable keeps the input, which is larger than the pooled images, during the product.
-    images = plan.images(from_matrix(join_columns(payloads, plan.content, size, grad.dtype), input_shape), payloads)
-    plan.products.add_weight_gradient(kernel, grad, images)
+    images = options.images(
+        from_matrix(join_columns(payloads, options.content, size, grad.dtype), input_shape), payloads
+    )
+    options.products.add_weight_gradient(kernel, grad, images)
 
 
 def _images_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -250,7 +255,7 @@ class ParallelLinear(WeightedLayer):
             context,
             context.shard((out_features, in_features), weight_dim, initialise=initialise or default),
             context.shard((out_features,), bias_dim, initialise=initialise_bias or default) if bias else None,
-            ProductPlan(group, communication if group.size > 1 else Communication.NONE, Products()),
+            ProductOptions(group, communication if group.size > 1 else Communication.NONE, Products()),
         )
         self.in_features, self.out_features, self.style = in_features, out_features, style
 
@@ -260,8 +265,8 @@ class ParallelLinear(WeightedLayer):
         if self._traceable:
             return F.linear(x, self.weight, self.bias)
         if self._has_whole_input and self.style == "row":
-            x = own_channels(x, self.plan.group)
-        bits = bits_of(x) if self.plan.content is Content.SPIKES and x.is_contiguous() else None
+            x = own_channels(x, self.options.group)
+        bits = bits_of(x) if self.options.content is Content.SPIKES and x.is_contiguous() else None
         y = self.product(x.reshape(1, -1, x.shape[-1], 1, 1), bits).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -270,7 +275,7 @@ class ParallelLinear(WeightedLayer):
         whole = self.learn_input(x, -1, self.in_features)
         if whole and x.ndim != 3:
             raise ValueError(f"an input that every tensor parallel rank has whole is [T, N, C] here, got {[*x.shape]}")
-        features = self.out_features // (1 if self.style == "row" else self.plan.group.size)
+        features = self.out_features // (1 if self.style == "row" else self.options.group.size)
         return x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
 
 

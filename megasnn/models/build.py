@@ -24,7 +24,7 @@ from megasnn.layers.layer import Layer
 from megasnn.layers.plain.by_channel import ChannelWatch, cuts_by_shape, may_be_cut
 from megasnn.layers.plain.initial_values import without_memory
 from megasnn.layers.plain.network import convert_network, why_whole
-from megasnn.layers.plain.refusals import is_plain, refuse, refuse_mixed_rows
+from megasnn.layers.plain.refusals import is_plain, refuse_mixed_rows, require_supported
 from megasnn.layers.plain.replicated import apply_layer, forget_state, make_whole, plain_layer
 from megasnn.layers.shape_inference import MaxInference, RefuseRandom, content_of, note_never_called
 from megasnn.models.description import (
@@ -34,7 +34,7 @@ from megasnn.models.description import (
     LayerDescription,
     ModelDescription,
     Tie,
-    Ties,
+    TiedTensors,
     has_state,
     separate,
     tie_all,
@@ -47,7 +47,7 @@ from megasnn.parallel_state import Group
 _LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 
 
-def describe(model: Model, neuron: NeuronSpec | None = None) -> ModelDescription:
+def describe_model(model: Model, neuron: NeuronSpec | None = None) -> ModelDescription:
     """The layers of a model with these dimensions and neurons; equal ones are described once.
 
     Args:
@@ -65,7 +65,7 @@ def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
     described = [
         LayerDescription(
             each.name,
-            each.unit,
+            each.layer_group,
             {key: EntryDescription(content_of(x), tuple(x.shape)) for key, x in entries_of(each.output).items()},
             each.inputs,
             parameter_count(list(sharded_tensors([(each.name, each.module)]))),
@@ -103,7 +103,7 @@ def building_problems(
     """Lists why a model cannot be built for the first of so many tensor-parallel ranks, or shared by so many
     context-parallel ranks."""
     try:
-        described = describe(model, neuron)
+        described = describe_model(model, neuron)
         tp, cp = Group("tp", tuple(range(tensor_parallel))), Group("cp", tuple(range(context_parallel)))
         if tp.size * cp.size > 1:
             described.build(BuildContext(tp=tp, cp=cp, cut=cut))
@@ -137,7 +137,7 @@ def _inputs_of(layers: Sequence[Layer], inputs: Sequence[str]) -> list[tuple[int
             raise ValueError(f"the layer {each.name!r} has the name of an input; give it another one")
         found.append(tuple(numbers[name] for name in each.takes) or (number - 1,))
         numbers[each.name] = number
-    used = {len(layers) - 1, *(source for taken in found for source in taken)}
+    used = {len(layers) - 1, *(source for sources in found for source in sources)}
     if unused := [name for name, number in numbers.items() if number not in used]:
         raise ValueError(f"{unused[0]}: no later layer takes it; name it in `takes`, or leave it out")
     return found
@@ -170,13 +170,13 @@ def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence
     task, outputs, built = task_of(model), dict[int, tuple[Bundle, Sequence[bool]]](), list[Built]()
     for number, spec in enumerate(task.inputs.values()):
         outputs[-1 - number] = spec.frames(spec.empty(DRY_SAMPLES, context.compute_dtype)), [False]
-    for number, taken in enumerate(_inputs_of(layers, [*task.inputs])):
-        each, inputs = layers[number], [outputs[source][0] for source in taken]
-        cuts = [cut for source in taken for cut in outputs[source][1]]
+    for number, sources in enumerate(_inputs_of(layers, [*task.inputs])):
+        each, inputs = layers[number], [outputs[source][0] for source in sources]
+        cuts = [cut for source in sources for cut in outputs[source][1]]
         is_last, of_one = each is layers[-1], None if one is None else one[number].output
         operations, found = 0, None
         if size > 1:
-            found = _try_to_cut(each, context, inputs, cuts, len(taken) == 1 and taken[0] < 0)
+            found = _try_to_cut(each, context, inputs, cuts, len(sources) == 1 and sources[0] < 0)
         if found is None or (is_last and any(cuts_by_shape(found[1], of_one))):
             module = _made(whole_layers()[number] if size > 1 else each, context.replicated())
             if size > 1:
@@ -185,14 +185,14 @@ def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence
                 found = module, dry_run(each.name, module, inputs)
             operations = count()
         outputs[number] = found[1], cuts_by_shape(found[1], of_one)
-        built.append(Built(each.name, each.unit, taken, *found, operations))
+        built.append(Built(each.name, each.layer_group, sources, *found, operations))
     tie_all(built, ties)
     if task.classes:
         _require_logits(model, built[-1])
     return built
 
 
-def _separated(model: Model, context: BuildContext) -> tuple[list[Layer], Ties]:
+def _separated(model: Model, context: BuildContext) -> tuple[list[Layer], TiedTensors]:
     with building(context), without_memory():
         return separate(_yielded(model))
 
@@ -228,8 +228,8 @@ def _yielded(model: Model) -> list[Layer]:
                 raise ValueError(f"two layers of {model.name} have the name {each.name!r}; a name is for one layer")
             layers[each.name] = each
     except (ValueError, RuntimeError, ArithmeticError) as error:  # torch's own of sizes beyond all bounds
-        place = f"the layer behind {[*layers][-1]}" if layers else "the first layer"
-        raise ValueError(f"{place}: {error}") from error
+        where = f"the layer behind {[*layers][-1]}" if layers else "the first layer"
+        raise ValueError(f"{where}: {error}") from error
     if not layers:
         raise ValueError("`layers` yields nothing: a model has one layer or more")
     return [*layers.values()]
@@ -259,7 +259,7 @@ def _made(each: Layer, context: BuildContext) -> nn.Module:
             elif each.initialise is not None:
                 raise ValueError("initialise=... is for plain modules: give it to the sharded layers in this one")
             else:
-                refuse(module, "inside")
+                require_supported(module, "inside")
             refuse_mixed_rows(module, context)
         except (ValueError, RuntimeError) as error:  # torch's own of modules without sizes
             raise ValueError(f"{each.name}: {error}") from error
@@ -334,11 +334,11 @@ def _explained(error: Exception, layer: nn.Module) -> str:
     """Text of an error in the dry run of a layer, with the path of the innermost module whose forward raised it, and
     the last line of code that is neither MegaSNN's nor torch's."""
     paths = {id(each): f"in {path}: " for path, each in layer.named_modules() if path}
-    place = line = ""
+    where = line = ""
     for frame, number in walk_tb(error.__traceback__):
-        place = paths.get(id(frame.f_locals.get("self")), place)
+        where = paths.get(id(frame.f_locals.get("self")), where)
         file = Path(frame.f_code.co_filename)
         if not any(file.is_relative_to(folder) for folder in _LIBRARIES):
             line = f" ({file}, line {number})"
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return f"{place}{kind}{error}{line}"
+    return f"{where}{kind}{error}{line}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megasnn.common.bundle import Bundle, Key
+from megasnn.common.bundle import Bundle, EntryKey
 from megasnn.kernels.neuron_spec import NeuronSpec
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers import DropPath, ParallelDropout
@@ -37,13 +37,13 @@ class Built(NamedTuple):
     """Layer that is built for a rank, on the meta device.
 
     Attributes:
-        name, unit, inputs: as of `LayerDescription`.
+        name, layer_group, inputs: as of `LayerDescription`.
         output: of a dry run with `DRY_SAMPLES` samples.
         operations: multiply-adds in a sample's forward, as far as they were counted.
     """
 
     name: str
-    unit: str
+    layer_group: str
     inputs: tuple[int, ...]
     module: nn.Module
     output: Bundle
@@ -67,7 +67,7 @@ class EntryDescription:
 class LayerDescription:
     """
     Attributes:
-        name, unit: as of `megasnn.layers.layer.Layer`.
+        name, layer_group: as of `megasnn.layers.layer.Layer`.
         entries: tensors of its output; one without a key is no bundle.
         inputs: numbers of the layers whose outputs it takes; -1, -2 and so on are the model's inputs.
         parameters: number of elements of its parameters.
@@ -76,8 +76,8 @@ class LayerDescription:
     """
 
     name: str
-    unit: str
-    entries: Mapping[Key, EntryDescription]
+    layer_group: str
+    entries: Mapping[EntryKey, EntryDescription]
     inputs: tuple[int, ...]
     parameters: int
     operations: int
@@ -103,7 +103,7 @@ class Carried:
     inputs have the numbers -1, -2 and so on."""
 
     layer: int
-    key: Key
+    key: EntryKey
     content: Content
     name: str
 
@@ -161,7 +161,7 @@ class ModelDescription:
         return found
 
 
-class _Place(NamedTuple):
+class _TensorPath(NamedTuple):
     """A tensor, by the number of its layer, the path of its module in it, and its name there."""
 
     layer: int
@@ -169,26 +169,26 @@ class _Place(NamedTuple):
     name: str
 
 
-Ties = dict[_Place, _Place]
+TiedTensors = dict[_TensorPath, _TensorPath]
 """Copy -> owner."""
 
 
-def separate(layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
+def separate(layers: Sequence[Layer]) -> tuple[list[Layer], TiedTensors]:
     """The layers with modules and tensors of their own, without memory, and which of them are copies of which."""
-    owners: dict[int, _Place] = {}
+    owners: dict[int, _TensorPath] = {}
     seen: set[nn.Module] = set()
     separated: list[Layer] = []
-    ties: Ties = {}
+    ties: TiedTensors = {}
     for number, each in enumerate(layers):
         mine = {module for module in each.module.modules() if has_state(module) or module is each.module}
         is_new = seen.isdisjoint(mine) and not each.is_sharded  # a network given to shard stays as it is
         made = each if is_new else replace(each, module=_copied(each))
         for path, module in each.module.named_modules():
             for name, tensor in [*own_tensors(module)]:
-                place = _Place(number, path, name)
-                owner = owners.setdefault(id(tensor), place)
-                if owner != place:
-                    ties[place] = owner
+                where = _TensorPath(number, path, name)
+                owner = owners.setdefault(id(tensor), where)
+                if owner != where:
+                    ties[where] = owner
                     renewed = _renew(made.module.get_submodule(path), name)
                     owners[id(renewed)] = owner  # the module may be another layer, too
         seen |= mine
@@ -202,17 +202,17 @@ def has_state(module: nn.Module) -> bool:
     return isinstance(module, SHARDED) or next(own_tensors(module), None) is not None
 
 
-def tie_all(layers: Sequence[Built], ties: Ties) -> None:
+def tie_all(layers: Sequence[Built], ties: TiedTensors) -> None:
     """Says of every copy whose it is, behind the dry run. Raises ValueError for one that is cut otherwise than its
     owner, or of a norm that is called more often than the other."""
-    for place, owner in ties.items():
-        module, of_owner = (layers[at.layer].module.get_submodule(at.path) for at in (place, owner))
-        mine, owners = (".".join(filter(None, (layers[at.layer].name, *at[1:]))) for at in (place, owner))
+    for where, owner in ties.items():
+        module, of_owner = (layers[at.layer].module.get_submodule(at.path) for at in (where, owner))
+        mine, owners = (".".join(filter(None, (layers[at.layer].name, *at[1:]))) for at in (where, owner))
         try:
-            if place.name == "running_mean" and calls_of(module) != calls_of(of_owner):  # statistics are paired
+            if where.name == "running_mean" and calls_of(module) != calls_of(of_owner):  # statistics are paired
                 calls = f"{calls_of(module)} and {calls_of(of_owner)}"
                 raise ValueError(f"a forward calls them {calls} times: let both layers call the norm as often")
-            tie(module, place.name, owners, of_owner, owner.name)
+            tie(module, where.name, owners, of_owner, owner.name)
         except ValueError as error:
             raise ValueError(f"{mine} is tied to {owners}: {error}") from None
 

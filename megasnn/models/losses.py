@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasnn.common.bundle import Bundle, logits_of
-from megasnn.common.checks import refuse
+from megasnn.common.checks import check_value
 
 
 def cross_entropy_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -80,7 +80,7 @@ def _target(logits: Tensor, labels: Tensor) -> Tensor:
         labels = labels.squeeze(1)
     if labels.shape != (samples,):
         raise ValueError(f"class labels must be [{samples}] or [{samples}, 1], got {list(labels.shape)}")
-    refuse(
+    check_value(
         ((labels < 0) | (labels >= classes)).any(),
         f"labels must be from 0 to {classes - 1} with --num-classes {classes}",
         lambda: f"got labels from {int(labels.min())} to {int(labels.max())}",

@@ -136,11 +136,11 @@ class Model(ABC):
         Raises:
             ValueError: SpikingJelly has no such model, or names are missing or unexpected (lists them).
         """
-        from megasnn.models.weight_names import values_of
+        from megasnn.models.weight_names import translated_tensors
 
         for dialect in self.dialects():
             if dialect.name == "spikingjelly":
-                return values_of(dialect.to_ours(state_dict), state_dict)
+                return translated_tensors(dialect.to_ours(state_dict), state_dict)
         raise ValueError(f"SpikingJelly has no model {self.name}; --load takes a checkpoint's folder")
 
 

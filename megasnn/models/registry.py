@@ -60,13 +60,13 @@ def saved_model(
     Raises:
         CheckpointError: the model cannot be like this.
     """
-    from megasnn.models.build import describe  # which needs torch
+    from megasnn.models.build import describe_model  # which needs torch
 
     title = f"{where}: there is no model {model.name} like this:"
     try:
         run: PretrainConfig = from_dict(run_config(model), {part: config[part] for part in ("model", "neuron")})
         raise_problems(title, run.model.problems(tensor_parallel=1))
-        return run, describe(run.model, run.neuron.spec)
+        return run, describe_model(run.model, run.neuron.spec)
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{title} {error}") from None
 

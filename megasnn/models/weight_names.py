@@ -80,7 +80,7 @@ class Dialect:
         return recipe
 
 
-def values_of(recipe: NameMap, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def translated_tensors(recipe: NameMap, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a recipe, made from those of the other program."""
     return {name: made.of(tensors[source] for source in made.sources) for name, made in recipe.items()}
 
@@ -90,18 +90,18 @@ def renamed(names: Mapping[str, str]) -> NameMap:
     return {new: Made((old,)) for new, old in names.items()}
 
 
-def _require_sources(recipe: NameMap, given: Iterable[str], title: str) -> None:
-    needed, given = {name for made in recipe.values() for name in made.sources}, set(given)
-    missing = [f"{name}: missing" for name in needed - given]
-    unexpected = [f"{name}: unexpected" for name in given - needed]
+def _require_sources(recipe: NameMap, names: Iterable[str], title: str) -> None:
+    needed, names = {name for made in recipe.values() for name in made.sources}, set(names)
+    missing = [f"{name}: missing" for name in needed - names]
+    unexpected = [f"{name}: unexpected" for name in names - needed]
     raise_problems(f"these are not the tensors of {title}:", missing + unexpected)
 
 
-def unit_prefixes(units: Mapping[str, tuple[str, tuple[str, ...]]]) -> dict[str, str]:
+def conv_norm_prefixes(conv_norms: Mapping[str, tuple[str, tuple[str, ...]]]) -> dict[str, str]:
     """Paths for `prefix_dialect`: our unit -> (their path, and in it their convolution, norm and perhaps neuron)."""
     return {
-        f"{unit}.{part}": f"{path}.{name}"
-        for unit, (path, names) in units.items()
+        f"{conv_norm}.{part}": f"{path}.{name}"
+        for conv_norm, (path, names) in conv_norms.items()
         for part, name in zip(("conv", "norm", "neuron"), names, strict=False)
     }
 

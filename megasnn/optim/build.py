@@ -58,7 +58,7 @@ def working_bytes(tensors: Sequence[ShardedTensor], config: OptimizerConfig) -> 
     return int(OPTIMIZERS[config.optimizer].working_copies * trained)
 
 
-def held_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+def resident_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the optimizer's state now: none before the first step, unless it was loaded."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return sum(value.nbytes for value in values if isinstance(value, Tensor))

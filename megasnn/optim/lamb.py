@@ -97,6 +97,6 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_mul_(flat, factors.split(counts))
 
 
-def build(groups: Sequence[dict[str, Any]], lr: float, norms: Norms) -> Lamb:
+def build_lamb(groups: Sequence[dict[str, Any]], lr: float, norms: Norms) -> Lamb:
     """Builds the optimizer for the registry."""
     return Lamb(groups, lr, (0.9, 0.999), EPS, norms)

@@ -18,10 +18,10 @@ def sums_of_squares(values: Sequence[Tensor | None], device: torch.device) -> Te
     wait."""
     zero = torch.zeros((), dtype=torch.float64, device=device)
     norms = [zero] * len(values)
-    given = {slot: value for slot, value in enumerate(values) if value is not None and value.numel()}
-    if given:
-        found = torch._foreach_norm(list(given.values()), 2, dtype=torch.float64)
-        for slot, norm in zip(given, found, strict=True):
+    present = {slot: value for slot, value in enumerate(values) if value is not None and value.numel()}
+    if present:
+        found = torch._foreach_norm(list(present.values()), 2, dtype=torch.float64)
+        for slot, norm in zip(present, found, strict=True):
             norms[slot] = norm
     return torch.stack(norms) ** 2 if norms else zero.new_zeros(0)
 

@@ -12,23 +12,23 @@ import torch.distributed as dist
 
 from megasnn.common.files import CheckpointError, DamagedError, raise_problems
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
 
 
-def gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
+def gather(group: dist.ProcessGroup | None, value: _T) -> list[_T]:
     """Gathers every rank's value, in rank order, on every rank."""
     if group is None:
         return [value]
-    values: list[T | None] = [None] * group.size()
+    values: list[_T | None] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values  # type: ignore[return-value]
 
 
-def broadcast_result(group: dist.ProcessGroup | None, decide: Callable[[], T]) -> T:
+def broadcast_result(group: dist.ProcessGroup | None, decide: Callable[[], _T]) -> _T:
     """Runs `decide` on the group's first rank; its result, or the error it raised, reaches every rank."""
     box = [_attempt(decide) if rank_in(group) == 0 else (None, None)]
     if group is not None:
@@ -39,7 +39,7 @@ def broadcast_result(group: dist.ProcessGroup | None, decide: Callable[[], T]) -
     return value  # type: ignore[return-value]
 
 
-def run_on_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], T], title: str) -> T:
+def run_on_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], _T], title: str) -> _T:
     """Runs `work` on every rank. If it fails on any, all raise the same error, which lists the problems.
 
     It is a DamagedError when all that failed is one.
@@ -52,7 +52,7 @@ def run_on_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], T], tit
     return value  # type: ignore[return-value]
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:
+def _attempt(work: Callable[[], _T]) -> tuple[_T | None, CheckpointError | None]:
     try:
         return work(), None
     except CheckpointError as error:

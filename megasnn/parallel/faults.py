@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megasnn.common.checks import other_notes, place_of
+from megasnn.common.checks import context_of_error, other_notes
 
 POLL_SECONDS = 0.5
 LAST_SECONDS = 3.0  # before ranks that have read the key end: torchrun reports the first rank that ends
@@ -30,8 +30,8 @@ _KEY = "fault"
 
 def in_full(error: BaseException, with_traceback: bool) -> str:
     """Place, kind and message of an error in the last line; above it the traceback, if that is wanted."""
-    place = place_of(error)
-    text = f"{place}{place and ': '}{type(error).__name__}: {error}"
+    context = context_of_error(error)
+    text = f"{context}{context and ': '}{type(error).__name__}: {error}"
     above = ["Traceback (most recent call last):\n", *traceback.format_tb(error.__traceback__)]
     above += [f"{note}\n" for note in other_notes(error)]
     return "".join([*above, text]) if with_traceback else text
@@ -66,7 +66,7 @@ class FaultWatch:
         is_new = not self._is_over.is_set()
         self._is_over.set()
         if self._is_first is None:
-            what = f"{type(error).__name__} {place_of(error)}"
+            what = f"{type(error).__name__} {context_of_error(error)}"
             fault = json.dumps({"rank": self._rank, "host": self._host, "what": what})
             try:
                 self._is_first = bool(self._store.compare_set(_KEY, "", fault) == fault.encode())

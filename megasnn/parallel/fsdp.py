@@ -1,11 +1,11 @@
-"""Weights that replicas keep by rows, and the whole of a unit while it is used (FSDP, arXiv 2304.11277).
+"""Weights that replicas keep by rows, and the whole of a segment while it is used (FSDP, arXiv 2304.11277).
 
 A parameter stays the same object for its layer, of its full shape, but its memory comes and goes: all parameters of a
-unit are places in one piece of memory, which is resized to nothing when they are freed. What autograd has saved of them
-is a place in the same memory, and finds the values there when they are gathered again.
+segment are places in one piece of memory, which is resized to nothing when they are freed. What autograd has saved of
+them is a place in the same memory, and finds the values there when they are gathered again.
 
-Ranks send each other rows, which are copied to their places when the unit is first used. On its way is what the unit in
-use needs, and the one behind it.
+Ranks send each other rows, which are copied to their places when the segment is first used. On its way is what the
+segment in use needs, and the one behind it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.parallel.sharding import ShardedTensor
-from megasnn.parallel.zero import aligned, by_owner, joined, own_param_rows, send_rows, side_by_side
+from megasnn.parallel.zero import aligned, by_owner, joined, own_param_shard, send_shards, side_by_side
 from megasnn.parallel_state import Group
 from megasnn.schedule.passes import AT_ONCE
 
 
 class GatheredWeights:
-    """The weights of this rank's units: what it keeps of them, and their gathering.
+    """The weights of this rank's segments: what it keeps of them, and their gathering.
 
     What convolutions and linear layers multiply by travels in the type that they compute in, all else as it is.
 
@@ -34,65 +34,65 @@ class GatheredWeights:
 
     Attributes:
         multiplied: the weights of convolutions and linear layers, whose gradients are the second part of a backward.
-        rows: this rank's rows of each parameter, of which there may be none; a number is a row of one.
+        shards: this rank's rows of each parameter, of which there may be none; a number is a row of one.
     """
 
     def __init__(self, group: Group, scatter: Group, give: Callable[[Tensor, Tensor], None]) -> None:
         self.scatter, self._group, self._give = scatter, group, give
         self.multiplied: set[Tensor] = set()
-        self._units: dict[int, list[FlatParameter]] = {}
+        self._segments: dict[int, list[FlatParameter]] = {}
         self._on_their_way: dict[int, list[Callable[[], None]]] = {}
-        self.rows: dict[Tensor, nn.Parameter] = {}
+        self.shards: dict[Tensor, nn.Parameter] = {}
 
-    def shard(self, unit: int, layers: Sequence[nn.Module]) -> None:
+    def shard(self, segment: int, layers: Sequence[nn.Module]) -> None:
         """Keeps this rank's rows of the parameters in these layers, which have their values, and frees all else.
 
         Raises:
             ValueError: rows do not follow each other in memory.
         """
         self.multiplied.update(_multiplied(layers))
-        self._units[unit] = []
+        self._segments[segment] = []
         for (_, travels_in), parameters in _by_type(layers).items():
             flat = FlatParameter(parameters, travels_in, self._group)
-            self._units[unit].append(flat)
-            self.rows |= zip(parameters, flat.rows, strict=True)
+            self._segments[segment].append(flat)
+            self.shards |= zip(parameters, flat.shards, strict=True)
             for parameter, values in zip(parameters, flat.values, strict=True):
                 if parameter in self.multiplied:
                     self._give(parameter, values)
 
-    def kept(self, entry: ShardedTensor) -> ShardedTensor:
+    def local_part(self, entry: ShardedTensor) -> ShardedTensor:
         """Part of a tensor that this rank keeps: its rows of a parameter, all of a buffer."""
         if not entry.is_parameter:
             return entry
-        return replace(entry, tensor=self.rows[entry.tensor], shard=entry.shard.by_rows("dp_shard"))
+        return replace(entry, tensor=self.shards[entry.tensor], shard=entry.shard.by_rows("dp_shard"))
 
-    def unshard(self, unit: int) -> None:
-        """Starts gathering a unit's weights. Collective over the group.
+    def unshard(self, segment: int) -> None:
+        """Starts gathering a segment's weights. Collective over the group.
 
         Waits for those that are longest on their way, where these are as many as may be, which bounds the memory.
         """
         if len(self._on_their_way) == AT_ONCE:
             self.wait_unshard(next(iter(self._on_their_way)))
-        self._on_their_way[unit] = [flat.start() for flat in self._units[unit]]
+        self._on_their_way[segment] = [flat.start() for flat in self._segments[segment]]
 
-    def wait_unshard(self, unit: int) -> None:
-        """Waits until a unit's weights are here, where they are on their way. That they were gathered is the schedule's
-        business."""
-        for finish in self._on_their_way.pop(unit, ()):
+    def wait_unshard(self, segment: int) -> None:
+        """Waits until a segment's weights are here, where they are on their way. That they were gathered is the
+        schedule's business."""
+        for finish in self._on_their_way.pop(segment, ()):
             finish()
 
-    def reshard(self, unit: int) -> None:
-        """Frees a unit's gathered weights."""
-        self.wait_unshard(unit)
-        for flat in self._units[unit]:
+    def reshard(self, segment: int) -> None:
+        """Frees a segment's gathered weights."""
+        self.wait_unshard(segment)
+        for flat in self._segments[segment]:
             flat.free()
 
 
 class FlatParameter:
-    """Parameters of a unit that are of one type and travel in one type, in one piece of memory.
+    """Parameters of a segment that are of one type and travel in one type, in one piece of memory.
 
     Attributes:
-        rows: this rank's, of each parameter.
+        shards: this rank's, of each parameter.
         values: of each parameter, in the type that they travel in; without memory until they are gathered.
     """
 
@@ -102,17 +102,17 @@ class FlatParameter:
         flat = torch.empty(sum(sizes), dtype=travels_in, device=parameters[0].device)
         self._storage, self._bytes = flat.untyped_storage(), flat.nbytes
         # Tensors that autograd saves are to know nothing of what is written here: `data` has a version of its own.
-        places = side_by_side(parameters, flat, sizes)
-        self.values, self._of_ranks = [each.data for each in places], by_owner(places, group)
+        views = side_by_side(parameters, flat, sizes)
+        self.values, self._of_ranks = [each.data for each in views], by_owner(views, group)
         self._counts = [sum(part.numel() for part in parts) for parts in self._of_ranks]
         mine = by_owner(parameters, group)[group.rank]
         with torch.no_grad():
             self._mine = joined([part.detach() for part in mine], parameters[0].detach()).clone()
-        own = [own_param_rows(each, group) for each in parameters]
-        rows = side_by_side(own, self._mine, [each.numel() for each in own])
-        self.rows = [
+        own = [own_param_shard(each, group) for each in parameters]
+        shards = side_by_side(own, self._mine, [each.numel() for each in own])
+        self.shards = [
             nn.Parameter(each, requires_grad=parameter.requires_grad)
-            for each, parameter in zip(rows, parameters, strict=True)
+            for each, parameter in zip(shards, parameters, strict=True)
         ]
         for parameter, values in zip(parameters, self.values, strict=True):
             if values.dtype == parameter.dtype:
@@ -128,7 +128,7 @@ class FlatParameter:
         # An all-gather would need no copies, but reaches a tenth of an all-to-all's speed on Gloo, and wants equally
         # many rows.
         mine = self._mine.to(self.values[0].dtype)
-        copy_of_others = send_rows(mine, self._counts, self._of_ranks, self._group)
+        copy_of_others = send_shards(mine, self._counts, self._of_ranks, self._group)
 
         def finish() -> None:
             self._storage.resize_(self._bytes)
@@ -164,7 +164,7 @@ def _by_type(layers: Sequence[nn.Module]) -> dict[tuple[torch.dtype, torch.dtype
     return by_type
 
 
-def unit_bytes(layers: Sequence[nn.Module]) -> int:
-    """Bytes of the gathered weights of a unit. Its layers may be on the meta device."""
+def segment_bytes(layers: Sequence[nn.Module]) -> int:
+    """Bytes of the gathered weights of a segment. Its layers may be on the meta device."""
     by_type = _by_type(layers).items()
     return sum(aligned(each.numel() * to.itemsize) for (_, to), parameters in by_type for each in parameters)

@@ -17,7 +17,7 @@ from torch import Tensor
 from megasnn.parallel.collectives import EXCHANGE_BYTES, all_reduce_sum, start_all_reduce_sum
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.sharding import ShardedTensor
-from megasnn.parallel.zero import RowShards, aligned, side_by_side
+from megasnn.parallel.zero import ParameterShards, aligned, side_by_side
 from megasnn.parallel_state import Group
 
 BUCKET_BYTES = 8 * 1024 * 1024  # on a CPU
@@ -41,7 +41,7 @@ class Bucket:
         shard: the rows that this rank keeps, with `--weight-parallel-size`; None otherwise.
         reduced: the gradients of this rank, and then the sum over the ranks.
         owned: the rows that this rank owns; None where every replica is to have the whole sum.
-        param_rows: by parameter, and by what is kept of it, the rows that this rank owns, with the reduced gradient.
+        param_shards: by parameter, and by what is kept of it, the rows that this rank owns, with the reduced gradient.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class Bucket:
         self.pending: dict[Tensor, int] = {}
         self.await_sum: Callable[[], object] | None = None
         self.shard, self.reduced, self.is_late = None, self.flat, False
-        held, gradients = parameters, self.views
+        local, gradients = parameters, self.views
         if weights is not None:
-            rows = [weights.rows[each] for each in parameters]
-            self.shard = RowShards(parameters, self.views, weights.scatter, rows)
-            held, gradients, self.reduced = [*rows], self.shard.sums, self.shard.sum
+            shards = [weights.shards[each] for each in parameters]
+            self.shard = ParameterShards(parameters, self.views, weights.scatter, shards)
+            local, gradients, self.reduced = [*shards], self.shard.sums, self.shard.sum
             self.is_late = scattered and parameters[0] in weights.multiplied
-        self.owned = None if owners is None else RowShards(held, gradients, owners)
-        self.row_shards = [rows for rows in (self.shard, self.owned) if rows is not None]
-        last = self.row_shards[-1].rows if self.row_shards else []
-        self.param_rows: dict[Tensor, Tensor] = dict(zip([*parameters, *held], [*last, *last], strict=False))
+        self.owned = None if owners is None else ParameterShards(local, gradients, owners)
+        self.shards_of_rank = [shards for shards in (self.shard, self.owned) if shards is not None]
+        last = self.shards_of_rank[-1].shards if self.shards_of_rank else []
+        self.param_shards: dict[Tensor, Tensor] = dict(zip([*parameters, *local], [*last, *last], strict=False))
         if scattered:
             self.free()
         # A module of one's own may use such a weight by itself: then autograd adds to it in the first part.
@@ -83,8 +83,8 @@ class Bucket:
             self.flat.zero_()
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
-        for rows in self.row_shards:
-            rows.zero()
+        for shards in self.shards_of_rank:
+            shards.zero()
 
     def begin(self) -> None:
         """Makes memory of zeros, where there is none."""
@@ -104,12 +104,12 @@ class Bucket:
 
 
 class GradientBuckets:
-    """Gradient storage and reduction for the units of one rank.
+    """Gradient storage and reduction for the segments of one rank.
 
     Buckets are filled from the last parameter to the first, the order in which backward finishes them, and are reduced
-    in one order on every replica, from the last unit to the first, each as soon as it and all before it are complete:
-    replicas with other numbers of micro-batches finish their units in another order, and their collectives must still
-    meet. A parameter is complete when all gradients of the step's micro-batches were added to it. One with
+    in one order on every replica, from the last segment to the first, each as soon as it and all before it are
+    complete: replicas with other numbers of micro-batches finish their segments in another order, and their collectives
+    must still meet. A parameter is complete when all gradients of the step's micro-batches were added to it. One with
     `partial_gradient` is summed over the tensor-parallel group first. Frozen parameters have no gradient.
 
     Where rows have owners, a replica gets the sums of its own rows only; what the gradients of parameters hold then is
@@ -117,10 +117,10 @@ class GradientBuckets:
     reduced over the ranks that keep the same.
 
     Args:
-        tensors: by the index of the unit whose REDUCE_GRAD ends them.
+        tensors: by the index of the segment whose REDUCE_GRAD ends them.
         holders: the ranks that hold the same of the weights. tp: those that sum partial gradients first.
         additions: how many gradients a micro-batch adds to a parameter, where that is not one.
-        rows_have_owners: True for ZeRO-1.
+        shards_have_owners: True for ZeRO-1.
         weights: where parameters are kept by rows.
         scattered: True where gradients go to those who keep the rows at each `scatter`, rather than when they are
             complete.
@@ -132,24 +132,24 @@ class GradientBuckets:
         holders: Group,
         tp: Group,
         additions: Mapping[Tensor, int] | None = None,
-        rows_have_owners: bool = False,
+        shards_have_owners: bool = False,
         weights: GatheredWeights | None = None,
         scattered: bool = False,
     ) -> None:
-        owners = holders if rows_have_owners and holders.size > 1 else None
+        owners = holders if shards_have_owners and holders.size > 1 else None
         self._holders, self._tp, self._additions = holders, tp, additions or {}
         self._next, self._of = 0, dict[int, list[Bucket]]()
         self._is_scattered, self._on_their_way = scattered, deque[Bucket]()
         late = weights.multiplied if weights is not None and scattered else set[Tensor]()
-        for unit, entries in sorted(tensors, key=lambda pair: -pair[0]):
+        for segment, entries in sorted(tensors, key=lambda pair: -pair[0]):
             trained = [e for e in reversed(entries) if e.is_parameter and e.tensor.requires_grad]
             partial = [e.tensor for e in trained if e.shard.partial_gradient]  # a handful of scalars
             complete = [e.tensor for e in trained if not e.shard.partial_gradient]
             kinds = [t for t in complete if t not in late], [t for t in complete if t in late], partial
             groups = [(group, kind is partial) for kind in kinds for group in _packed(kind)]
-            self._of[unit] = [Bucket(*group, owners, weights, scattered) for group in groups]
+            self._of[segment] = [Bucket(*group, owners, weights, scattered) for group in groups]
         self._buckets = list(chain(*self._of.values()))
-        self._rows = {parameter: rows for each in self._buckets for parameter, rows in each.param_rows.items()}
+        self._shards = {parameter: shards for each in self._buckets for parameter, shards in each.param_shards.items()}
         self._bucket_of = {parameter: each for each in self._buckets for parameter in each.parameters}
         # A parameter keeps its hooks, and Python finds no circle through a tensor: with a hook that kept this object,
         # neither it nor weights and gradients would ever be freed.
@@ -184,24 +184,24 @@ class GradientBuckets:
             del pending[parameter]
             self._reduce_complete()
 
-    def begin(self, unit: int, first_part: bool = False) -> None:
-        """Prepares for a backward of the unit, or the first part of one, whose gradients are scattered."""
-        for bucket in self._of.get(unit, ()):
+    def begin(self, segment: int, first_part: bool = False) -> None:
+        """Prepares for a backward of the segment, or the first part of one, whose gradients are scattered."""
+        for bucket in self._of.get(segment, ()):
             if not (first_part and bucket.is_late):
                 bucket.begin()
 
-    def scatter(self, unit: int) -> None:
-        """Starts sending the gradients that backwards have left for the unit to those who keep the rows, and add them
-        up in rank order. Collective over them."""
-        for bucket in self._of.get(unit, ()):
+    def scatter(self, segment: int) -> None:
+        """Starts sending the gradients that backwards have left for the segment to those who keep the rows, and add
+        them up in rank order. Collective over them."""
+        for bucket in self._of.get(segment, ()):
             self._reduce(bucket, bucket.shard)
             bucket.free()
 
-    def reduce(self, unit: int) -> None:
-        """Reduces the unit's gradients; a parameter that took no part in backward keeps a zero gradient."""
+    def reduce(self, segment: int) -> None:
+        """Reduces the segment's gradients; a parameter that took no part in backward keeps a zero gradient."""
         if self._is_scattered:
             return
-        for bucket in self._of.get(unit, ()):
+        for bucket in self._of.get(segment, ()):
             bucket.pending.clear()
         self._reduce_complete()
 
@@ -219,14 +219,14 @@ class GradientBuckets:
 
     def owned(self, entry: ShardedTensor) -> ShardedTensor:
         """Part of a tensor that this rank owns, with a gradient of its own: all of it where its rows have no owners."""
-        rows = self._rows.get(entry.tensor)
-        if rows is None or rows is entry.tensor:
+        shards = self._shards.get(entry.tensor)
+        if shards is None or shards is entry.tensor:
             return entry
-        return replace(entry, tensor=rows, shard=entry.shard.by_rows("dp_replicate").by_rows("cp"))
+        return replace(entry, tensor=shards, shard=entry.shard.by_rows("dp_replicate").by_rows("cp"))
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """The reduced gradient of a parameter, or of those of its rows that this rank owns."""
-        return self._rows.get(parameter, parameter).grad
+        return self._shards.get(parameter, parameter).grad
 
     def all_gather_params(self) -> None:
         """Gives the rows that owners have changed to all replicas. Collective over the replicas; does nothing where
@@ -236,17 +236,17 @@ class GradientBuckets:
                 bucket.owned.start_all_gather()()  # one at a time, which bounds the memory
 
     @property
-    def held_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes of gradients and of the sums of rows, at most: of what the second parts of backwards add and is then
-        scattered, those of the two largest units."""
+        scattered, those of the two largest segments."""
         late = [sum(each.flat.nbytes * each.is_late for each in buckets) for buckets in self._of.values()]
-        sums = sum(rows.sum.nbytes for each in self._buckets for rows in each.row_shards)
+        sums = sum(shards.sum.nbytes for each in self._buckets for shards in each.shards_of_rank)
         return sums + sum(each.flat.nbytes for each in self._buckets) - sum(sorted(late)[:-2])
 
     @property
     def exchanged_bytes(self) -> int:
         """Bytes that exchanges with those who own or keep rows take at most: two at a time."""
-        return sum(sorted(rows.exchange_bytes for each in self._buckets for rows in each.row_shards)[-2:])
+        return sum(sorted(shards.exchange_bytes for each in self._buckets for shards in each.shards_of_rank)[-2:])
 
     def _reduce_complete(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].pending:
@@ -257,14 +257,14 @@ class GradientBuckets:
             # What is kept by rows goes over the data axis when all of these are done, in one order on all ranks.
             self._reduce(bucket, bucket.shard or bucket.owned)
 
-    def _reduce(self, bucket: Bucket, rows: RowShards | None) -> None:
+    def _reduce(self, bucket: Bucket, shards: ParameterShards | None) -> None:
         """Starts sending gradients to those who keep or own the rows, two at a time, which bounds the memory; or
         summing them over the replicas."""
-        if rows is not None:
+        if shards is not None:
             bucket.end()
             if len(self._on_their_way) > 1:
                 self._on_their_way.popleft().end()
-            bucket.await_sum = rows.start_sum()
+            bucket.await_sum = shards.start_sum()
             self._on_their_way.append(bucket)
         elif self._holders.size > 1 and bucket.reduced.numel():
             bucket.await_sum = start_all_reduce_sum(bucket.reduced, self._holders)
@@ -273,7 +273,7 @@ class GradientBuckets:
 def _weak(method: Callable[..., None]) -> Callable[..., None]:
     """Calls a method, and nothing when its object is gone."""
     reference = WeakMethod(method)
-    return lambda *given: None if (call := reference()) is None else call(*given)
+    return lambda *arguments: None if (call := reference()) is None else call(*arguments)
 
 
 def _packed(parameters: list[Tensor]) -> list[list[Tensor]]:

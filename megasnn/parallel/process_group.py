@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from megasnn.common.checks import placed
+from megasnn.common.checks import error_context
 from megasnn.config import PretrainConfig
 from megasnn.config.training import PRECISIONS, TrainingConfig
 from megasnn.kernels.layout import CAPABILITY, CUBLAS, CUDNN, let_products_round, takes_tf32
@@ -28,7 +28,7 @@ from megasnn.parallel_state import (
     model_parallel_is_initialized,
 )
 
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+COMMUNICATION_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """By device. What hosts tell each other never waits for a GPU."""
 # Settings that are unknown to type checkers.
 _MKLDNN: Any = torch.backends.mkldnn
@@ -62,7 +62,7 @@ def start_process_group(device: str = "auto", timeout_minutes: float = 10.0, sta
         try:
             store, rank, world_size = _meet(timeout, problem)
             dist.init_process_group(
-                BACKENDS[chosen.type], store=store, rank=rank, world_size=world_size, timeout=timeout
+                COMMUNICATION_BACKENDS[chosen.type], store=store, rank=rank, world_size=world_size, timeout=timeout
             )
         except dist.DistError as error:
             raise ConnectionError(f"{problem} ({error})") from error
@@ -151,7 +151,7 @@ def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None
         set_precision(training, state.device)
         return state, lambda: None
     was_joined, minutes = dist.is_initialized(), parallel.distributed_timeout_minutes
-    with placed("while joining the other ranks"):
+    with error_context("while joining the other ranks"):
         device = start_process_group(parallel.device, minutes, stages=stages)
         watch = watch_ranks()
         state = initialize_model_parallel(**sizes, device=device, timeout=datetime.timedelta(minutes=minutes))

@@ -39,7 +39,7 @@ def compare_replicas(entries: Sequence[ShardedTensor], state: ParallelState, ite
     Raises:
         ReplicaError: on every rank, where tensors differ on any: which, on which ranks of which hosts.
     """
-    own = [checksum(entry.tensor).to(state.device, non_blocking=True) for entry in entries]
+    own = [tensor_checksum(entry.tensor).to(state.device, non_blocking=True) for entry in entries]
     sums = torch.stack(own) if own else torch.empty(0, dtype=torch.int64, device=state.device)
     # The largest of all, and the complement of the smallest: one reduction for both.
     bounds = torch.stack([sums, ~sums])
@@ -78,7 +78,7 @@ WORDS = 1 << 16  # that are multiplied at once: on a CPU the products then stay 
 ODD = 0x1E3779B97F4A7C15
 
 
-def checksum(tensor: Tensor) -> Tensor:
+def tensor_checksum(tensor: Tensor) -> Tensor:
     """The sum over a tensor of any shape and type, as an int64 number (shape []) on its device.
 
     The bits are 32-bit words in the order of memory. Each is multiplied by an odd random 64-bit number of its place in

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megasnn.common.grid import FLAG_OF_AXIS, HOLDING_AXES, Axis, Place
+from megasnn.common.grid import FLAG_OF_AXIS, HOLDING_AXES, Axis, Coordinates
 from megasnn.common.random import keyed_generator
 
 Initialiser = Callable[[Tensor, torch.Generator], object]
@@ -85,7 +85,7 @@ class Shard:
         global_shape: shape of the whole tensor.
         cuts: by axis of the grid; along an axis without a cut all ranks hold the same. A later cut divides what the
             ones before it leave.
-        place: the rank in the grid.
+        coordinates: the rank in the grid.
         partial_gradient: True where the gradient of a tensor parallel rank covers only a share of a parameter that all
             hold, so that they must be summed (the time constant of a PLIF neuron, whose channels are cut).
         initialise: fills the *global* tensor from a generator keyed by the parameter's name.
@@ -96,7 +96,7 @@ class Shard:
 
     global_shape: tuple[int, ...]
     cuts: tuple[tuple[Axis, Cut], ...] = ()
-    place: Place = Place()
+    coordinates: Coordinates = Coordinates()
     partial_gradient: bool = False
     initialise: Initialiser | None = None
 
@@ -114,29 +114,29 @@ class Shard:
         shape = self.global_shape or (1,) * any(not cut.even for _, cut in self.cuts)
         indices = [np.arange(length) for length in shape]
         for axis, cut in self.cuts:
-            size, length = self.place.size(axis), len(indices[cut.dim])
+            size, length = self.coordinates.size(axis), len(indices[cut.dim])
             if cut.even and length % (cut.blocks * size):
                 raise ValueError(
                     f"dimension {cut.dim} of shape {list(shape)}, {cut.blocks} block(s) of {length // cut.blocks}, "
                     f"cannot be cut into {size} equal parts; choose a {FLAG_OF_AXIS[axis]} that divides it"
                 )
             blocks = indices[cut.dim].reshape(cut.blocks, -1)
-            own = own_span(blocks.shape[1], [size], self.place.index(axis))
+            own = own_span(blocks.shape[1], [size], self.coordinates.index(axis))
             indices[cut.dim] = blocks[:, own.start : own.stop].reshape(-1)
         return indices
 
     def is_cut(self, axis: Axis) -> bool:
         """True where the ranks along an axis hold different parts."""
-        return self.place.size(axis) > 1 and any(axis == other for other, _ in self.cuts)
+        return self.coordinates.size(axis) > 1 and any(axis == other for other, _ in self.cuts)
 
     @property
     def shared_axes(self) -> tuple[Axis, ...]:
         """The axes along which other ranks hold what this one holds: the answer to who shares a tensor."""
-        return tuple(axis for axis in HOLDING_AXES if self.place.size(axis) > 1 and not self.is_cut(axis))
+        return tuple(axis for axis in HOLDING_AXES if self.coordinates.size(axis) > 1 and not self.is_cut(axis))
 
     def is_primary(self) -> bool:
         """True on exactly one of the ranks that hold the same: what is counted or written once goes by this."""
-        return all(self.place.index(axis) == 0 for axis in self.shared_axes)
+        return all(self.coordinates.index(axis) == 0 for axis in self.shared_axes)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -152,7 +152,7 @@ class Shard:
     def by_rows(self, axis: Axis) -> Shard:
         """Part of this rank, where each of the ranks along an axis owns some rows (the slowest dimension) of what all
         of them hold."""
-        if self.place.size(axis) == 1:
+        if self.coordinates.size(axis) == 1:
             return self  # nothing is shared out
         return replace(self, cuts=(*self.cuts, (axis, Cut(0, even=False))))
 

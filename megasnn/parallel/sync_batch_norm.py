@@ -169,8 +169,8 @@ def _update(found: Sequence[StepStatistics]) -> None:
         running: list[Tensor] = [getattr(norm, kind) for kind in ("running_mean", "running_var") for norm in here]
         sizes, old = [buffer.numel() for buffer in running], torch.cat(running)
         new = torch.cat([value for kind in zip(*here.values(), strict=True) for value in kind]).to(old.dtype)
-        given = [math.nan if norm.momentum is None else norm.momentum for norm in here]
-        momentums = without_waiting(torch.tensor(given, dtype=torch.float64), old.device)
+        momentum_of = [math.nan if norm.momentum is None else norm.momentum for norm in here]
+        momentums = without_waiting(torch.tensor(momentum_of, dtype=torch.float64), old.device)
         of_norms = torch.where(momentums.isnan(), torch.stack(counts).double().reciprocal(), momentums).repeat(2)
         repeats = without_waiting(torch.tensor(sizes), old.device)
         weights = of_norms.repeat_interleave(repeats, output_size=sum(sizes))

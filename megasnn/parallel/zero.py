@@ -21,16 +21,16 @@ from megasnn.parallel_state import Group
 ALIGNMENT = 64  # bytes, as of torch's own tensors on the CPU: a product may sum in another order at another alignment
 
 
-class RowShards:
+class ParameterShards:
     """The rows of some parameters of one type, by the replica that owns them.
 
     Args:
         gradients: of the parameters, as they lie in memory, like them.
         holders: the ranks that hold the same of the weights.
-        kept: this rank's rows, where it keeps no others: then there is nothing to be gathered.
+        local_shards: this rank's rows, where it keeps no others: then there is nothing to be gathered.
 
     Attributes:
-        rows: for each parameter those of its rows that this rank owns, which share its memory; there may be none. A
+        shards: for each parameter those of its rows that this rank owns, which share its memory; there may be none. A
             number is a row of one. Their gradients are `sums`.
         sum: what `start_sum` has summed up since it was last zeroed; sums: the same for each parameter.
     """
@@ -40,19 +40,23 @@ class RowShards:
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor],
         holders: Group,
-        kept: Sequence[nn.Parameter] | None = None,
+        local_shards: Sequence[nn.Parameter] | None = None,
     ) -> None:
         self._holders, self._gradients = holders, by_owner(gradients, holders)
-        self._values = by_owner(parameters if kept is None else [], holders)
+        self._values = by_owner(parameters if local_shards is None else [], holders)
         self._counts = [sum(part.numel() for part in parts) for parts in self._gradients]
         self.sum = gradients[0].new_zeros(self._counts[holders.rank])
-        self.rows = [nn.Parameter(own_param_rows(each, holders)) for each in parameters] if kept is None else [*kept]
-        self.sums = side_by_side(self.rows, self.sum, [rows.numel() for rows in self.rows])
+        self.shards = (
+            [nn.Parameter(own_param_shard(each, holders)) for each in parameters]
+            if local_shards is None
+            else [*local_shards]
+        )
+        self.sums = side_by_side(self.shards, self.sum, [shards.numel() for shards in self.shards])
 
     def zero(self) -> None:
         self.sum.zero_()
-        for rows, total in zip(self.rows, self.sums, strict=True):
-            rows.grad = total
+        for shards, total in zip(self.shards, self.sums, strict=True):
+            shards.grad = total
 
     def start_sum(self) -> Callable[[], None]:
         """Starts sending gradients to their owners, from copies of them. The returned function waits for those of this
@@ -72,7 +76,7 @@ class RowShards:
     def start_all_gather(self) -> Callable[[], None]:
         """Starts sending the values of this rank's rows to all others; the returned function waits for theirs."""
         mine = joined(self._values[self._holders.rank], self.sum)
-        return send_rows(mine, self._counts, self._values, self._holders)
+        return send_shards(mine, self._counts, self._values, self._holders)
 
     @property
     def exchange_bytes(self) -> int:
@@ -81,21 +85,21 @@ class RowShards:
         return 2 * self.sum.itemsize * (sum(self._counts) - mine + (self._holders.size - 1) * mine)
 
 
-def send_rows(mine: Tensor, counts: Sequence[int], places: Sequence[list[Tensor]], group: Group) -> Callable[[], None]:
+def send_shards(mine: Tensor, counts: Sequence[int], views: Sequence[list[Tensor]], group: Group) -> Callable[[], None]:
     """Starts sending this rank's rows to all others; the returned function waits for theirs, and copies them to their
     places.
 
     Args:
         mine: this rank's rows. counts: numbers of values that each rank sends.
-        places: by rank.
+        views: by rank.
     """
     outgoing = mine if group.size == 2 else mine.repeat(group.size - 1)  # a copy for each of the others
     exchange = start_exchange(outgoing, [counts[group.rank]] * group.size, counts, group)
 
     def finish() -> None:
         for rank, arrived in enumerate(exchange()):
-            if rank != group.rank and places[rank]:
-                torch._foreach_copy_(places[rank], list(arrived.split([each.numel() for each in places[rank]])))
+            if rank != group.rank and views[rank]:
+                torch._foreach_copy_(views[rank], list(arrived.split([each.numel() for each in views[rank]])))
 
     return finish
 
@@ -122,7 +126,7 @@ def by_owner(tensors: Sequence[Tensor], holders: Group) -> list[list[Tensor]]:
     return parts
 
 
-def own_param_rows(parameter: Tensor, holders: Group) -> Tensor:
+def own_param_shard(parameter: Tensor, holders: Group) -> Tensor:
     """This rank's rows, in the parameter's memory."""
     values = parameter.detach()
     values = values if values.ndim else values.view(1)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megasnn.common.bundle import Bundle, Key, bundle_of, entries_of, map_entries
+from megasnn.common.bundle import Bundle, EntryKey, bundle_of, entries_of, map_entries
 from megasnn.common.checks import explained
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.context import BuildContext
@@ -103,8 +103,8 @@ class PipelineChunk(nn.Module):
         if not isinstance(x, list):  # samples of a micro-batch
             inputs = [*self._description.task.inputs.items()]
             named_inputs = {inputs[0][0]: x} if isinstance(x, Tensor) else x
-            taken = [inputs[-1 - each.layer] for each in self.receives]
-            x = [spec.frames(named_inputs[name]) for name, spec in taken]
+            specs = [inputs[-1 - each.layer] for each in self.receives]
+            x = [spec.frames(named_inputs[name]) for name, spec in specs]
             x = x if self._rows is None else [own_pixel_rows(each, self._rows) for each in x]
         if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
             y = self.graphs.apply(x, samples, micro_batch)
@@ -112,11 +112,11 @@ class PipelineChunk(nn.Module):
             return y
         return self._run(x, samples, goes_on)
 
-    def _run(self, given: list[Tensor], samples: range | None, goes_on: bool = False) -> Any:
-        outputs: dict[int, Bundle] = {self.receives[0].layer: given[0]}
+    def _run(self, received: list[Tensor], samples: range | None, goes_on: bool = False) -> Any:
+        outputs: dict[int, Bundle] = {self.receives[0].layer: received[0]}
         if not self._is_chain:
-            outputs = _unpacked(self.receives, given)
-        given.clear()
+            outputs = _unpacked(self.receives, received)
+        received.clear()
         for number, last, layer in zip(self._span, self._last, self.layers, strict=True):
             described = self._description.layers[number]
             inputs, name = [outputs[source] for source in described.inputs], described.name
@@ -168,7 +168,7 @@ class PipelineChunk(nn.Module):
 
 def _unpacked(carried: Sequence[Carried], tensors: Sequence[Tensor]) -> dict[int, Bundle]:
     """Outputs that a boundary carried, by the number of their layer."""
-    entries: dict[int, dict[Key, Tensor]] = {}
+    entries: dict[int, dict[EntryKey, Tensor]] = {}
     for each, tensor in zip(carried, tensors, strict=True):
         entries.setdefault(each.layer, {})[each.key] = tensor
     return {number: bundle_of(of_layer) for number, of_layer in entries.items()}
@@ -202,16 +202,16 @@ def build_chunks(
     Args:
         indices: of these chunks.
         built: all layers for this rank; None to build them.
-        shard: layers of each unit, and what is called with a unit's number and its layers when these have their values,
-            before others get theirs.
+        shard: layers of each segment, and what is called with a segment's number and its layers when these have their
+            values, before others get theirs.
     """
     layers = [each.module for each in built or description.build(context)]
-    units, keep = shard or (bounds, None)
-    for number, unit in enumerate(units):
-        if unit and any(unit.start in bounds[index] for index in indices):
-            materialise([(description.layers[at].name, layers[at]) for at in unit], device, seed)
+    segments, keep = shard or (bounds, None)
+    for number, segment in enumerate(segments):
+        if segment and any(segment.start in bounds[index] for index in indices):
+            materialise([(description.layers[at].name, layers[at]) for at in segment], device, seed)
             if keep is not None:
-                keep(number, [layers[at] for at in unit])
+                keep(number, [layers[at] for at in segment])
     return {
         index: PipelineChunk(description, bounds, index, [layers[number] for number in bounds[index]], context)
         for index in indices

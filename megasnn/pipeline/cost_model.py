@@ -102,9 +102,9 @@ class PipelineCosts:
             found.append(ChunkCost(forward, inputs, weights, *transfers, activation=share))
         return found
 
-    def with_unshards(self, costs: Sequence[ChunkCost], unit_bytes: Sequence[int], ranks: int) -> list[ChunkCost]:
-        """Adds the time of UNSHARD and REDUCE_SCATTER to units whose weights `ranks` replicas shard."""
-        times = [self.link.exchange(ranks, size / ranks) if size else 0.0 for size in unit_bytes]
+    def with_unshards(self, costs: Sequence[ChunkCost], segment_bytes: Sequence[int], ranks: int) -> list[ChunkCost]:
+        """Adds the time of UNSHARD and REDUCE_SCATTER to segments whose weights `ranks` replicas shard."""
+        times = [self.link.exchange(ranks, size / ranks) if size else 0.0 for size in segment_bytes]
         return [replace(cost, unshard=time, reduce_scatter=time) for cost, time in zip(costs, times, strict=True)]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megasnn.common.bundle import Bundle
-from megasnn.common.checks import placed
+from megasnn.common.checks import error_context
 from megasnn.common.recompute import recording, replaying
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.parallel.fsdp import GatheredWeights
@@ -22,7 +22,7 @@ from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer, PackedInput, StepState, without_graph
 from megasnn.pipeline.p2p import Transfers
 from megasnn.schedule import Action, Kind, Schedule
-from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, USES_WEIGHTS, Key
+from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, USES_WEIGHTS, ActionKey
 from megasnn.telemetry.timers import named
 
 LossFunction = Callable[[Bundle, Any, bool], Tensor]
@@ -35,36 +35,36 @@ class PipelineExecutor:
     """Executor of any schedule, on a single rank, too. An error notes rank, stage, action and micro-batch.
 
     Args:
-        units: of this rank, as the schedule numbers them.
+        segments: of this rank, as the schedule numbers them.
         transfers: None on a single stage.
-        loss: called on the rank of the last unit, in each forward of a training step.
+        loss: called on the rank of the last segment, in each forward of a training step.
         weights: of which each rank keeps some rows (UNSHARD, RESHARD); None where weights are always there.
     """
 
     def __init__(
         self,
-        units: Mapping[int, PipelineChunk],
+        segments: Mapping[int, PipelineChunk],
         state: ParallelState,
         transfers: Transfers | None,
         loss: LossFunction,
         gradient_buckets: GradientBuckets,
         weights: GatheredWeights | None = None,
     ) -> None:
-        self._units, self._state, self._transfers = units, state, transfers
+        self._segments, self._state, self._transfers = segments, state, transfers
         self._loss, self._gradient_buckets, self._weights = loss, gradient_buckets, weights
-        self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a unit's input part of a graph
-        modules = [module for unit in units.values() for module in unit.modules()]
+        self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # puts a segment's input in a graph
+        modules = [module for segment in segments.values() for module in segment.modules()]
         self._neurons = [module for module in modules if isinstance(module, NeuronLayer)]
         self._sizes: list[tuple[int, ...]] = []  # of micro-batches in training steps
-        self._scattered: set[int] = set()  # units whose gradients are, after every micro-batch
+        self._scattered: set[int] = set()  # segments whose gradients are, after every micro-batch
         self._methods: dict[Kind, Callable[[StepState, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: lambda step, action: step.backward(action.key),
             Kind.INPUT_GRADIENT: self._input_gradient,
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
             Kind.RECOMPUTE: self._forward_again,
-            Kind.REDUCE_GRAD: lambda step, action: gradient_buckets.reduce(action.unit),
-            Kind.REDUCE_SCATTER: lambda step, action: gradient_buckets.scatter(action.unit),
+            Kind.REDUCE_GRAD: lambda step, action: gradient_buckets.reduce(action.segment),
+            Kind.REDUCE_SCATTER: lambda step, action: gradient_buckets.scatter(action.segment),
         }
         if transfers is not None:
             self._methods[Kind.SEND_FORWARD] = lambda step, action: transfers.send(action, step.outputs.pop(action.key))
@@ -72,8 +72,8 @@ class PipelineExecutor:
             self._methods[Kind.SEND_BACKWARD] = partial(self._send_backward, transfers)
             self._methods[Kind.RECV_BACKWARD] = partial(self._receive_backward, transfers)
         if weights is not None:
-            self._methods[Kind.UNSHARD] = lambda step, action: weights.unshard(action.unit)
-            self._methods[Kind.RESHARD] = lambda step, action: weights.reshard(action.unit)
+            self._methods[Kind.UNSHARD] = lambda step, action: weights.unshard(action.segment)
+            self._methods[Kind.RESHARD] = lambda step, action: weights.reshard(action.segment)
 
     def run(
         self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None
@@ -82,22 +82,22 @@ class PipelineExecutor:
         with `consume`, forward alone.
 
         Args:
-            consume: gets the outputs and targets on the rank of the last unit.
+            consume: gets the outputs and targets on the rank of the last segment.
         Returns:
-            the sum of the losses, float64 scalar; zero on ranks without the last unit, and with `consume`.
+            the sum of the losses, float64 scalar; zero on ranks without the last segment, and with `consume`.
         """
         actions, sizes = schedule.actions[self._state.pp.rank], tuple(micro.size for micro in micro_batches)
         repeated = frozenset(each.key for each in actions if each.kind is Kind.RECOMPUTE)
-        self._scattered = {each.unit for each in actions if each.kind is Kind.REDUCE_SCATTER}
+        self._scattered = {each.segment for each in actions if each.kind is Kind.REDUCE_SCATTER}
         step = StepState(micro_batches, self._anchor, repeated, consume)
         if self._transfers is not None:
             self._transfers.begin(schedule, sizes)
-        graphs = [unit.graphs for unit in self._units.values() if unit.graphs is not None]
+        graphs = [segment.graphs for segment in self._segments.values() if segment.graphs is not None]
         if graphs and consume is None:
             self._begin_graphs(graphs, sizes)
         with nullcontext() if consume is None else torch.no_grad():
             for action in actions:
-                with placed(partial(self._place, action)), named(action):
+                with error_context(partial(self._error_context, action)), named(action):
                     self._do(step, action)
         if self._transfers is not None:
             self._transfers.wait()
@@ -119,16 +119,16 @@ class PipelineExecutor:
         if self._transfers is not None and action.kind in COMPUTE:
             self._transfers.announce(action)
         if self._weights is not None and action.kind in USES_WEIGHTS:
-            self._weights.wait_unshard(action.unit)
-        if action.unit in self._scattered and action.kind in _BACKWARDS:
-            self._gradient_buckets.begin(action.unit, first_part=action.kind is Kind.INPUT_GRADIENT)
+            self._weights.wait_unshard(action.segment)
+        if action.segment in self._scattered and action.kind in _BACKWARDS:
+            self._gradient_buckets.begin(action.segment, first_part=action.kind is Kind.INPUT_GRADIENT)
         self._methods[action.kind](step, action)
         if action.kind in FINISHING:
-            graphs = self._units[action.unit].graphs
+            graphs = self._segments[action.segment].graphs
             if graphs is not None:
                 graphs.done(action.key[1])
 
-    def _place(self, action: Action) -> str:
+    def _error_context(self, action: Action) -> str:
         state = self._state
         micro = "" if action.micro_batch is None else f", micro-batch {action.micro_batch}"
         return f"rank {state.rank}, pipeline stage {state.pp.rank}, action {action}{micro}"
@@ -136,50 +136,50 @@ class PipelineExecutor:
     # --- computing
 
     def _forward(self, step: StepState, action: Action) -> None:
-        """Gives a unit's output to the loss, to the next unit, or to whoever takes it in evaluation."""
-        key, unit, micro = action.key, self._units[action.unit], step.micro_batches[action.key[1]]
-        kept: PackedInput | None = None
-        if key in step.repeated:  # what the first unit takes stays in the batch
-            given, carried = ([], ()) if unit.is_first else (step.inputs[key], unit.receives)
-            step.kept[key] = kept = PackedInput(given, carried)
-        with nullcontext() if kept is None else recording(kept.collected):
+        """Gives a segment's output to the loss, to the next segment, or to whoever takes it in evaluation."""
+        key, segment, micro = action.key, self._segments[action.segment], step.micro_batches[action.key[1]]
+        stashed: PackedInput | None = None
+        if key in step.repeated:  # what the first segment takes stays in the batch
+            inputs, carried = ([], ()) if segment.is_first else (step.inputs[key], segment.receives)
+            step.stashed[key] = stashed = PackedInput(inputs, carried)
+        with nullcontext() if stashed is None else recording(stashed.collected):
             y = self._output(step, key)
-        if not unit.is_last:
+        if not segment.is_last:
             step.await_gradients(key, y)
-            given = [without_graph(each) for each in y]
-            if action.unit + 1 in self._units:
-                step.inputs[action.unit + 1, key[1]] = given
+            inputs = [without_graph(each) for each in y]
+            if action.segment + 1 in self._segments:
+                step.inputs[action.segment + 1, key[1]] = inputs
             else:
-                step.outputs[key] = given
+                step.outputs[key] = inputs
         elif step.consume is None:
             loss = self._loss(y, micro.targets, False)
             step.backwards[key] = partial(torch.autograd.backward, loss)
             step.losses.append(loss.detach())
         elif not micro.is_padding:
             step.consume(*micro.counted(y))
-        if kept is not None:
+        if stashed is not None:
             del step.backwards[key]  # and with it the graph; it has shown what needs a gradient
 
     def _forward_again(self, step: StepState, action: Action) -> None:
-        key, unit = action.key, self._units[action.unit]
-        kept = step.kept.pop(key)
-        if not unit.is_first:
-            step.inputs[key] = kept.restored()
-        with unit.only_graph(), replaying(kept.collected):
+        key, segment = action.key, self._segments[action.segment]
+        stashed = step.stashed.pop(key)
+        if not segment.is_first:
+            step.inputs[key] = stashed.restored()
+        with segment.only_graph(), replaying(stashed.collected):
             y = self._output(step, key)
-            if unit.is_last:
+            if segment.is_last:
                 loss = self._loss(y, step.micro_batches[key[1]].targets, True)
                 step.backwards[key] = partial(torch.autograd.backward, loss)
             else:
                 step.await_gradients(key, y)
 
-    def _output(self, step: StepState, key: Key) -> Any:
-        unit, micro = self._units[key[0]], step.micro_batches[key[1]]
-        x = micro.inputs if unit.is_first else step.entered(key)
-        return unit(x, micro.samples, micro.goes_on, key[1])
+    def _output(self, step: StepState, key: ActionKey) -> Any:
+        segment, micro = self._segments[key[0]], step.micro_batches[key[1]]
+        x = micro.inputs if segment.is_first else step.entered(key)
+        return segment(x, micro.samples, micro.goes_on, key[1])
 
     def _input_gradient(self, step: StepState, action: Action) -> None:
-        with self._units[action.unit].weight_gradients.deferred() as tasks:
+        with self._segments[action.segment].weight_gradients.deferred() as tasks:
             step.backward(action.key)
         step.weight_gradients[action.key] = tasks
 
@@ -191,8 +191,8 @@ class PipelineExecutor:
     # --- transfers
 
     def _send_backward(self, transfers: Transfers, step: StepState, action: Action) -> None:
-        unit, micro_batch = action.key
-        transfers.send(action, step.gradients.pop((unit - 1, micro_batch)))
+        segment, micro_batch = action.key
+        transfers.send(action, step.gradients.pop((segment - 1, micro_batch)))
 
     def _receive_forward(self, transfers: Transfers, step: StepState, action: Action) -> None:
         step.inputs[action.key] = [*transfers.receive(action).values()]

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from megasnn.common.bundle import entries_of, map_entries
-from megasnn.common.checks import DeviceChecks, refuse
+from megasnn.common.checks import DeviceChecks, check_value
 from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.dropout import drawing_for
 from megasnn.layers.norm import ParallelBatchNorm
@@ -110,8 +110,8 @@ class ChunkGraphs:
         """True if the chunk runs as graphs now; the micro-batch takes a slot."""
         if not self._is_on:
             return False
-        taken = self._slots.values()
-        self._slots[micro_batch] = next(each for each in range(len(taken) + 1) if each not in taken)
+        used = self._slots.values()
+        self._slots[micro_batch] = next(each for each in range(len(used) + 1) if each not in used)
         if len(self._pools) < len(self._slots):
             self._pools.append(self.capture.pool())
         return True
@@ -172,7 +172,7 @@ class _SlotGraphs:
         self._replay()
         if self._flags is not None:
             for flag, text in zip(self._flags.clone().split(1), self._complaints, strict=True):
-                refuse(flag, text)
+                check_value(flag, text)
         if self._statistics is not None:
             values = iter(self._statistics.clone().split(self._sizes))
             for norm, count in self._norms:
@@ -213,10 +213,10 @@ class _SlotGraphs:
         pairs = [(y, grad) for y, grad in zip(self.outputs, self._grads, strict=True) if grad is not None]
         learning = [x for x in self._inputs if x.requires_grad]
         wanted = [*learning, *self._leaves.values(), self._of.weight_gradients.anchor]
-        outputs, given = [y for y, _ in pairs], [grad for _, grad in pairs]
+        outputs, grads = [y for y, _ in pairs], [grad for _, grad in pairs]
         with self._of.weight_gradients.collected() as self._tasks:
             # What forward has kept stays: its memory is no other graph's.
-            found = torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(outputs, wanted, grads, retain_graph=True, allow_unused=True)
         of_inputs = iter(found)
         self._found = [next(of_inputs) if x.requires_grad else None for x in self._inputs]
         of_leaves = zip(self._leaves, found[len(learning) :], strict=False)
@@ -288,10 +288,10 @@ class _Applied(nn.Module):
         return self._run(inputs, samples)
 
 
-def _fill(places: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
-    for place, x in zip(places, values, strict=True):
-        if place is not None and x is not None:
-            place.data.copy_(x)  # autograd does not see that
+def _fill(buffers: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
+    for buffer, x in zip(buffers, values, strict=True):
+        if buffer is not None and x is not None:
+            buffer.data.copy_(x)  # autograd does not see that
 
 
 def _gradient(parameter: Tensor) -> Tensor:

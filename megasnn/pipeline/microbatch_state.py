@@ -17,10 +17,10 @@ from megasnn.common.checks import explained
 from megasnn.common.recompute import Cache
 from megasnn.kernels.spike_codec import Content, bits_of, remember_bits
 from megasnn.layers.shape_inference import is_channels_last
-from megasnn.layers.weight_grad import Task
+from megasnn.layers.weight_grad import WeightGradientTask
 from megasnn.models.description import Carried
 from megasnn.pipeline.p2p import TensorSpec
-from megasnn.schedule.actions import Key
+from megasnn.schedule.actions import ActionKey
 
 OutputConsumer = Callable[[Any, Any], None]
 """Called with (output without gradient, targets), once for each window of each micro-batch, but for padding."""
@@ -67,7 +67,7 @@ def _with_bits(tensor: Tensor, spec: TensorSpec, message: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MicroBatchInput:
-    """Micro-batch for the executor; inputs only where the first unit is, targets where the last one is.
+    """Micro-batch for the executor; inputs only where the first segment is, targets where the last one is.
 
     Attributes:
         inputs: of the model by name, or the tensor of the only one: `[n, ...]`, `[T, n, ...]` or `[n, T, ...]`.
@@ -75,7 +75,7 @@ class MicroBatchInput:
         size: n, known on every stage.
         samples: positions of the samples in the whole training, for dropout.
         goes_on: True for a later window of the samples of the micro-batch before: neurons go on from the state that it
-            left. A unit's forwards are in ascending order in every schedule, as its validation proves.
+            left. A segment's forwards are in ascending order in every schedule, as its validation proves.
         is_padding: keeps this replica in step with others, in evaluation; nobody is told of its output.
         left_out: places of samples whose outputs an evaluation does not count.
     """
@@ -98,35 +98,35 @@ class MicroBatchInput:
 
 @dataclass
 class StepState:
-    """Inputs, outputs, graphs and gradients of one step, by unit and micro-batch; each goes when it is used up.
+    """Inputs, outputs, graphs and gradients of one step, by segment and micro-batch; each goes when it is used up.
 
     Attributes:
-        repeated: forwards that are computed again. kept: what these are computed from.
+        repeated: forwards that are computed again. stashed: what these are computed from.
         consume: takes outputs in evaluation; None in training.
-        inputs: of units whose forward is to come. outputs: to be sent to the next unit.
-        learning: places of the tensors that a unit hands on and that require a gradient.
-        backwards: of units whose forward is done; None where there is nothing to learn.
-        gradients: of those tensors of a unit's output, for its backward.
+        inputs: of segments whose forward is to come. outputs: to be sent to the next segment.
+        learning: places of the tensors that a segment hands on and that require a gradient.
+        backwards: of segments whose forward is done; None where there is nothing to learn.
+        gradients: of those tensors of a segment's output, for its backward.
         awaited: inputs that require a gradient, without values, until that is there.
         weight_gradients: left by backwards of input gradients.
     """
 
     micro_batches: Sequence[MicroBatchInput]
     anchor: Tensor
-    repeated: frozenset[Key] = frozenset()
+    repeated: frozenset[ActionKey] = frozenset()
     consume: OutputConsumer | None = None
-    kept: dict[Key, PackedInput] = field(default_factory=dict)
-    learning: dict[Key, list[int]] = field(default_factory=dict)
-    inputs: dict[Key, list[Tensor]] = field(default_factory=dict)
-    outputs: dict[Key, list[Tensor]] = field(default_factory=dict)
-    backwards: dict[Key, Callable[[], None] | None] = field(default_factory=dict)
-    gradients: dict[Key, Sequence[Tensor]] = field(default_factory=dict)
-    awaited: dict[Key, Sequence[Tensor]] = field(default_factory=dict)
-    weight_gradients: dict[Key, deque[Task]] = field(default_factory=dict)
+    stashed: dict[ActionKey, PackedInput] = field(default_factory=dict)
+    learning: dict[ActionKey, list[int]] = field(default_factory=dict)
+    inputs: dict[ActionKey, list[Tensor]] = field(default_factory=dict)
+    outputs: dict[ActionKey, list[Tensor]] = field(default_factory=dict)
+    backwards: dict[ActionKey, Callable[[], None] | None] = field(default_factory=dict)
+    gradients: dict[ActionKey, Sequence[Tensor]] = field(default_factory=dict)
+    awaited: dict[ActionKey, Sequence[Tensor]] = field(default_factory=dict)
+    weight_gradients: dict[ActionKey, deque[WeightGradientTask]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
 
-    def entered(self, key: Key) -> list[Tensor]:
-        """Inputs of a unit behind the first, which begin its graph and are here no longer."""
+    def entered(self, key: ActionKey) -> list[Tensor]:
+        """Inputs of a segment behind the first, which begin its graph and are here no longer."""
         xs, before = self.inputs.pop(key), (key[0] - 1, key[1])
         learning = [index for index, x in enumerate(xs) if x.requires_grad]
         if not torch.is_grad_enabled() or not learning:
@@ -140,8 +140,8 @@ class StepState:
             xs[index] = remember_bits(x, bits_of(xs[index]))
         return xs
 
-    def await_gradients(self, key: Key, y: Sequence[Tensor]) -> None:
-        """Backward starts from the edges of the graph; the values are needed by the next unit only."""
+    def await_gradients(self, key: ActionKey, y: Sequence[Tensor]) -> None:
+        """Backward starts from the edges of the graph; the values are needed by the next segment only."""
         self.learning[key] = learning = [index for index, each in enumerate(y) if each.requires_grad]
         self.backwards[key] = None
         if learning:
@@ -149,9 +149,9 @@ class StepState:
             end: Tensor = _Exit.apply(partial(self.gradients.pop, key), *(y[index] for index in learning))
             self.backwards[key] = partial(torch.autograd.backward, get_gradient_edge(end), torch.zeros_like(end))
 
-    def backward(self, key: Key) -> None:
+    def backward(self, key: ActionKey) -> None:
         backward = self.backwards.pop(key)
-        if backward is None:  # a unit may have nothing to learn
+        if backward is None:  # a segment may have nothing to learn
             self.gradients.pop(key, None)
         else:
             backward()
@@ -166,7 +166,7 @@ def without_graph(y: Tensor) -> Tensor:
 
 
 class _Entry(torch.autograd.Function):
-    """Begins a unit's graph: hands on its inputs and, in backward, all their gradients at once; zeros for an input
+    """Begins a segment's graph: hands on its inputs and, in backward, all their gradients at once; zeros for an input
     that nothing has learnt from."""
 
     @staticmethod
@@ -183,7 +183,7 @@ class _Entry(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """Ends a unit's graph: a zero, whose backward asks for the gradients of the outputs."""
+    """Ends a segment's graph: a zero, whose backward asks for the gradients of the outputs."""
 
     @staticmethod
     def forward(ctx: Any, take: Callable[[], Sequence[Tensor]], *ys: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.common.bundle import Key, entries_of
+from megasnn.common.bundle import EntryKey, entries_of
 from megasnn.common.checks import explained
 from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, bits_of, decode_into, encode, encoded_like
@@ -94,7 +94,7 @@ class Boundaries:
         self._context = context
         inputs = [each.frames(each.empty(DRY_SAMPLES, context.dtype)) for each in description.task.inputs.values()]
         self._image_dims = inputs[0].ndim
-        self._specs: dict[tuple[int, Key], TensorSpec] = {}
+        self._specs: dict[tuple[int, EntryKey], TensorSpec] = {}
         learns, by_rows = dict[int, bool](), dict[int, bool]()
         for number, frames in enumerate(inputs):
             learns[-1 - number], by_rows[-1 - number] = False, True
@@ -109,7 +109,7 @@ class Boundaries:
                 learning = learns[number] and entry.is_floating_point()
                 self._add(number, key, TensorSpec(tuple(entry.shape), entry.dtype, content, learning), by_rows[number])
 
-    def _add(self, number: int, key: Key, spec: TensorSpec, by_rows: bool) -> None:
+    def _add(self, number: int, key: EntryKey, spec: TensorSpec, by_rows: bool) -> None:
         """Notes this rank's part, where ranks share the rows of images, which a dry run sees whole."""
         rows, shape = row_group(self._context), spec.shape
         if rows is not None and len(shape) >= 4:
@@ -191,18 +191,18 @@ class Transfers:
     """One rank's links, used action by action.
 
     Args:
-        units: this rank's units by index. placement: pipeline rank of every unit.
+        segments: this rank's segments by index. placement: pipeline rank of every segment.
         boundaries: what they carry.
     """
 
     def __init__(
         self,
-        units: Mapping[int, PipelineChunk],
+        segments: Mapping[int, PipelineChunk],
         placement: Sequence[int],
         state: ParallelState,
         boundaries: Boundaries,
     ) -> None:
-        self._units, self.placement, self._boundaries = units, tuple(placement), boundaries
+        self._segments, self.placement, self._boundaries = segments, tuple(placement), boundaries
         self._rank, self.links = state.pp.rank, dict[int, Link]()
         up, down, device = state.pp, state.pp_down, state.device
         for low, high in linked(pairwise(placement)):
@@ -259,7 +259,7 @@ class Transfers:
         self.announce(action)
         link, carried = self._messages[action]
         let_go = partial(link.arrived, self._arrivals[action])
-        tensors = {place: link.receive(spec, let_go) for place, (spec, _) in carried.items()}
+        tensors = {position: link.receive(spec, let_go) for position, (spec, _) in carried.items()}
         let_go()
         return tensors
 
@@ -270,12 +270,12 @@ class Transfers:
 
     def _message(self, action: Action, sizes: Sequence[int], forward_only: bool) -> Message:
         """Link and tensors of a transfer; of gradients, those of the tensors that learn."""
-        unit, forward = self._units[action.unit], action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+        segment, forward = self._segments[action.segment], action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
         samples, carried = sizes[action.key[1]], dict[int, tuple[TensorSpec, str]]()
-        for place, each in enumerate(unit.receives if action.kind.is_receive == forward else unit.hands_on):
+        for position, each in enumerate(segment.receives if action.kind.is_receive == forward else segment.hands_on):
             spec = self._boundaries.spec(each, samples)
             if forward:
-                carried[place] = replace(spec, learns=spec.learns and not forward_only), each.name
+                carried[position] = replace(spec, learns=spec.learns and not forward_only), each.name
             elif spec.learns:
-                carried[place] = replace(spec, content=Content.DENSE, learns=False), f"gradient of {each.name}"
-        return self.links[self.placement[action.peer.unit]], carried
+                carried[position] = replace(spec, content=Content.DENSE, learns=False), f"gradient of {each.name}"
+        return self.links[self.placement[action.peer.segment]], carried

@@ -16,11 +16,11 @@ MB = 10**6  # bytes
 
 
 @dataclass(frozen=True)
-class UnitMemory:
-    """Bytes of a unit, a layer or none, for one micro-batch.
+class SegmentMemory:
+    """Bytes of a segment, a layer or none, for one micro-batch.
 
     Attributes:
-        held: kept by its forward. entering: the same where it is computed again.
+        resident: kept by its forward. entering: the same where it is computed again.
         working: most that a computation needs above what is there before it, its input and the gradient of its output
             included.
         deferred: left by an input gradient for the weight gradient.
@@ -29,7 +29,7 @@ class UnitMemory:
         cast: its weights in another type, which a step makes once and keeps.
     """
 
-    held: int
+    resident: int
     entering: int
     working: Mapping[Kind, int]
     deferred: int
@@ -38,12 +38,12 @@ class UnitMemory:
     cast: int
 
 
-def unit_memory(costs: PipelineCosts, units: Sequence[range]) -> list[UnitMemory]:
-    """Bytes of units of one layer each, or of none. Args: units: layers of each."""
+def segment_memory(costs: PipelineCosts, segments: Sequence[range]) -> list[SegmentMemory]:
+    """Bytes of segments of one layer each, or of none. Args: segments: layers of each."""
     found, layers = [], costs.layers
-    for span in units:
+    for span in segments:
         before = layers[span.start - 1] if span.start else LayerCost()
-        # A unit without a layer hands its input on.
+        # A segment without a layer hands its input on.
         layer = layers[span.start] if span else LayerCost()
         behind = layer if span else before
         gradient = behind.output if behind.gradient and span.stop < len(layers) else 0
@@ -58,7 +58,7 @@ def unit_memory(costs: PipelineCosts, units: Sequence[range]) -> list[UnitMemory
             Kind.WEIGHT_GRADIENT: weights,
         }
         entering, transfers = before.message + layer.found, behind.message + behind.gradient
-        found.append(UnitMemory(layer.held, entering, working, layer.deferred, layer.forward, transfers, layer.cast))
+        found.append(SegmentMemory(layer.held, entering, working, layer.deferred, layer.forward, transfers, layer.cast))
     return found
 
 
@@ -66,52 +66,52 @@ class Moment(NamedTuple):
     """Bytes that a rank needs during a computation.
 
     Attributes:
-        kept: by forwards for their backwards, and weights in another type.
+        stashed: by forwards for their backwards, and weights in another type.
         working: by the computation beside that.
         messages: of each boundary with another rank, one under way and one posted; at the end, what travels between
             replicas.
     """
 
     action: Action
-    kept: int
+    stashed: int
     working: int
     messages: int
 
     @property
     def total(self) -> int:
-        return self.kept + self.working + self.messages
+        return self.stashed + self.working + self.messages
 
 
-def moments(schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: int = 0) -> Iterator[Moment]:
+def moments(schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], exchanged: int = 0) -> Iterator[Moment]:
     """All computations of a rank, and the exchange of gradients behind them.
 
     Args:
-        units: of each chunk of the schedule.
+        segments: of each chunk of the schedule.
         exchanged: bytes that travel to and from those who own rows, behind all computations.
     """
-    row, placement = schedule.actions[rank], schedule.placement
-    again = {(unit, m) for unit, kind, m in row if kind is Kind.RECOMPUTE}
-    cast = sum(unit.cast for unit, place in zip(units, placement, strict=True) if place == rank)
-    boundaries = [u for u in range(schedule.units) if crosses(placement, u) and rank in placement[u : u + 2]]
-    messages = sum(units[unit].transfers for unit in boundaries)
-    kept = cast
-    for action in row:
-        unit, kind, m = action
-        memory, is_again = units[unit], (unit, m) in again
+    order, placement = schedule.actions[rank], schedule.placement
+    again = {(segment, m) for segment, kind, m in order if kind is Kind.RECOMPUTE}
+    cast = sum(segment.cast for segment, home in zip(segments, placement, strict=True) if home == rank)
+    boundaries = [u for u in range(schedule.segments) if crosses(placement, u) and rank in placement[u : u + 2]]
+    messages = sum(segments[segment].transfers for segment in boundaries)
+    stashed = cast
+    for action in order:
+        segment, kind, m = action
+        memory, is_again = segments[segment], (segment, m) in again
         if kind is Kind.FORWARD and is_again:
-            kept += memory.entering
+            stashed += memory.entering
         if kind in COMPUTE:
-            yield Moment(action, kept, memory.working[kind], messages)
+            yield Moment(action, stashed, memory.working[kind], messages)
         if kind is Kind.FORWARD and not is_again:
-            kept += memory.held
+            stashed += memory.resident
         elif kind is Kind.RECOMPUTE:
-            kept += memory.held - memory.entering
+            stashed += memory.resident - memory.entering
         elif kind in PROPAGATING:
-            kept -= memory.held - (memory.deferred if kind is Kind.INPUT_GRADIENT else 0)
+            stashed -= memory.resident - (memory.deferred if kind is Kind.INPUT_GRADIENT else 0)
         elif kind is Kind.WEIGHT_GRADIENT:
-            kept -= memory.deferred
-    if row and exchanged:
-        yield Moment(row[-1], cast, 0, exchanged)
+            stashed -= memory.deferred
+    if order and exchanged:
+        yield Moment(order[-1], cast, 0, exchanged)
 
 
 def peak_moments(
@@ -124,35 +124,41 @@ def peak_moments(
         exchanged: on each rank, the bytes that travel to and from those who own rows.
     """
     counts = [max(1, len(span)) for span in bounds]
-    if max(counts) > 1:  # a chunk's layers run one after another, as units do
+    if max(counts) > 1:  # a chunk's layers run one after another, as segments do
         schedule = refine(schedule, counts)
         bounds = [part for span in bounds for part in ([range(i, i + 1) for i in span] or [span])]
-    units, behind = unit_memory(costs, bounds), exchanged or [0] * schedule.ranks
-    found = (moments(schedule, rank, units, size) for rank, size in enumerate(behind))
+    segments, behind = segment_memory(costs, bounds), exchanged or [0] * schedule.ranks
+    found = (moments(schedule, rank, segments, size) for rank, size in enumerate(behind))
     return [max(of_rank, key=lambda moment: moment.total) for of_rank in found]
 
 
-def within_budget(schedule: Schedule, units: Sequence[UnitMemory], budget: float) -> frozenset[int]:
-    """Chooses units whose forwards are computed again so that no rank needs more than its budget.
+def within_budget(schedule: Schedule, segments: Sequence[SegmentMemory], budget: float) -> frozenset[int]:
+    """Chooses segments whose forwards are computed again so that no rank needs more than its budget.
 
-    Greedy: units that save most bytes for each second of their time first, as many as `moments` asks for.
+    Greedy: segments that save most bytes for each second of their time first, as many as `moments` asks for.
 
     Args:
-        schedule: of units, complete, in which nothing is computed again.
+        schedule: of segments, complete, in which nothing is computed again.
         budget: bytes that each rank may need.
     Raises:
         ValueError: more is needed even with all of them.
     """
     chosen, least = frozenset[int](), 0
     for rank in range(schedule.ranks):
-        useful = [unit for unit in schedule.units_of(rank) if units[unit].held > units[unit].entering]
-        useful.sort(key=lambda unit: (units[unit].held - units[unit].entering) / max(units[unit].again, 1e-9))
-        taken = frozenset[int]()
-        need = _need(schedule, rank, units, taken)
+        useful = [
+            segment for segment in schedule.segments_of(rank) if segments[segment].resident > segments[segment].entering
+        ]
+        useful.sort(
+            key=lambda segment: (
+                (segments[segment].resident - segments[segment].entering) / max(segments[segment].again, 1e-9)
+            )
+        )
+        added = frozenset[int]()
+        need = _need(schedule, rank, segments, added)
         while need > budget and useful:
-            taken |= {useful.pop()}
-            need = _need(schedule, rank, units, taken)
-        chosen, least = chosen | taken, max(least, need)
+            added |= {useful.pop()}
+            need = _need(schedule, rank, segments, added)
+        chosen, least = chosen | added, max(least, need)
     if least > budget:
         raise ValueError(
             f"--memory-budget {budget / MB:g} cannot be kept with all forwards computed again: the least is "
@@ -162,8 +168,8 @@ def within_budget(schedule: Schedule, units: Sequence[UnitMemory], budget: float
     return chosen
 
 
-def _need(schedule: Schedule, rank: int, units: Sequence[UnitMemory], chosen: Collection[int]) -> int:
-    """Bytes of a rank where the forwards of these units are computed again."""
-    row = with_recompute(schedule.actions[rank], lambda unit, m: unit in chosen)
-    rows = (*schedule.actions[:rank], row, *schedule.actions[rank + 1 :])
-    return max((each.total for each in moments(replace(schedule, actions=rows), rank, units)), default=0)
+def _need(schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], chosen: Collection[int]) -> int:
+    """Bytes of a rank where the forwards of these segments are computed again."""
+    order = with_recompute(schedule.actions[rank], lambda segment, m: segment in chosen)
+    orders = (*schedule.actions[:rank], order, *schedule.actions[rank + 1 :])
+    return max((each.total for each in moments(replace(schedule, actions=orders), rank, segments)), default=0)

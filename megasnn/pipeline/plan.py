@@ -14,18 +14,18 @@ from megasnn.config import ParallelConfig, PretrainConfig
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import Built, ModelDescription
 from megasnn.parallel.agreement import broadcast_result
-from megasnn.parallel.fsdp import unit_bytes
+from megasnn.parallel.fsdp import segment_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts
-from megasnn.pipeline.peak_memory import MB, unit_memory, within_budget
+from megasnn.pipeline.peak_memory import MB, segment_memory, within_budget
 from megasnn.pipeline.profile_layers import profile_pipeline
-from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, plan_schedule, simulate
+from megasnn.schedule import ChunkCost, Kind, ScheduleChoice, Simulation, plan_schedule, simulate
 from megasnn.schedule.named import looks_at_costs
 from megasnn.schedule.partition import layout_to_bounds, placed_bounds
 from megasnn.schedule.passes import NEVER, SharedWeights
 
 WeightsOf = Callable[[Sequence[range]], SharedWeights]
-"""Layers of each unit -> weights to gather."""
+"""Layers of each segment -> weights to gather."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,23 @@ class PipelinePlan:
     """
 
     bounds: tuple[range, ...]
-    schedules: SchedulePlan
+    schedules: ScheduleChoice
     micro_batches: int
     costs: PipelineCosts | None = None
 
     @property
-    def unit_bounds(self) -> list[range]:
-        """Layers of each unit."""
-        return self.schedules.unit_bounds(self.bounds)
+    def segment_bounds(self) -> list[range]:
+        """Layers of each segment."""
+        return self.schedules.segment_bounds(self.bounds)
 
     def simulation(self, micro_batches: int) -> Simulation | None:
         """Simulation of a step of so many micro-batches, in seconds; None without costs."""
         if self.costs is None:
             return None
-        costs = self.costs.of_chunks(self.unit_bounds, self.schedules.unit_placement)
+        costs = self.costs.of_chunks(self.segment_bounds, self.schedules.segment_placement)
         weights = self.schedules.weights
         if weights is not None:
-            costs = self.costs.with_unshards(costs, weights.unit_bytes, weights.ranks)
+            costs = self.costs.with_unshards(costs, weights.segment_bytes, weights.ranks)
         return simulate(self.schedules.training(micro_batches), costs)
 
     def describe(self, asked: ParallelConfig) -> list[str]:
@@ -68,7 +68,7 @@ class PipelinePlan:
                 f"--pipeline-schedule {asked.pipeline_schedule}: {schedule.name}, predicted for {count} micro-batches "
                 f"{1e3 * result.makespan:.1f} ms ({result.idle_share:.1%} bubble)"
             )
-        if again := sum(action.kind is Kind.RECOMPUTE for row in schedule.actions for action in row):
+        if again := sum(action.kind is Kind.RECOMPUTE for order in schedule.actions for action in order):
             flag = f"--recompute {asked.recompute}" if budget is None else f"--memory-budget {budget:g}"
             forwards = sum(map(len, self.bounds)) * count
             lines.append(f"{flag}: {again} of a step's {forwards} forwards of layers are computed again")
@@ -96,7 +96,7 @@ def plan_pipeline(
         counts = counts[:1]
     bounds, costs, weights_of = None, None, None
     if parallel.layout is not None:
-        bounds = tuple(layout_to_bounds(parallel.layout, [layer.unit for layer in description.layers]))
+        bounds = tuple(layout_to_bounds(parallel.layout, [layer.layer_group for layer in description.layers]))
     elif stages == 1 and parallel.chunks_per_rank in (1, None):
         bounds = (range(len(description.layers)),)
     decides = stages > 1 and looks_at_costs(parallel.pipeline_schedule)
@@ -149,31 +149,31 @@ def choose(
         chunks = len(bounds) // stages
     elif chunks is None and 2 * stages > layers:
         chunks = 1
-    plan = plan_schedule(parallel.pipeline_schedule, stages, chunks, counts[0], None if costs is None else costs_of)
-    plan = replace(plan, decided=tuple(plan.of_chunks(count) for count in dict.fromkeys(counts)))
-    cut = bounds_of(plan.placement)
+    choice = plan_schedule(parallel.pipeline_schedule, stages, chunks, counts[0], None if costs is None else costs_of)
+    choice = replace(choice, decided=tuple(choice.of_chunks(count) for count in dict.fromkeys(counts)))
+    cut = bounds_of(choice.placement)
     if parallel.recompute != NEVER or weights_of is not None:
-        plan = plan.in_units(cut, parallel.recompute)
+        choice = choice.in_segments(cut, parallel.recompute)
     if parallel.memory_budget is not None and costs is not None:
-        refined = plan.in_units(cut, NEVER)
-        memory = unit_memory(costs, refined.unit_bounds(cut))
+        refined = choice.in_segments(cut, NEVER)
+        memory = segment_memory(costs, refined.segment_bounds(cut))
         again = within_budget(refined.training(counts[0]), memory, MB * parallel.memory_budget)
-        plan = replace(refined, chosen=again) if again else plan
+        choice = replace(refined, chosen=again) if again else choice
     if weights_of is not None:
-        plan = plan.sharing(weights_of(plan.unit_bounds(cut)), counts)
-    return PipelinePlan(cut, plan, counts[0], costs)
+        choice = choice.sharing(weights_of(choice.segment_bounds(cut)), counts)
+    return PipelinePlan(cut, choice, counts[0], costs)
 
 
 def shared_weights(
-    layers: Sequence[nn.Module], units: Sequence[range], ranks: int, scatters: bool = False
+    layers: Sequence[nn.Module], segments: Sequence[range], ranks: int, scatters: bool = False
 ) -> SharedWeights:
-    """Weights that replicas shard by rows, of each unit.
+    """Weights that replicas shard by rows, of each segment.
 
     Args:
         layers: of the model; they may be without memory.
-        units: layers of each.
+        segments: layers of each.
         scatters: gradients are scattered after every micro-batch.
     """
-    gathered = tuple(unit_bytes([layers[number] for number in unit]) for unit in units)
-    scattered = frozenset(unit for unit, size in enumerate(gathered) if size) if scatters else frozenset()
+    gathered = tuple(segment_bytes([layers[number] for number in segment]) for segment in segments)
+    scattered = frozenset(segment for segment, size in enumerate(gathered) if size) if scatters else frozenset()
     return SharedWeights(gathered, scattered, ranks)

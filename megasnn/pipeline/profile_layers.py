@@ -88,22 +88,22 @@ def profile_layers(
     built = replace(context, cast_weights=casts, weight_gradients=WeightGradients())
     layers: list[nn.Module | None] = [each.module for each in description.build(built)]
     known: dict[Hashable, tuple[LayerCost, list[Tensor]]] = {}
-    given, costs = list[Tensor](), list[LayerCost]()
+    entering, costs = list[Tensor](), list[LayerCost]()
     for number in range(len(layers)):
         layer, layers[number] = layers[number], None  # its memory is free when it has been profiled
         assert layer is not None
         chunk = PipelineChunk(description, bounds, number, [layer], built)
-        shapes = tuple((x.shape, x.requires_grad) for x in given)
+        shapes = tuple((x.shape, x.requires_grad) for x in entering)
         carried = tuple((each.layer - number, each.key, each.content) for each in (*chunk.receives, *chunk.hands_on))
         kind = (_structure(layer), shapes, carried, chunk.is_last)
         if kind not in known:
             materialise([(description.layers[number].name, layer)], device, seed=0)
-            with casts.kept():  # as in a step, which makes each copy once
-                trial = _Trial(chunk, micro, given, device)
+            with casts.caching():  # as in a step, which makes each copy once
+                trial = _Trial(chunk, micro, entering, device)
                 cost = trial.cost(rounds)
-                cast = casts.held_bytes if context.dp_shard.size == 1 else 0  # weights are gathered as such
+                cast = casts.resident_bytes if context.dp_shard.size == 1 else 0  # weights are gathered as such
             known[kind] = replace(cost, cast=cast), trial.output
-        cost, given = known[kind]
+        cost, entering = known[kind]
         costs.append(cost)
     return costs
 
@@ -125,15 +125,15 @@ class _Trial:
     """Runs of a chunk of one layer.
 
     Args:
-        given: what it receives; the first one takes the images of the micro-batch.
+        entering: what it receives; the first one takes the images of the micro-batch.
     Attributes:
         output: what it hands on, with its bits where it knows them.
     """
 
     def __init__(
-        self, chunk: PipelineChunk, micro: MicroBatchInput, given: Sequence[Tensor], device: torch.device
+        self, chunk: PipelineChunk, micro: MicroBatchInput, entering: Sequence[Tensor], device: torch.device
     ) -> None:
-        self._chunk, self._micro, self._given, self._device = chunk, micro, given, device
+        self._chunk, self._micro, self._entering, self._device = chunk, micro, entering, device
         self._key = chunk.index, 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         before, collected = traffic.total(), Cache()
@@ -152,10 +152,10 @@ class _Trial:
 
         @contextmanager
         def count(part: str) -> Iterator[None]:
-            before = counter.held
+            before = counter.allocated
             with counter.counting():
                 yield
-            counted[part] = counter.peak - before, counter.held
+            counted[part] = counter.peak - before, counter.allocated
 
         self._pass(count)
         times = dict[str, list[float]]()
@@ -192,7 +192,7 @@ class _Trial:
         """Forward and backward of a micro-batch. Args: inside: surrounds each part of it."""
         run, key = StepState([self._micro], self._anchor), self._key
         with inside("inputs"):  # they come in, but images lie in the batch
-            run.inputs[key] = [_copied(x) for x in self._given]
+            run.inputs[key] = [_copied(x) for x in self._entering]
         with inside("forward"):
             y = self._forward(run)
         self.output = [_copied(each) for each in y]

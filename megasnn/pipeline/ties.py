@@ -31,13 +31,13 @@ class _Pair:
 
     Attributes:
         owner, copy: the two pipeline ranks, which may be the same.
-        owned, copies: the tensors, in the same order; empty where they are not on this rank.
+        originals, copies: the tensors, in the same order; empty where they are not on this rank.
         owning_norms, copied_norms: those whose running statistics are among them.
     """
 
     owner: int
     copy: int
-    owned: list[Tensor] = field(default_factory=list)
+    originals: list[Tensor] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
     owning_norms: list[ParallelBatchNorm] = field(default_factory=list)
     copied_norms: list[ParallelBatchNorm] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Ties:
         pipeline: this rank's group. Whatever its ranks have sent in a step must have arrived.
         device: where messages lie.
         gradient: of a parameter, what this rank has of it, the same of an owner and of its copies.
-        kept: what this rank keeps of a tensor, likewise.
+        local_part: what this rank keeps of a tensor, likewise.
     """
 
     def __init__(
@@ -63,11 +63,13 @@ class Ties:
         pipeline: Group,
         device: torch.device,
         gradient: Callable[[Tensor], Tensor | None],
-        kept: Callable[[ShardedTensor], ShardedTensor],
+        local_part: Callable[[ShardedTensor], ShardedTensor],
     ) -> None:
         self._pipeline, self._device, self._gradient = pipeline, device, gradient
         chunk_of = {description.layers[number].name: index for index, span in enumerate(bounds) for number in span}
-        owned = {entry.name: kept(entry).tensor for chunk in chunks.values() for entry in chunk.sharded_tensors()}
+        originals = {
+            entry.name: local_part(entry).tensor for chunk in chunks.values() for entry in chunk.sharded_tensors()
+        }
         copies = {index: iter(chunk.copied_tensors()) for index, chunk in chunks.items()}
         norms = [each for chunk in chunks.values() for each in chunk.modules() if isinstance(each, ParallelBatchNorm)]
         norm_of = {norm.running_mean: norm for norm in norms if norm.running_mean is not None}
@@ -77,14 +79,14 @@ class Ties:
             owner, copy = placement[chunk_of[tie.owner]], placement[index]
             pair = pairs.setdefault((index, owner), _Pair(owner, copy))
             if pipeline.rank == owner:
-                pair.owned.append(owned[tie.name])
+                pair.originals.append(originals[tie.name])
             if pipeline.rank == copy:
-                pair.copies.append(kept(next(copies[index])).tensor)
+                pair.copies.append(local_part(next(copies[index])).tensor)
         for low, high in linked((pair.owner, pair.copy) for pair in pairs.values()):
             start_messages(pipeline, low, high, device)
         self._pairs = [pair for _, pair in sorted(pairs.items()) if pipeline.rank in (pair.owner, pair.copy)]
         for pair in self._pairs:
-            pair.owning_norms = [norm_of[tensor] for tensor in pair.owned if tensor in norm_of]
+            pair.owning_norms = [norm_of[tensor] for tensor in pair.originals if tensor in norm_of]
             pair.copied_norms = [norm_of[tensor] for tensor in pair.copies if tensor in norm_of]
         self._copied_norms = {norm for pair in self._pairs for norm in pair.copied_norms}
 
@@ -92,9 +94,11 @@ class Ties:
         """Adds the copies' gradients, which are reduced over the replicas, to those of their owners."""
         with torch.no_grad():
             for pair in self._pairs:
-                owned = [self._gradient_of(tensor) for tensor in pair.owned if tensor.requires_grad]
-                given = [self._gradient_of(tensor) for tensor in pair.copies if tensor.requires_grad]
-                for gradient, part in zip(owned, self._moved(given, owned, pair.copy, pair.owner), strict=True):
+                originals = [self._gradient_of(tensor) for tensor in pair.originals if tensor.requires_grad]
+                outgoing = [self._gradient_of(tensor) for tensor in pair.copies if tensor.requires_grad]
+                for gradient, part in zip(
+                    originals, self._moved(outgoing, originals, pair.copy, pair.owner), strict=True
+                ):
                     gradient.add_(part)
 
     def _gradient_of(self, tensor: Tensor) -> Tensor:
@@ -108,7 +112,7 @@ class Ties:
         """Gives the copies the values of their owners."""
         with torch.no_grad():
             for pair in self._pairs:
-                values = self._moved(pair.owned, pair.copies, pair.owner, pair.copy)
+                values = self._moved(pair.originals, pair.copies, pair.owner, pair.copy)
                 for copy, value in zip(pair.copies, values, strict=True):
                     if copy.data_ptr() != value.data_ptr():  # within a chunk they share their memory
                         copy.copy_(value)
@@ -123,19 +127,19 @@ class Ties:
         result = [each for each in found if each[0] not in of]
         for pair in self._pairs:
             like = [_statistics_like(norm) for norm in pair.owning_norms]
-            given = [torch.stack(of[norm]) for norm in pair.copied_norms]
-            moved = self._moved(given, like, pair.copy, pair.owner)
+            outgoing = [torch.stack(of[norm]) for norm in pair.copied_norms]
+            moved = self._moved(outgoing, like, pair.copy, pair.owner)
             for norm, calls in zip(pair.owning_norms, moved, strict=True):
                 result += [(norm, mean, variance) for mean, variance in calls]
         return result
 
-    def _moved(self, given: Sequence[Tensor], like: Sequence[Tensor], source: int, target: int) -> Sequence[Tensor]:
-        """Moves the tensors `given` from pipeline rank `source` to rank `target`, where they are like those of `like`;
-        nothing on other ranks."""
+    def _moved(self, outgoing: Sequence[Tensor], like: Sequence[Tensor], source: int, target: int) -> Sequence[Tensor]:
+        """Moves the tensors `outgoing` from pipeline rank `source` to rank `target`, where they are like those of
+        `like`; nothing on other ranks."""
         ranks, group, moved = self._pipeline.ranks, self._pipeline.handle, list[Tensor]()
         if source == target:
-            return given
-        for tensor in given if self._pipeline.rank == source else ():
+            return outgoing
+        for tensor in outgoing if self._pipeline.rank == source else ():
             message = tensor.detach().contiguous()
             traffic.record("ties", message.nbytes)
             dist.send(message, ranks[target], group=group)

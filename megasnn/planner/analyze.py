@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megasnn.common.grid import ContextCut
-from megasnn.common.memory import held_memory_mb, keep_free_memory, processor_name, release_free_memory
+from megasnn.common.memory import keep_free_memory, processor_name, release_free_memory, resident_memory_mb
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError
 from megasnn.config.training import PRECISIONS
 from megasnn.kernels.products import can_be_sparse
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
-from megasnn.models.build import building_problems, describe
+from megasnn.models.build import building_problems, describe_model
 from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.process_group import choose_device, start_process_group
@@ -41,7 +41,7 @@ from megasnn.pipeline.profile_layers import (
     profile_layers,
     profile_pipeline,
 )
-from megasnn.planner.costs import Analysis, Counted, CutAxis, HeldTensor, LayerFacts, Timed, identity
+from megasnn.planner.costs import Analysis, Counted, CutAxis, LayerFacts, ResidentTensor, Timed, cost_identity
 from megasnn.planner.machines import DEVICES, Machine
 
 TENSOR_SIZES = 1, 2, 3, 4, 6, 8, 12, 16
@@ -62,7 +62,7 @@ def analyze(config: PretrainConfig, measure: bool = False) -> Analysis:
     """
     if wrong := config.model.problems(1) or building_problems(config.model, config.neuron.spec, 1):
         raise ConfigError(wrong)
-    description = describe(config.model, config.neuron.spec)
+    description = describe_model(config.model, config.neuron.spec)
     if not measure:
         return counted_sizes(description, config)
 
@@ -92,20 +92,20 @@ def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu:
         size = next((size for size, refused in sizes.items() if size > 1 and refused is None), None)
         if size is not None:
             tensor, context = (size, 1) if axis == "tensor" else (1, size)
-            shared[axis] = counted(
+            shared[axis] = count_layers(
                 description, config, tensor, context, "rows" if axis == "rows" else "samples", on_cpu
             )
-    alone = counted(description, config, 1, on_cpu=on_cpu)
-    about = identity(config)
+    alone = count_layers(description, config, 1, on_cpu=on_cpu)
+    about = cost_identity(config)
     return Analysis(config.model.name, about, layers, trial_sizes(config), alone, shared, possible)
 
 
-def _facts(told: LayerDescription) -> LayerFacts:
-    rows = max((each.shape[3] for each in told.entries.values() if len(each.shape) == 5), default=1)
-    return LayerFacts(told.name, told.unit, told.parameters, told.operations, rows)
+def _facts(layer: LayerDescription) -> LayerFacts:
+    rows = max((each.shape[3] for each in layer.entries.values() if len(each.shape) == 5), default=1)
+    return LayerFacts(layer.name, layer.layer_group, layer.parameters, layer.operations, rows)
 
 
-def counted(
+def count_layers(
     description: ModelDescription,
     config: PretrainConfig,
     tensor: int,
@@ -171,11 +171,11 @@ def _refusal(config: PretrainConfig, tensor: int, context: int, cut: ContextCut)
     return wrong[0] if wrong else None
 
 
-def _tensors(description: ModelDescription, built_for: BuildContext) -> tuple[tuple[HeldTensor, ...], ...]:
+def _tensors(description: ModelDescription, built_for: BuildContext) -> tuple[tuple[ResidentTensor, ...], ...]:
     return tuple(tuple(_tensors_of(name, layer)) for name, layer in description.named_layers(built_for))
 
 
-def _tensors_of(name: str, layer: nn.Module) -> Iterator[HeldTensor]:
+def _tensors_of(name: str, layer: nn.Module) -> Iterator[ResidentTensor]:
     multiplied = {
         module.weight: module.compute_dtype.itemsize
         for module in layer.modules()
@@ -183,7 +183,7 @@ def _tensors_of(name: str, layer: nn.Module) -> Iterator[HeldTensor]:
     }
     for entry in sharded_tensors([(name, layer)]):
         shape, size = tuple(entry.tensor.shape), entry.tensor.itemsize
-        yield HeldTensor(entry.name, shape, size, entry.is_parameter, multiplied.get(entry.tensor, size))
+        yield ResidentTensor(entry.name, shape, size, entry.is_parameter, multiplied.get(entry.tensor, size))
 
 
 def measured(description: ModelDescription, config: PretrainConfig, known: Analysis | None) -> Analysis:
@@ -233,7 +233,7 @@ def _machine(device: torch.device, link: LinkCost | None, ranks: int) -> Machine
         least=0.0,
         start=0.0,
         within=link or base.within,
-        program=1e6 * held_memory_mb(device) if is_cpu else base.program,
+        program=1e6 * resident_memory_mb(device) if is_cpu else base.program,
         memory=base.memory if is_cpu else float(torch.cuda.get_device_properties(device).total_memory),
         told=f"measured with {ranks} rank(s)" + ("" if link else ", links from the table of devices"),
     )

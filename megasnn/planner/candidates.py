@@ -67,16 +67,16 @@ class Layout:
         """Samples of a micro-batch that a rank has at most."""
         return -(-self.micro_batch_size // self.grid.cp) if self.cut == "samples" else self.micro_batch_size
 
-    def parallel(self, given: ParallelConfig, bounds: tuple[range, ...] | None = None) -> ParallelConfig:
+    def parallel(self, base: ParallelConfig, bounds: tuple[range, ...] | None = None) -> ParallelConfig:
         """As flags.
 
         Args:
-            given: all that a layout does not say. bounds: layers of each chunk, where they are known.
+            base: all that a layout does not say. bounds: layers of each chunk, where they are known.
         """
         pipeline = self.grid.pp > 1
         sizes = None if bounds is None or not pipeline else layout_text([len(span) for span in bounds]).strip('"')
         return replace(
-            given,
+            base,
             tensor_model_parallel_size=self.grid.tp,
             pipeline_model_parallel_size=self.grid.pp,
             context_parallel_size=self.grid.cp,
@@ -177,7 +177,7 @@ def _of_grid(
                     continue
                 chosen = with_layout(config, layout)
                 problems = layout_problems(chosen, grid.world_size)
-                problems = problems or cut_problems(chosen.parallel, analysis.units)
+                problems = problems or cut_problems(chosen.parallel, analysis.layer_groups)
                 yield layout, problems[0] if problems else ""
 
 
@@ -193,16 +193,16 @@ def _schedules(stages: int, layers: int) -> Iterator[tuple[str, int]]:
 
 def _is_asked(config: PretrainConfig, layout: Layout, whole: bool) -> bool:
     """True for a layout with the flags that were given. Args: whole: those beside the sizes, too."""
-    given = config.parallel
-    names = [name for name in given_flags(given) if name in _SIZES or (whole and name in _OF_LAYOUTS)]
+    parallel = config.parallel
+    names = [name for name in set_flags(parallel) if name in _SIZES or (whole and name in _OF_LAYOUTS)]
     if not names:
         return True
     mine = layout.parallel(ParallelConfig())
-    return all(getattr(given, name) == getattr(mine, name) for name in names)
+    return all(getattr(parallel, name) == getattr(mine, name) for name in names)
 
 
 @cache
-def given_flags(parallel: ParallelConfig) -> tuple[str, ...]:
+def set_flags(parallel: ParallelConfig) -> tuple[str, ...]:
     """Fields that have not their defaults."""
     default = ParallelConfig()
     return tuple(each.name for each in fields(parallel) if getattr(parallel, each.name) != getattr(default, each.name))

@@ -22,7 +22,7 @@ from megasnn.config.values import to_dict
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, for_samples
 from megasnn.planner.machines import Machine
 
-BYTES = "held", "message", "gradient", "output", "deferred", "found", "cast"
+BYTE_FIELDS = "held", "message", "gradient", "output", "deferred", "found", "cast"
 _ADVICE = "make it anew with `analyze`"
 CutAxis = Literal["tensor", "samples", "rows"]
 """Along which ranks share layers."""
@@ -31,7 +31,7 @@ Seconds = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
-class Share:
+class LayerShare:
     """Share of a rank in each layer and in each micro-batch.
 
     Attributes:
@@ -47,7 +47,7 @@ class Share:
     ranks: int
 
 
-def counted_costs(analysis: Analysis, share: Share) -> list[LayerCost]:
+def counted_costs(analysis: Analysis, share: LayerShare) -> list[LayerCost]:
     """The bytes of each layer, and what ranks that share it exchange; seconds are 0.
 
     Where two axes share a layer, it keeps of each axis' part what the other one leaves. Raises ValueError for a size
@@ -68,7 +68,9 @@ def counted_costs(analysis: Analysis, share: Share) -> list[LayerCost]:
     return found
 
 
-def _shared(analysis: Analysis, share: Share, alone: Sequence[LayerCost], axis: CutAxis, size: int) -> list[LayerCost]:
+def _shared(
+    analysis: Analysis, share: LayerShare, alone: Sequence[LayerCost], axis: CutAxis, size: int
+) -> list[LayerCost]:
     """Costs where ranks share layers along one axis alone.
 
     Sizes that were not counted follow from one rank and from the size that was: a share of channels takes whole +
@@ -100,7 +102,7 @@ def _shared(analysis: Analysis, share: Share, alone: Sequence[LayerCost], axis: 
     return found
 
 
-def held_tensors(analysis: Analysis, tensor: int) -> tuple[tuple[HeldTensor, ...], ...]:
+def resident_tensors(analysis: Analysis, tensor: int) -> tuple[tuple[ResidentTensor, ...], ...]:
     """The tensors of each layer, as one of so many tensor-parallel ranks holds them."""
     alone = analysis.alone.tensors
     if tensor == 1:
@@ -112,7 +114,7 @@ def held_tensors(analysis: Analysis, tensor: int) -> tuple[tuple[HeldTensor, ...
     )
 
 
-def _part(whole: HeldTensor, part: HeldTensor, tensor: int) -> HeldTensor:
+def _part(whole: ResidentTensor, part: ResidentTensor, tensor: int) -> ResidentTensor:
     """Cut in the dimension in which the counted part is smaller."""
     shape = [one if one == some else one // tensor for one, some in zip(whole.shape, part.shape, strict=True)]
     return replace(part, shape=tuple(shape))
@@ -128,15 +130,15 @@ def _counted(analysis: Analysis, axis: CutAxis, size: int) -> Counted:
 
 def _each(of: Callable[..., int], *costs: LayerCost) -> dict[str, Any]:
     """Fields of bytes, each of which `of` computes from those of the costs."""
-    values: dict[str, Any] = {name: of(*(getattr(cost, name) for cost in costs)) for name in BYTES}
+    values: dict[str, Any] = {name: of(*(getattr(cost, name) for cost in costs)) for name in BYTE_FIELDS}
     return values | {"working": tuple(map(of, *(cost.working for cost in costs)))}
 
 
-def _at(analysis: Analysis, share: Share, counted: Counted) -> list[LayerCost]:
+def _at(analysis: Analysis, share: LayerShare, counted: Counted) -> list[LayerCost]:
     return [for_samples(of_sizes, share.samples, analysis.sizes) for of_sizes in zip(*counted.costs, strict=True)]
 
 
-def layer_costs(analysis: Analysis, machine: Machine, share: Share, link: LinkCost) -> tuple[LayerCost, ...]:
+def layer_costs(analysis: Analysis, machine: Machine, share: LayerShare, link: LinkCost) -> tuple[LayerCost, ...]:
     """With seconds. Raises ValueError for a size that cannot be.
 
     Args:
@@ -146,7 +148,7 @@ def layer_costs(analysis: Analysis, machine: Machine, share: Share, link: LinkCo
     seconds = _computed(analysis, machine, costs, share)
     if analysis.timed:
         timed = min(analysis.timed, key=lambda each: abs(each.ranks - share.ranks))
-        of_timed = Share(1, 1, "samples", timed.samples, timed.ranks)
+        of_timed = LayerShare(1, 1, "samples", timed.samples, timed.ranks)
         then = _computed(analysis, machine, counted_costs(analysis, of_timed), of_timed)
         seconds = [_scaled(*each) for each in zip(timed.seconds, seconds, then, strict=True)]
     found = []
@@ -157,7 +159,7 @@ def layer_costs(analysis: Analysis, machine: Machine, share: Share, link: LinkCo
     return tuple(found)
 
 
-def _computed(analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], share: Share) -> list[Seconds]:
+def _computed(analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], share: LayerShare) -> list[Seconds]:
     """By the machine's rates; the first layer needs no gradient of its input."""
     found = []
     rate = machine.operations.get(analysis.precision, machine.operations["fp32"])
@@ -181,7 +183,7 @@ def _scaled(measured: Seconds, computed: Seconds, before: Seconds) -> Seconds:
 
 @with_config(STRICT)
 @dataclass(frozen=True)
-class HeldTensor:
+class ResidentTensor:
     """A tensor of a layer, as one rank holds it.
 
     Attributes:
@@ -227,7 +229,7 @@ class Counted:
     context: int
     cut: ContextCut
     costs: tuple[tuple[LayerCost, ...], ...]
-    tensors: tuple[tuple[HeldTensor, ...], ...]
+    tensors: tuple[tuple[ResidentTensor, ...], ...]
 
 
 @with_config(STRICT)
@@ -249,7 +251,7 @@ class Timed:
 class Analysis:
     """
     Attributes:
-        model: its name. about: what the figures depend on; see `identity`.
+        model: its name. about: what the figures depend on; see `cost_identity`.
         sizes: numbers of samples that bytes were counted for, in ascending order.
         alone: one rank. shared: the smallest size of each axis that can be; larger ones follow from both.
         possible: sizes of an axis that were asked for, and why each cannot be; None where it can.
@@ -273,12 +275,12 @@ class Analysis:
         return str(training["precision"])
 
     @cached_property
-    def units(self) -> list[str]:
-        """The unit of each layer."""
+    def layer_groups(self) -> list[str]:
+        """The layer group of each layer."""
         return [each.unit for each in self.layers]
 
 
-def identity(config: PretrainConfig) -> dict[str, FreeForm]:
+def cost_identity(config: PretrainConfig) -> dict[str, FreeForm]:
     """All of a configuration that the layers' costs depend on, but for the size of micro-batches."""
     training = config.training
     about = {
@@ -289,11 +291,11 @@ def identity(config: PretrainConfig) -> dict[str, FreeForm]:
     return json.loads(json.dumps(about))
 
 
-def differences(analysis: Analysis, config: PretrainConfig) -> list[str]:
-    """Entries of `identity` that are others in the costs."""
+def cost_differences(analysis: Analysis, config: PretrainConfig) -> list[str]:
+    """Entries of `cost_identity` that are others in the costs."""
     if analysis.model != config.model.name:
         return [f"they are of {analysis.model}, and the model is {config.model.name}"]
-    return list(config_differences(analysis.about, identity(config)))
+    return list(config_differences(analysis.about, cost_identity(config)))
 
 
 def write(analysis: Analysis, path: Path) -> None:

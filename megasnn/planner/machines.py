@@ -13,7 +13,7 @@ from megasnn.common.registry import Registry
 from megasnn.pipeline.cost_model import LinkCost
 
 GB = 1e9
-AUTO = "auto"  # stands for the device that was measured
+AUTO_DEVICE = "auto"  # stands for the device that was measured
 MOVED_IN_UPDATE = 7.0  # bytes for each byte of parameters: AdamW reads value, gradient, two moments, and writes three
 UPDATE_REACHES = 0.6  # of the bandwidth: nothing but reading and writing in order
 
@@ -147,5 +147,5 @@ DEVICES: Registry[Machine] = Registry(
             start=1.18e-3,
         ),
     },
-    also=(AUTO,),
+    also=(AUTO_DEVICE,),
 )

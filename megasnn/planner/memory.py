@@ -11,9 +11,9 @@ from math import prod
 
 from megasnn.config import PretrainConfig
 from megasnn.config.optimizer import OPTIMIZERS, OptimizerConfig
-from megasnn.planner.costs import HeldTensor
+from megasnn.planner.costs import ResidentTensor
 
-BUCKET_BYTES = 8 << 20  # on a CPU
+CPU_BUCKET_BYTES = 8 << 20  # on a CPU
 GPU_BUCKET_BYTES = 32 << 20
 
 
@@ -55,7 +55,7 @@ class MemoryForecast:
         return sum(asdict(self).values())
 
     @property
-    def told(self) -> str:
+    def parts_text(self) -> str:
         """The parts, for people."""
         names = {"program": "program and libraries", "optimizer": "optimizer state", "kept": "kept for backward",
                  "working": "working memory", "gathered": "gathered weights",
@@ -64,7 +64,7 @@ class MemoryForecast:
         return " + ".join(f"{name} {value:.0f}" for name, value in values.items() if value)
 
     def __str__(self) -> str:
-        return f"{self.total:.0f} MB = {self.told}"
+        return f"{self.total:.0f} MB = {self.parts_text}"
 
 
 def sample_bytes(config: PretrainConfig, itemsize: int, micro_batches: int, samples: int, on_host: bool) -> int:
@@ -81,7 +81,7 @@ def sample_bytes(config: PretrainConfig, itemsize: int, micro_batches: int, samp
 
 
 @dataclass(frozen=True)
-class States:
+class StateBytes:
     """Bytes of a rank.
 
     Attributes:
@@ -101,8 +101,8 @@ class States:
 
 
 def states_of(
-    tensors: Sequence[HeldTensor], weight: int, owners: int, optimizer: OptimizerConfig, on_gpu: bool
-) -> States:
+    tensors: Sequence[ResidentTensor], weight: int, owners: int, optimizer: OptimizerConfig, on_gpu: bool
+) -> StateBytes:
     """States of the rank that owns most rows.
 
     Args:
@@ -110,9 +110,9 @@ def states_of(
     """
     trained = [each for each in tensors if each.is_parameter]
     whole, buffers = sum(map(_bytes, trained)), sum(_bytes(each) for each in tensors if not each.is_parameter)
-    kept, owned = (sum(_row_bytes(each, ranks) for each in trained) for ranks in (weight, weight * owners))
+    kept, owned = (sum(_shard_bytes(each, ranks) for each in trained) for ranks in (weight, weight * owners))
     recipe = OPTIMIZERS[optimizer.optimizer]
-    return States(
+    return StateBytes(
         weights=kept + buffers + (owned + buffers if optimizer.ema_decay else 0),
         gradients=whole + kept * (weight > 1) + owned * (owners > 1),
         optimizer=sum(4 * len(trained) if kind == "step" else owned for kind in recipe.state),
@@ -125,10 +125,10 @@ def states_of(
 
 def bucket_bytes(on_gpu: bool) -> int:
     """Bytes after which a bucket of gradients is closed."""
-    return GPU_BUCKET_BYTES if on_gpu else BUCKET_BYTES
+    return GPU_BUCKET_BYTES if on_gpu else CPU_BUCKET_BYTES
 
 
-def _row_bytes(tensor: HeldTensor, ranks: int) -> int:
+def _shard_bytes(tensor: ResidentTensor, ranks: int) -> int:
     """Bytes of the first rank, which has most rows, where so many share them."""
     rows = tensor.shape[0] if tensor.shape else 1
     return _bytes(tensor) // max(rows, 1) * -(-rows // ranks)
@@ -140,10 +140,10 @@ def _exchanged(trained: int, ranks: int, on_gpu: bool) -> int:
     return int(2 * min(2 * bucket_bytes(on_gpu), trained) * (2 - 2 / ranks))
 
 
-def gathered_bytes(tensors: Iterable[HeldTensor]) -> int:
-    """Bytes of the gathered weights of a unit."""
+def gathered_bytes(tensors: Iterable[ResidentTensor]) -> int:
+    """Bytes of the gathered weights of a segment."""
     return sum(prod(each.shape) * each.travels for each in tensors if each.is_parameter)
 
 
-def _bytes(tensor: HeldTensor) -> int:
+def _bytes(tensor: ResidentTensor) -> int:
     return prod(tensor.shape) * tensor.itemsize

@@ -25,7 +25,7 @@ from megasnn.config.training import LENGTHS
 from megasnn.config.values import to_json
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.planner.candidates import Candidate, Layout, Prefer, with_layout
-from megasnn.planner.costs import Analysis, CutAxis, differences
+from megasnn.planner.costs import Analysis, CutAxis, cost_differences
 from megasnn.planner.machines import GB, Cluster
 from megasnn.planner.predict import Predicted
 from megasnn.planner.search import PlanError, Search
@@ -99,7 +99,7 @@ def plan(
         raise ValueError(f"prefer={prefer!r} is none of {', '.join(get_args(Prefer))}")
     if wrong := problems(config, cluster):
         raise ConfigError(wrong)
-    if other := differences(analysis, config):
+    if other := cost_differences(analysis, config):
         raise PlanError(f"these costs do not serve: {'; '.join(other)}; analyze this model (--costs with a new file)")
     if _is_of_another(analysis, cluster):
         analysis = replace(analysis, timed=())  # seconds of one device say nothing of another
@@ -239,7 +239,7 @@ def table(plan: Plan) -> str:
         f"norm of all ranks {1e3 * time.agreement:.1f} + optimizer {1e3 * time.update:.1f} "
         f"+ rows of owners {1e3 * time.sharing:.1f}",
         f"  memory of the largest rank {plan.bytes / GB:.2f} of {cluster.machine.memory / GB:.2f} GB: "
-        f"{1e-6 * plan.bytes:.0f} MB = {largest.told}"
+        f"{1e-6 * plan.bytes:.0f} MB = {largest.parts_text}"
         + (f" + what an allocator keeps unused {unused:.0f}" if unused >= 1 else ""),
         f"  {plan.predicted.micro_batches} micro-batch(es) a replica; the largest that would fit has about "
         f"{plan.largest_micro_batch} samples",

@@ -13,13 +13,13 @@ from megasnn.common.grid import micro_batch_counts
 from megasnn.config import PretrainConfig
 from megasnn.config.training import PRECISIONS
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
-from megasnn.pipeline.peak_memory import peak_moments, unit_memory
+from megasnn.pipeline.peak_memory import peak_moments, segment_memory
 from megasnn.planner.candidates import Layout
-from megasnn.planner.costs import Analysis, Share, held_tensors, layer_costs
+from megasnn.planner.costs import Analysis, LayerShare, layer_costs, resident_tensors
 from megasnn.planner.machines import Cluster
 from megasnn.planner.memory import (
     MemoryForecast,
-    States,
+    StateBytes,
     bucket_bytes,
     gathered_bytes,
     sample_bytes,
@@ -29,7 +29,7 @@ from megasnn.schedule import (
     ChunkCost,
     Kind,
     Schedule,
-    SchedulePlan,
+    ScheduleChoice,
     generate,
     per_stage,
     plan_schedule,
@@ -87,14 +87,15 @@ class Stage(NamedTuple):
     Attributes:
         spans: layers of each chunk.
         seconds, backward: to compute all, and the backward of that.
-        kept: bytes that forwards leave for the backward. deferred: that this leaves for a weight gradient of its own.
+        stashed: bytes that forwards leave for the backward. deferred: that this leaves for a weight gradient of its
+            own.
         working: that the largest layer computes with. messages: to and from other ranks.
     """
 
     spans: tuple[range, ...]
     seconds: float
     backward: float
-    kept: int
+    stashed: int
     deferred: int
     working: int
     messages: int
@@ -106,11 +107,11 @@ class Predictor:
     def __init__(self, analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> None:
         self._config, self._cluster = config, cluster
         self._on_gpu = cluster.machine.kind == "cuda"
-        self._held = lru_cache(maxsize=None)(partial(held_tensors, analysis))
+        self._resident = lru_cache(maxsize=None)(partial(resident_tensors, analysis))
         self._layers = lru_cache(maxsize=None)(partial(layer_costs, analysis, cluster.machine))
         self._stages_of = lru_cache(maxsize=None)(self._balanced_stages)
         self._states_of = lru_cache(maxsize=None)(self._states_of_spans)
-        self._unit_bytes = lru_cache(maxsize=None)(lambda tensor: [*map(gathered_bytes, self._held(tensor))])
+        self._segment_bytes = lru_cache(maxsize=None)(lambda tensor: [*map(gathered_bytes, self._resident(tensor))])
 
     def estimate(self, layout: Layout) -> tuple[float, float]:
         """Seconds of a step and bytes of its largest rank, about: stages are taken for equal where ranks wait.
@@ -128,21 +129,21 @@ class Predictor:
         splits, need = SCHEDULES[layout.schedule].looks_at_costs, 0.0
         for rank, (stage, of_rank) in enumerate(zip(stages, states, strict=True)):
             # Of the micro-batches that are held, about half wait for their weight gradients where these are put off.
-            kept = max(stage.kept, (stage.kept + stage.deferred) // 2) if splits else stage.kept
-            moment = max(held[rank] * kept + stage.working + stage.messages, of_rank.exchanged)
-            need = max(need, _held(of_rank) + self.samples(layout, rank) + gathered + moment)
+            stashed = max(stage.stashed, (stage.stashed + stage.deferred) // 2) if splits else stage.stashed
+            moment = max(held[rank] * stashed + stage.working + stage.messages, of_rank.exchanged)
+            need = max(need, _resident(of_rank) + self.samples(layout, rank) + gathered + moment)
         return seconds + exposed + self.agreement(layout) + update + sharing, self.with_program(need)
 
     def predict(self, layout: Layout) -> Predicted:
         """By the simulation of one replica. Raises ValueError for what the schedule cannot place or keep."""
         costs, bounds, count = self.costs(layout), self.bounds(layout), self.micro_batches(layout)
-        plan = self._schedule_plan(layout, bounds, costs, count)
-        schedule, executed = plan.training(count), plan.unit_bounds(bounds)
-        of_units = costs.of_chunks(executed, plan.unit_placement)
-        if plan.weights is not None:
+        choice = self._schedule_choice(layout, bounds, costs, count)
+        schedule, executed = choice.training(count), choice.segment_bounds(bounds)
+        of_segments = costs.of_chunks(executed, choice.segment_placement)
+        if choice.weights is not None:
             of_replicas = replace(costs, link=self._cluster.link(layout.grid, "dp_shard"))
-            of_units = of_replicas.with_unshards(of_units, plan.weights.unit_bytes, layout.grid.dp_shard)
-        result, states = simulate(schedule, of_units), self.states(layout)
+            of_segments = of_replicas.with_unshards(of_segments, choice.weights.segment_bytes, layout.grid.dp_shard)
+        result, states = simulate(schedule, of_segments), self.states(layout)
         exposed, sharing = self._gradients(layout, states, self._stages(layout)[0].backward)
         time = StepTime(
             pipeline=result.makespan,
@@ -151,7 +152,7 @@ class Predictor:
             update=max(each.updated for each in states) * self._cluster.machine.update,
             sharing=sharing,
         )
-        memory = self._memory(layout, plan, schedule, executed, costs)
+        memory = self._memory(layout, choice, schedule, executed, costs)
         return Predicted(time, memory, bounds, result.idle_share, count)
 
     def costs(self, layout: Layout) -> PipelineCosts:
@@ -162,7 +163,7 @@ class Predictor:
         """Layers of each chunk, balanced by their seconds."""
         return _balanced(self._layers(*self._share(layout)), placement or layout.placement)
 
-    def states(self, layout: Layout) -> list[States]:
+    def states(self, layout: Layout) -> list[StateBytes]:
         """States of each pipeline rank."""
         grid, owners = layout.grid, layout.copies if layout.shards_optimizer else 1
         return [self._states_of(each.spans, grid.tp, grid.dp_shard, owners) for each in self._stages(layout)]
@@ -191,42 +192,44 @@ class Predictor:
 
     def without_samples(self, layout: Layout) -> float:
         """Bytes of the largest rank that do not depend on the size of micro-batches."""
-        return self.with_program(max(map(_held, self.states(layout))))
+        return self.with_program(max(map(_resident, self.states(layout))))
 
     def with_program(self, tensors: float) -> float:
         """Bytes of a rank whose tensors take so many."""
         machine = self._cluster.machine
         return machine.program + tensors * (1 + machine.rest)
 
-    def _share(self, layout: Layout) -> tuple[Share, LinkCost]:
+    def _share(self, layout: Layout) -> tuple[LayerShare, LinkCost]:
         """Share of a rank, and the slowest link between ranks that share layers with it."""
         grid, at_work = layout.grid, min(layout.ranks, self._cluster.ranks_of_node)
-        share = Share(grid.tp, grid.cp, layout.cut, layout.own_samples, at_work)
+        share = LayerShare(grid.tp, grid.cp, layout.cut, layout.own_samples, at_work)
         return share, self._cluster.link(grid, "cp")  # tensor parallel ranks are neighbours
 
     def _stages(self, layout: Layout) -> list[Stage]:
         return self._stages_of(*self._share(layout), layout.placement, layout.recompute != NEVER)
 
-    def _balanced_stages(self, share: Share, link: LinkCost, placement: Placement, recomputes: bool) -> list[Stage]:
+    def _balanced_stages(
+        self, share: LayerShare, link: LinkCost, placement: Placement, recomputes: bool
+    ) -> list[Stage]:
         layers = self._layers(share, link)
         bounds, costs = _balanced(layers, placement), PipelineCosts(layers, LinkCost())
-        units = unit_memory(costs, [range(i, i + 1) for i in range(len(layers))])
+        segments = segment_memory(costs, [range(i, i + 1) for i in range(len(layers))])
         crossed = [chunk for chunk in range(len(placement)) if crosses(placement, chunk)]
         found = []
         for rank in range(max(placement) + 1):
-            spans = tuple(span for span, place in zip(bounds, placement, strict=True) if place == rank)
+            spans = tuple(span for span, home in zip(bounds, placement, strict=True) if home == rank)
             mine = list(chain(*spans))
             forward = sum(layers[i].forward for i in mine)
             # The last layer of a chunk goes backward right behind its forward.
             again = sum(layers[i].forward for span in spans for i in span[:-1]) if recomputes else 0.0
             backward = again + sum(layers[i].seconds for i in mine) - forward
-            kept = sum(units[i].entering if recomputes else units[i].held for i in mine)
-            working = max(units[i].working[Kind.BACKWARD] + recomputes * units[i].held for i in mine)
-            working += sum(units[i].cast for i in mine)
+            stashed = sum(segments[i].entering if recomputes else segments[i].resident for i in mine)
+            working = max(segments[i].working[Kind.BACKWARD] + recomputes * segments[i].resident for i in mine)
+            working += sum(segments[i].cast for i in mine)
             sides = (bounds[chunk].stop - 1 for chunk in crossed if rank in placement[chunk : chunk + 2])
-            messages = sum(units[i].transfers for i in sides)
-            deferred = sum(units[i].deferred for i in mine)
-            found.append(Stage(spans, forward + backward, backward, kept, deferred, working, messages))
+            messages = sum(segments[i].transfers for i in sides)
+            deferred = sum(segments[i].deferred for i in mine)
+            found.append(Stage(spans, forward + backward, backward, stashed, deferred, working, messages))
         return found
 
     def _shape(self, layout: Layout, stages: Sequence[Stage], mean: float) -> tuple[float, tuple[float, ...]]:
@@ -241,24 +244,24 @@ class Predictor:
         return waits, (float(count),) * len(stages) if layout.schedule == "gpipe" else held
 
     def _gathers(self, layout: Layout, stages: Sequence[Stage]) -> tuple[float, int]:
-        """Seconds that a rank waits for weights that replicas share, and bytes of two units and their buffers."""
-        ranks, link, units = layout.grid.dp_shard, self._cluster.link(layout.grid, "dp_shard"), self._unit_bytes
+        """Seconds that a rank waits for weights that replicas share, and bytes of two segments and their buffers."""
+        ranks, link, segments = layout.grid.dp_shard, self._cluster.link(layout.grid, "dp_shard"), self._segment_bytes
         count, waits, most = self.micro_batches(layout), 0.0, 0
         for stage in stages if ranks > 1 else ():
-            sizes = [size for i in chain(*stage.spans) if (size := units(layout.grid.tp)[i])]
-            all_units = sum(link.exchange(ranks, size / ranks) for size in sizes)
-            # Forwards and backwards find two units that the one before them has used last.
+            sizes = [size for i in chain(*stage.spans) if (size := segments(layout.grid.tp)[i])]
+            all_segments = sum(link.exchange(ranks, size / ranks) for size in sizes)
+            # Forwards and backwards find two segments that the one before them has used last.
             times = max(0, 1 - AT_ONCE / max(1, len(sizes)))
-            forward = all_units * (1 + (count - 1) * times) - count * (stage.seconds - stage.backward)
-            waits = max(waits, max(0.0, forward) + max(0.0, all_units * count * times - count * stage.backward))
+            forward = all_segments * (1 + (count - 1) * times) - count * (stage.seconds - stage.backward)
+            waits = max(waits, max(0.0, forward) + max(0.0, all_segments * count * times - count * stage.backward))
             most = max(most, 2 * sum(sorted(sizes)[-AT_ONCE:]))
         return waits, most
 
-    def _states_of_spans(self, spans: tuple[range, ...], tensor: int, weight: int, owners: int) -> States:
-        tensors = list(chain(*(self._held(tensor)[i] for i in chain(*spans))))
+    def _states_of_spans(self, spans: tuple[range, ...], tensor: int, weight: int, owners: int) -> StateBytes:
+        tensors = list(chain(*(self._resident(tensor)[i] for i in chain(*spans))))
         return states_of(tensors, weight, owners, self._config.optimizer, self._on_gpu)
 
-    def _gradients(self, layout: Layout, states: Sequence[States], backward: float) -> tuple[float, float]:
+    def _gradients(self, layout: Layout, states: Sequence[StateBytes], backward: float) -> tuple[float, float]:
         """Seconds of the gradients' sums that are not hidden, and of the rows that owners give to the others behind.
 
         Gradients travel in buckets of equal size beside the backward of the last micro-batch, the last one behind it.
@@ -278,41 +281,46 @@ class Predictor:
             each, behind = keepers.exchange(weight, reduced / bucket_count), bucket_count * over_copies
         return max(each, bucket_count * each - backward) + behind, sharing
 
-    def _schedule_plan(
+    def _schedule_choice(
         self, layout: Layout, bounds: tuple[range, ...], costs: PipelineCosts, count: int
-    ) -> SchedulePlan:
+    ) -> ScheduleChoice:
         def costs_of(placement: tuple[int, ...]) -> Sequence[ChunkCost]:
             return costs.of_chunks(self.bounds(layout, placement), placement, layout.recompute != NEVER)
 
-        plan = plan_schedule(layout.schedule, layout.grid.pp, layout.chunks, count, costs_of)
+        choice = plan_schedule(layout.schedule, layout.grid.pp, layout.chunks, count, costs_of)
         # Replicas that would gather in other orders are refused.
         counts = self._counts(layout) if layout.grid.dp_shard > 1 else (count,)
-        plan = replace(plan, decided=tuple(map(plan.of_chunks, counts)))
+        choice = replace(choice, decided=tuple(map(choice.of_chunks, counts)))
         if layout.recompute != NEVER or layout.grid.dp_shard > 1:
-            plan = plan.in_units(bounds, layout.recompute)
+            choice = choice.in_segments(bounds, layout.recompute)
         if layout.grid.dp_shard > 1:
-            sizes, ranks = self._unit_bytes(layout.grid.tp), layout.grid.dp_shard
-            units = tuple(sum(sizes[i] for i in span) for span in plan.unit_bounds(bounds))
+            sizes, ranks = self._segment_bytes(layout.grid.tp), layout.grid.dp_shard
+            segments = tuple(sum(sizes[i] for i in span) for span in choice.segment_bounds(bounds))
             # Others' rows come as they lie there; with more than one other, a copy in their order is made.
-            plan = plan.sharing(SharedWeights(units, ranks=ranks), counts)
-        return plan
+            choice = choice.sharing(SharedWeights(segments, ranks=ranks), counts)
+        return choice
 
     def _memory(
-        self, layout: Layout, plan: SchedulePlan, schedule: Schedule, executed: Sequence[range], costs: PipelineCosts
+        self,
+        layout: Layout,
+        choice: ScheduleChoice,
+        schedule: Schedule,
+        executed: Sequence[range],
+        costs: PipelineCosts,
     ) -> tuple[MemoryForecast, ...]:
         found, states = [], self.states(layout)
         peaks = peak_moments(schedule, executed, costs, [each.exchanged for each in states])
         for rank, (mine, peak) in enumerate(zip(states, peaks, strict=True)):
             gathered = buffers = 0
-            if plan.weights is not None:
-                gathered, buffers = plan.weights.gathered_and_buffers(schedule, rank)
+            if choice.weights is not None:
+                gathered, buffers = choice.weights.gathered_and_buffers(schedule, rank)
             found.append(
                 MemoryForecast(
                     program=1e-6 * self._cluster.machine.program,
                     weights=1e-6 * (mine.weights + buffers),
                     gradients=1e-6 * mine.gradients,
                     optimizer=1e-6 * mine.optimizer,
-                    kept=1e-6 * peak.kept,
+                    kept=1e-6 * peak.stashed,
                     working=1e-6 * peak.working,
                     messages=1e-6 * peak.messages,
                     samples=1e-6 * self.samples(layout, rank),
@@ -323,7 +331,7 @@ class Predictor:
         return tuple(found)
 
 
-def _held(states: States) -> int:
+def _resident(states: StateBytes) -> int:
     return states.weights + states.gradients + states.optimizer
 
 

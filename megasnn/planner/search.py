@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import flag
-from megasnn.planner.candidates import Candidate, Layout, Prefer, given_flags, layouts
+from megasnn.planner.candidates import Candidate, Layout, Prefer, layouts, set_flags
 from megasnn.planner.costs import Analysis
 from megasnn.planner.machines import GB, Cluster
 from megasnn.planner.predict import Predicted, Predictor
@@ -122,10 +122,10 @@ class Search:
         return max(0, int(each.layout.micro_batch_size * (self._cluster.machine.memory - states) / growing))
 
     def _simulate(self, each: Candidate) -> None:
-        units = len(each.layout.placement)
+        segments = len(each.layout.placement)
         if each.layout.recompute != NEVER or each.layout.grid.dp_shard > 1:
-            units = len(self._analysis.layers)
-        if 3 * self._predictor.micro_batches(each.layout) * units > MOST_COMPUTATIONS:
+            segments = len(self._analysis.layers)
+        if 3 * self._predictor.micro_batches(each.layout) * segments > MOST_COMPUTATIONS:
             self._simulated[each.layout] = replace(each, reason="too many computations to simulate"), None
             return
         try:
@@ -166,10 +166,10 @@ class Search:
         simulated = [each for each in looked_at if each.simulated]
         if not simulated:
             reasons = Counter(each.reason for each in looked_at if each.reason).most_common(MOST_REASONS)
-            given = self._config.parallel
-            asked = ", ".join(f"{flag(name)} {getattr(given, name)}" for name in given_flags(given))
-            told = "; ".join(reason for reason, _ in reasons) or f"none has {asked}; leave some of these out"
-            return f"{devices} can be: {told}"
+            parallel = self._config.parallel
+            asked = ", ".join(f"{flag(name)} {getattr(parallel, name)}" for name in set_flags(parallel))
+            listed = "; ".join(reason for reason, _ in reasons) or f"none has {asked}; leave some of these out"
+            return f"{devices} can be: {listed}"
         least = min(simulated, key=BYTES)
         return (
             f"{devices} fits into {self._cluster.machine.memory / GB:.3g} GB each: {least.layout} needs "

@@ -1,16 +1,16 @@
 """Actions, and schedules as a list of actions for each pipeline rank.
 
-An action prints in the notation of ``torch.distributed.pipelining``: ``2F0`` is the forward of unit 2
-on micro-batch 0 and ``1B3`` the backward of unit 1 on micro-batch 3, or in two parts ``1I3``, the gradient of its
+An action prints in the notation of ``torch.distributed.pipelining``: ``2F0`` is the forward of segment 2
+on micro-batch 0 and ``1B3`` the backward of segment 1 on micro-batch 3, or in two parts ``1I3``, the gradient of its
 input, and ``1W3``, that of its weights. ``1R3`` computes the forward again where it kept nothing for the backward.
-``0SEND_F2`` sends what unit 0 computed from micro-batch 2. ``0REDUCE_GRAD`` ends the sums of unit 0's gradients
+``0SEND_F2`` sends what segment 0 computed from micro-batch 2. ``0REDUCE_GRAD`` ends the sums of segment 0's gradients
 over the data parallel replicas: those that are complete are on their way already. Where replicas shard weights,
-``3UNSHARD`` starts to gather those of unit 3, ``3RESHARD`` frees them, and ``3REDUCE_SCATTER5`` sends the gradients of
-micro-batch 5 to the ranks that keep them.
+``3UNSHARD`` starts to gather those of segment 3, ``3RESHARD`` frees them, and ``3REDUCE_SCATTER5`` sends the gradients
+of micro-batch 5 to the ranks that keep them.
 
-A chunk is a run of layers that a rank owns (elsewhere: a virtual stage). A unit is what one action computes: a chunk,
-or, after `refine`, one layer of it. Both are numbered from the input to the loss over the whole pipeline, and
-`Schedule.placement` gives the pipeline rank of each unit.
+A chunk is a run of layers that a rank owns (elsewhere: a virtual stage). A segment is what one action computes: a
+chunk, or, after `refine`, one layer of it. Both are numbered from the input to the loss over the whole pipeline, and
+`Schedule.placement` gives the pipeline rank of each segment.
 """
 
 from __future__ import annotations
@@ -47,36 +47,36 @@ class Kind(Enum):
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.RECOMPUTE})
 USES_WEIGHTS = COMPUTE - {Kind.WEIGHT_GRADIENT}
-PROPAGATING = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})  # the unit before waits for their result
+PROPAGATING = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})  # the segment before waits for their result
 FINISHING = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})  # they free the activations of the forward
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD})
 
 
-Key = tuple[int, int]
-"""(unit, micro-batch)."""
+ActionKey = tuple[int, int]
+"""(segment, micro-batch)."""
 
 
 class Action(NamedTuple):
     """One thing a pipeline rank does. A tuple, since large schedules have half a million of them.
 
-    `uSEND_F m` sends the output of unit u and is matched by `(u+1)RECV_F m` on the rank of unit u+1;
-    `uSEND_B m` sends the gradient of the input of unit u and is matched by `(u-1)RECV_B m`.
+    `uSEND_F m` sends the output of segment u and is matched by `(u+1)RECV_F m` on the rank of segment u+1;
+    `uSEND_B m` sends the gradient of the input of segment u and is matched by `(u-1)RECV_B m`.
     """
 
-    unit: int
+    segment: int
     kind: Kind
     micro_batch: int | None = None  # None for what is done once a step
 
     def __str__(self) -> str:
-        return f"{self.unit}{self.kind.value}{'' if self.micro_batch is None else self.micro_batch}"
+        return f"{self.segment}{self.kind.value}{'' if self.micro_batch is None else self.micro_batch}"
 
     @property
-    def key(self) -> Key:
-        """Unit and micro-batch of an action that has one."""
+    def key(self) -> ActionKey:
+        """Segment and micro-batch of an action that has one."""
         assert self.micro_batch is not None
-        return self.unit, self.micro_batch
+        return self.segment, self.micro_batch
 
     @property
     def peer(self) -> Action:
@@ -84,7 +84,7 @@ class Action(NamedTuple):
         if self.kind not in _OTHER_END:
             raise ValueError(f"{self} is no transfer")
         kind, step = _OTHER_END[self.kind]
-        return Action(self.unit + step, kind, self.micro_batch)
+        return Action(self.segment + step, kind, self.micro_batch)
 
 
 _OTHER_END = {
@@ -101,8 +101,8 @@ class Schedule:
 
     Attributes:
         name: of the generator, for messages.
-        placement: pipeline rank of each unit.
-        micro_batches: number that each unit computes.
+        placement: pipeline rank of each segment.
+        micro_batches: number that each segment computes.
         actions: one sequence for each pipeline rank.
         forward_only: evaluation; there are no backward actions.
     """
@@ -118,12 +118,12 @@ class Schedule:
         return len(self.actions)
 
     @property
-    def units(self) -> int:
+    def segments(self) -> int:
         return len(self.placement)
 
-    def units_of(self, rank: int) -> tuple[int, ...]:
-        """Units of a pipeline rank, ascending."""
-        return tuple(unit for unit, home in enumerate(self.placement) if home == rank)
+    def segments_of(self, rank: int) -> tuple[int, ...]:
+        """Segments of a pipeline rank, ascending."""
+        return tuple(segment for segment, home in enumerate(self.placement) if home == rank)
 
 
 Position = tuple[int, int]
@@ -150,6 +150,6 @@ def format_actions(orders: Collection[Sequence[Action]], marks: Collection[Posit
     return "\n".join(lines)
 
 
-def crosses(placement: Sequence[int], unit: int) -> bool:
-    """True if the output of a unit goes to another rank; there are units before and behind it."""
-    return 0 <= unit < len(placement) - 1 and placement[unit] != placement[unit + 1]
+def crosses(placement: Sequence[int], segment: int) -> bool:
+    """True if the output of a segment goes to another rank; there are segments before and behind it."""
+    return 0 <= segment < len(placement) - 1 and placement[segment] != placement[segment + 1]

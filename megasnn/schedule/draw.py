@@ -23,7 +23,7 @@ COLOURS = {
     Kind.WEIGHT_GRADIENT: ("#fdd0a2", "#fd8d3c"),
     Kind.RECOMPUTE: ("#dadaeb", "#9e9ac8"),
 }
-NAMES = {
+KIND_NAMES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
     Kind.INPUT_GRADIENT: "input gradient",
@@ -32,7 +32,7 @@ NAMES = {
 }
 WAITING = "#eeeeee"
 BAR, GAP = 0.8, 0.2  # heights in the unit of the vertical axis
-WIDTH, UNIT_HEIGHT, AROUND = 12.0, 0.36, 1.2  # inches
+WIDTH, ROW_HEIGHT, AROUND = 12.0, 0.36, 1.2  # inches
 WIDE, NARROW = 0.025, 0.011  # parts of the width that a bar needs for its action, and for its micro-batch alone
 
 
@@ -52,11 +52,11 @@ def chart(
 
     Args:
         title: beginning of the caption.
-        scale, unit: factor for times, and their unit then.
+        scale, segment: factor for times, and their unit then.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, AROUND + UNIT_HEIGHT * schedule.ranks), layout="constrained")
+    figure = Figure(figsize=(WIDTH, AROUND + ROW_HEIGHT * schedule.ranks), layout="constrained")
     axes = figure.add_subplot()
     span = simulation.makespan or 1.0
     for rank, row in enumerate(simulation.timeline):
@@ -96,14 +96,14 @@ def _add_legend(figure: Figure, schedule: Schedule) -> None:
     from matplotlib.patches import Patch
 
     kinds = {action.kind for row in schedule.actions for action in row}
-    several = schedule.units > schedule.ranks
+    several = schedule.segments > schedule.ranks
     handles = [Patch(color=WAITING, label="waiting")]
     for kind, (light, dark) in COLOURS.items():
         if kind in kinds:
-            handles.append(Patch(facecolor=light, edgecolor=dark, label=NAMES[kind]))
+            handles.append(Patch(facecolor=light, edgecolor=dark, label=KIND_NAMES[kind]))
     handles += [Patch(color="#888888", label="darker: second half of the chunks")] * several
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 7), fontsize=7, frameon=False)
 
 
 def _in_second_half(schedule: Schedule, action: Action) -> bool:
-    return schedule.units > schedule.ranks and action.unit >= (schedule.units + 1) // 2
+    return schedule.segments > schedule.ranks and action.segment >= (schedule.segments + 1) // 2

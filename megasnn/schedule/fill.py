@@ -31,14 +31,14 @@ class Ticks:
         times: of forward, input and weight gradient of each chunk.
         moved: from the end of each chunk's forward or input gradient until the chunk that takes its result can use it.
         work: of each rank for one micro-batch.
-        unit: time of a tick, a power of two.
+        duration: time of a tick, a power of two.
     """
 
     placement: tuple[int, ...]
     times: dict[Kind, list[int]]
     moved: dict[Kind, list[int]]
     work: list[int]
-    unit: float
+    duration: float
 
     @classmethod
     def of(cls, placement: tuple[int, ...], costs: Sequence[ChunkCost], micro_batches: int) -> Ticks:
@@ -49,13 +49,15 @@ class Ticks:
             INPUT_GRADIENT: [_latency(placement, costs, chunk, chunk - 1) for chunk in range(len(costs))],
         }
         longest = micro_batches * (sum(map(sum, times.values())) + sum(map(sum, moved.values())))
-        unit = math.ldexp(1.0, math.frexp(longest)[1] - RESOLUTION)
-        whole, on_the_way = ({k: [round(t / unit) for t in each] for k, each in of.items()} for of in (times, moved))
+        duration = math.ldexp(1.0, math.frexp(longest)[1] - RESOLUTION)
+        whole, on_the_way = (
+            {k: [round(t / duration) for t in each] for k, each in of.items()} for of in (times, moved)
+        )
         work = [0] * (max(placement) + 1)
         for each in whole.values():
             for rank, time in zip(placement, each, strict=True):
                 work[rank] += time
-        return cls(placement, whole, on_the_way, work, unit)
+        return cls(placement, whole, on_the_way, work, duration)
 
 
 def _latency(placement: Sequence[int], costs: Sequence[ChunkCost], chunk: int, taker: int) -> float:
@@ -99,7 +101,7 @@ class _Run:
     """State of all ranks while their orders are served in the order of time.
 
     Attributes:
-        rows: actions served. free: end of the last one. left: actions still to serve, last first.
+        served: actions served. free: end of the last one. left: actions still to serve, last first.
         steps: key of the next computation of each rank, -1 where there is none: (start, is a weight gradient, rank) in
             one number, since what happens first comes first.
         arrivals: times of the results that each chunk has not used yet.
@@ -107,11 +109,11 @@ class _Run:
     """
 
     def __init__(self, ticks: Ticks, order: Schedule, limit: float, gap: float) -> None:
-        ranks, chunks, placement = order.ranks, order.units, ticks.placement
+        ranks, chunks, placement = order.ranks, order.segments, ticks.placement
         self.ticks, self.order = ticks, order
-        self.rows: list[list[Action]] = [[] for _ in range(ranks)]
+        self.served: list[list[Action]] = [[] for _ in range(ranks)]
         self.left = [[*reversed(row)] for row in order.actions]
-        self.free, self.held, self.steps = [0] * ranks, [0] * ranks, [-1] * ranks
+        self.free, self.resident, self.steps = [0] * ranks, [0] * ranks, [-1] * ranks
         self.pending: list[deque[Action]] = [deque() for _ in range(ranks)]
         self.arrivals: dict[Kind, list[deque[int]]] = {
             kind: [deque() for _ in range(chunks)] for kind in (FORWARD, INPUT_GRADIENT)
@@ -128,7 +130,7 @@ class _Run:
         if left:
             chunk, kind, _ = left[-1]
             arrived = self.arrivals[kind][chunk]
-            if arrived and (kind is not FORWARD or self.held[rank] < self.room[rank]):
+            if arrived and (kind is not FORWARD or self.resident[rank] < self.room[rank]):
                 start = max(arrived[0], now)
         pending = self.pending[rank]
         weights = bool(pending) and (start < 0 or start > now and start - now >= self.gaps[pending[0][0]])
@@ -141,14 +143,14 @@ class _Run:
 
     def finish(self, longest: float, widest: float) -> Filled | None:
         """Serves all orders; None where they get stuck, or cannot be done in the longest time with a smaller bubble."""
-        ticks, steps, bits, heap, rows = self.ticks, self.steps, self.bits, self.heap, self.rows
-        look, left, free, held, arrivals, pending = (
-            self.look, self.left, self.free, self.held, self.arrivals, self.pending
+        ticks, steps, bits, heap, served = self.ticks, self.steps, self.bits, self.heap, self.served
+        look, left, free, resident, arrivals, pending = (
+            self.look, self.left, self.free, self.resident, self.arrivals, self.pending
         )  # fmt: skip
         placement, times, last = ticks.placement, ticks.times, len(ticks.placement) - 1
-        mask, waited, bubble = (1 << bits) - 1, [0] * len(rows), [0] * len(rows)
+        mask, waited, bubble = (1 << bits) - 1, [0] * len(served), [0] * len(served)
         work = [self.order.micro_batches * each for each in ticks.work]
-        for rank in range(len(rows)):
+        for rank in range(len(served)):
             look(rank)
         while heap:
             step = heappop(heap)
@@ -160,7 +162,7 @@ class _Run:
             if start > free[rank]:
                 wait = start - free[rank]
                 waited[rank] += wait
-                if rows[rank]:
+                if served[rank]:
                     bubble[rank] += wait
                 least = waited[rank] + work[rank]
                 if least > longest or least == longest and bubble[rank] >= widest:
@@ -168,14 +170,14 @@ class _Run:
             action = pending[rank].popleft() if step >> bits & 1 else left[rank].pop()
             chunk, kind, m = action
             end = free[rank] = start + times[kind][chunk]
-            rows[rank].append(action)
+            served[rank].append(action)
             if kind is WEIGHT_GRADIENT:
-                held[rank] -= 1
+                resident[rank] -= 1
                 look(rank)
                 continue
             arrivals[kind][chunk].popleft()
             if kind is FORWARD:
-                held[rank] += 1
+                resident[rank] += 1
                 taker, takes = (chunk + 1, FORWARD) if chunk < last else (chunk, INPUT_GRADIENT)  # the loss turns round
             else:
                 pending[rank].append(Action(chunk, WEIGHT_GRADIENT, m))
@@ -187,6 +189,6 @@ class _Run:
                 if other != rank and len(queue) == 1 and left[other] and left[other][-1][:2] == (taker, takes):
                     look(other)  # it may have waited for this
             look(rank)
-        if sum(map(len, rows)) < 3 * len(placement) * self.order.micro_batches:
+        if sum(map(len, served)) < 3 * len(placement) * self.order.micro_batches:
             return None
-        return Filled(replace(self.order, actions=tuple(map(tuple, rows))), max(free), max(bubble))
+        return Filled(replace(self.order, actions=tuple(map(tuple, served))), max(free), max(bubble))

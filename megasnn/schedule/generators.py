@@ -36,7 +36,7 @@ from megasnn.schedule.partition import loop_placement, v_placement
 
 PERIOD = 6  # ticks in which a rank has room for all three computations of both chunks
 # Ticks between neighbouring ranks on each of the four ways, and at the three turns between the ways.
-BLOCKS = (
+BUILDING_BLOCKS = (
     ((1, 1, 1, 1), (1, 1, 1)),
     ((2, 2, 1, 1), (1, 1, 1)),
     ((1, 2, 1, 1), (1, 1, 1)),
@@ -48,7 +48,7 @@ BLOCKS = (
     ((1, 4, 1, 2), (1, 1, 1)),
     ((2, 3, 1, 1), (1, 1, 1)),
 )
-Rows = list[tuple[Action, ...]]
+Orders = list[tuple[Action, ...]]
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
@@ -94,11 +94,11 @@ def interleaved(stages: int, micro_batches: int, chunks_per_rank: int = 2) -> Sc
     if chunks_per_rank == 1:
         plain = one_f_one_b(stages, micro_batches)
         return Schedule("interleaved", plain.placement, micro_batches, plain.actions)
-    rows = tuple(_interleaved_row(rank, stages, micro_batches, chunks_per_rank) for rank in range(stages))
-    return Schedule("interleaved", loop_placement(stages, chunks_per_rank), micro_batches, rows)
+    orders = tuple(_interleaved_order(rank, stages, micro_batches, chunks_per_rank) for rank in range(stages))
+    return Schedule("interleaved", loop_placement(stages, chunks_per_rank), micro_batches, orders)
 
 
-def _interleaved_row(rank: int, stages: int, micro_batches: int, chunks_per_rank: int) -> tuple[Action, ...]:
+def _interleaved_order(rank: int, stages: int, micro_batches: int, chunks_per_rank: int) -> tuple[Action, ...]:
     groups = range(0, micro_batches, stages)
     rounds = [(local, m) for first in groups for local in range(chunks_per_rank) for m in range(first, first + stages)]
     forwards = [Action(local * stages + rank, Kind.FORWARD, m) for local, m in rounds]
@@ -114,15 +114,15 @@ def _interleaved_row(rank: int, stages: int, micro_batches: int, chunks_per_rank
 def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
     """Evaluation on any placement: a rank takes the ready chunk that is nearest to the end."""
     chunks = len(placement)
-    rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    orders: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     done = [0] * chunks  # micro-batches that each chunk has computed
     while done[-1] < micro_batches:
         ready = {placement[c]: c for c in range(chunks) if done[c] < (done[c - 1] if c else micro_batches)}
         for rank, chunk in ready.items():
-            rows[rank].append(Action(chunk, Kind.FORWARD, done[chunk]))
+            orders[rank].append(Action(chunk, Kind.FORWARD, done[chunk]))
         for chunk in ready.values():
             done[chunk] += 1
-    return Schedule("forward", placement, micro_batches, tuple(map(tuple, rows)), forward_only=True)
+    return Schedule("forward", placement, micro_batches, tuple(map(tuple, orders)), forward_only=True)
 
 
 def half_limit(stages: int) -> int:
@@ -175,30 +175,30 @@ class ZeroBubble:
     def orders(self, micro_batches: int) -> Iterator[Schedule]:
         """Forwards and input gradients of each rank."""
 
-        def order(rows: Rows) -> Schedule:
-            return Schedule(self.name, self.placement, micro_batches, tuple(rows))
+        def order(orders_of_ranks: Orders) -> Schedule:
+            return Schedule(self.name, self.placement, micro_batches, tuple(orders_of_ranks))
 
         if not self.v:
-            yield order(_one_chunk_rows(self.stages, micro_batches, self.pace, self.most))
+            yield order(_one_chunk_orders(self.stages, micro_batches, self.pace, self.most))
             return
-        yield order(_full_v_rows(self.stages, micro_batches))
-        blocks = [_block(self.stages, steps, turns) for steps, turns in BLOCKS]
+        yield order(_full_v_orders(self.stages, micro_batches))
+        blocks = [_block(self.stages, steps, turns) for steps, turns in BUILDING_BLOCKS]
         for index, block in enumerate(blocks):
             if block not in blocks[:index]:  # on few stages some are the same
                 yield order(_repeated(block, self.stages, micro_batches))
 
 
-def _one_chunk_rows(stages: int, micro_batches: int, pace: int, most: int | None) -> Rows:
+def _one_chunk_orders(stages: int, micro_batches: int, pace: int, most: int | None) -> Orders:
     """Warm-up, then a forward and an input gradient in turn."""
-    rows = []
+    orders = []
     for rank in range(stages):
         ahead = min(pace * (stages - rank - 1), micro_batches, micro_batches if most is None else most)
         forwards, gradients = (_all(rank, kind, micro_batches) for kind in (FORWARD, INPUT_GRADIENT))
-        row = forwards[:ahead]
+        order = forwards[:ahead]
         for pair in zip(forwards[ahead:], gradients, strict=False):
-            row += pair
-        rows.append((*row, *gradients[micro_batches - ahead :]))
-    return rows
+            order += pair
+        orders.append((*order, *gradients[micro_batches - ahead :]))
+    return orders
 
 
 def _block(stages: int, steps: Sequence[int], turns: Sequence[int]) -> dict[tuple[int, Kind], int]:
@@ -207,33 +207,33 @@ def _block(stages: int, steps: Sequence[int], turns: Sequence[int]) -> dict[tupl
     down, up = range(stages), range(stages, 2 * stages)
     ways = [(FORWARD, down), (FORWARD, up), (INPUT_GRADIENT, up[::-1]), (INPUT_GRADIENT, down[::-1])]
     ticks: dict[tuple[int, Kind], int] = {}
-    taken: list[set[int]] = [set() for _ in range(stages)]
+    occupied: list[set[int]] = [set() for _ in range(stages)]
     tick = 0
     for way, (kind, chunks) in enumerate(ways):
         for position, chunk in enumerate(chunks):
             tick += steps[way] if position else (turns[way - 1] if way else 0)
-            while tick % PERIOD in taken[placement[chunk]]:
+            while tick % PERIOD in occupied[placement[chunk]]:
                 tick += 1
-            taken[placement[chunk]].add(tick % PERIOD)
+            occupied[placement[chunk]].add(tick % PERIOD)
             ticks[chunk, kind] = tick
     return ticks
 
 
-def _repeated(ticks: dict[tuple[int, Kind], int], stages: int, micro_batches: int) -> Rows:
+def _repeated(ticks: dict[tuple[int, Kind], int], stages: int, micro_batches: int) -> Orders:
     """All micro-batches, one period after another: in the n-th, a chunk is at micro-batch n less its first period."""
     placement = v_placement(stages)
     ways: list[list[tuple[int, int, list[Action]]]] = [[] for _ in range(stages)]
     for (chunk, kind), tick in ticks.items():
         period, turn = divmod(tick, PERIOD)
         ways[placement[chunk]].append((turn, period, _all(chunk, kind, micro_batches)))
-    rows = []
+    orders = []
     for mine in ways:
         mine.sort(key=itemgetter(0))
         periods = range(max(period for _, period, _ in mine) + micro_batches)
-        rows.append(
+        orders.append(
             tuple(each[n - start] for n in periods for _, start, each in mine if 0 <= n - start < micro_batches)
         )
-    return rows
+    return orders
 
 
 @lru_cache(maxsize=256)
@@ -241,19 +241,19 @@ def _all(chunk: int, kind: Kind, micro_batches: int) -> list[Action]:
     return [Action(chunk, kind, m) for m in range(micro_batches)]
 
 
-def _full_v_rows(stages: int, micro_batches: int) -> Rows:
+def _full_v_orders(stages: int, micro_batches: int) -> Orders:
     """As many forwards as 1F1B's memory allows before the first gradient comes back, then all in turn."""
-    rows = []
+    orders = []
     for rank in range(stages):
         down, up = rank, 2 * stages - 1 - rank
         steady = [(down, FORWARD), (down, INPUT_GRADIENT), (up, FORWARD), (up, INPUT_GRADIENT)]
         f, i, late_f, late_i = steady
         warm_up = [f] * (2 * (stages - rank) - 1) + [late_f, f] * rank + [late_f, late_i] * (stages - rank)
         done = dict.fromkeys(steady, 0)
-        row = []
+        order = []
         for each in warm_up + steady * micro_batches + [i] * micro_batches:
             if done[each] < micro_batches:
-                row.append(Action(*each, done[each]))
+                order.append(Action(*each, done[each]))
                 done[each] += 1
-        rows.append(tuple(row))
-    return rows
+        orders.append(tuple(order))
+    return orders

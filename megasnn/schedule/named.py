@@ -17,9 +17,9 @@ from megasnn.schedule.generators import ZeroBubble, gpipe, half_limit, interleav
 from megasnn.schedule.partition import PLACEMENTS
 from megasnn.schedule.passes import complete
 from megasnn.schedule.simulate import simulate
-from megasnn.schedule.validate import validate
+from megasnn.schedule.validate import validate_schedule
 
-AUTO = "auto"  # stands for the best that a search finds
+AUTO_SCHEDULE = "auto"  # stands for the best that a search finds
 
 CostsOf = Callable[[tuple[int, ...]], Sequence[ChunkCost]]
 """Placement -> cost of each chunk."""
@@ -93,7 +93,7 @@ SCHEDULES: Registry[NamedSchedule] = Registry(
             placed="v",
         ),
     },
-    also=(AUTO,),
+    also=(AUTO_SCHEDULE,),
 )
 
 
@@ -109,7 +109,7 @@ def per_stage(stages: Sequence[ChunkCost]) -> CostsOf:
 
 def looks_at_costs(name: str) -> bool:
     """True if the costs of the chunks make a difference to a named schedule, or to the search."""
-    return name == AUTO or SCHEDULES[name].looks_at_costs
+    return name == AUTO_SCHEDULE or SCHEDULES[name].looks_at_costs
 
 
 def named_schedule(
@@ -156,7 +156,7 @@ def find_best(
             if placement in (None, named.placement(stages, count)):
                 search.consider(named_schedule(name, stages, micro_batches, count, equal_costs(stages)))
     assert search.best is not None, "1f1b can always be placed"
-    validate(search.best)
+    validate_schedule(search.best)
     return search.best
 
 
@@ -194,7 +194,7 @@ class _Search:
         """Fills by the costs, for as long as that can still win."""
         costs, count = self._costs_of(candidate.placement), self._micro_batches
         ticks = Ticks.of(candidate.placement, costs, count)
-        filled = candidate.fill(ticks, count, (self.makespan * EQUAL / ticks.unit, math.inf))
+        filled = candidate.fill(ticks, count, (self.makespan * EQUAL / ticks.duration, math.inf))
         if filled is not None:
             self.consider(filled.schedule)
 
@@ -216,4 +216,4 @@ class _Search:
 def _preference(activations: float, schedule: Schedule) -> tuple[float, int, bool]:
     """Among equally fast ones: what holds less, in fewer chunks, with backwards in one part."""
     splits = schedule.name not in SCHEDULES or SCHEDULES[schedule.name].looks_at_costs
-    return activations, schedule.units, splits
+    return activations, schedule.segments, splits

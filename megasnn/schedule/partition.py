@@ -1,7 +1,7 @@
 """Partition of a model's layers into pipeline chunks: balanced by cost, or by an explicit layout.
 
-A model is a flat list of fine-grained layers, grouped in units (Spikformer: the patch stem, each block, the head). A
-chunk is a contiguous range of layers.
+A model is a flat list of fine-grained layers, grouped in layer groups (Spikformer: the patch stem, each block, the
+head). A chunk is a contiguous range of layers.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def _moved_while_better(
         found = []
         for step in steps:
             moved = list(cuts)
-            for place, by in dict(step).items():
-                moved[place] += by
+            for at, by in dict(step).items():
+                moved[at] += by
             if all(a < b for a, b in zip([0, *moved], [*moved, layers], strict=True)):
                 found.append((badness(moved), tuple(moved)))
         if not found or min(found)[0] >= least:
@@ -127,7 +127,7 @@ PLACEMENTS: Registry[Callable[[int, int], tuple[int, ...]]] = Registry(
 
 
 def parse_layout(layout: str) -> tuple[int, ...]:
-    """Number of units or layers in each chunk: "1|2|2|1" or "1,2,2,1". Zeros are legal.
+    """Number of layer groups or layers in each chunk: "1|2|2|1" or "1,2,2,1". Zeros are legal.
 
     Raises ValueError for anything that is not a whole number, negative ones, and a layout without a layer.
     """
@@ -147,30 +147,30 @@ def layout_text(layout: Sequence[int]) -> str:
     return '"' + "|".join(str(size) for size in layout) + '"'
 
 
-def layout_to_bounds(layout: Sequence[int], unit_of_layer: Sequence[str], chunks: int | None = None) -> list[range]:
-    """Layers of each chunk of an explicit layout, which counts either units or single layers.
+def layout_to_bounds(layout: Sequence[int], group_of_layer: Sequence[str], chunks: int | None = None) -> list[range]:
+    """Layers of each chunk of an explicit layout, which counts either layer groups or single layers.
 
     Args:
         layout: sizes of the chunks.
-        unit_of_layer: the unit of each layer of the model; layers of a unit are neighbours.
+        group_of_layer: the layer group of each layer of the model; layers of a group are neighbours.
         chunks: expected length of the layout, where known.
     Raises:
-        ValueError: another length, or a sum that is neither the number of units nor that of layers.
+        ValueError: another length, or a sum that is neither the number of layer groups nor that of layers.
     """
     if chunks is not None and len(layout) != chunks:
         raise ValueError(
             f"{LAYOUT_FLAG} {layout_text(layout)} has {len(layout)} entries for {chunks} chunks "
             f"(--pipeline-model-parallel-size x --num-virtual-stages-per-pipeline-rank)"
         )
-    unit_sizes = [len(list(layers)) for _, layers in groupby(unit_of_layer)]
-    if sum(layout) == len(unit_sizes):
-        layers_before_unit = list(accumulate(unit_sizes, initial=0))
-        return _ranges([layers_before_unit[units] for units in accumulate(layout)])
-    if sum(layout) == len(unit_of_layer):
+    group_sizes = [len(list(layers)) for _, layers in groupby(group_of_layer)]
+    if sum(layout) == len(group_sizes):
+        layers_before_group = list(accumulate(group_sizes, initial=0))
+        return _ranges([layers_before_group[groups] for groups in accumulate(layout)])
+    if sum(layout) == len(group_of_layer):
         return _ranges(list(accumulate(layout)))
     raise ValueError(
-        f"{LAYOUT_FLAG} {layout_text(layout)} sums to {sum(layout)}; the model has {len(unit_sizes)} units "
-        f"({', '.join(unit for unit, _ in groupby(unit_of_layer))}) of together {len(unit_of_layer)} "
+        f"{LAYOUT_FLAG} {layout_text(layout)} sums to {sum(layout)}; the model has {len(group_sizes)} layer groups "
+        f"({', '.join(group for group, _ in groupby(group_of_layer))}) of together {len(group_of_layer)} "
         f"layers, and a layout must sum to one of the two"
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.costs import ChunkCost
 from megasnn.schedule.generators import forward_only
-from megasnn.schedule.named import AUTO, SCHEDULES, CostsOf, equal_costs, find_best, named_schedule
+from megasnn.schedule.named import AUTO_SCHEDULE, SCHEDULES, CostsOf, equal_costs, find_best, named_schedule
 from megasnn.schedule.partition import loop_placement
 from megasnn.schedule.passes import (
     NEVER,
@@ -21,13 +21,13 @@ from megasnn.schedule.passes import (
     insert_transfers,
     refine,
 )
-from megasnn.schedule.validate import validate
+from megasnn.schedule.validate import validate_schedule
 
 FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 
 @dataclass(frozen=True)
-class SchedulePlan:
+class ScheduleChoice:
     """Way of a run's micro-batches through its pipeline, however many of them a step has.
 
     Attributes:
@@ -35,34 +35,34 @@ class SchedulePlan:
         placement: pipeline rank of each chunk.
         costs: of each chunk; equal ones when not given.
         decided: schedules that were settled on before, where ranks must not search for themselves; of chunks.
-        units_per_chunk: number of units in which each chunk is executed; None: the chunks as they are.
-        recompute: a name in `RECOMPUTE`: which forwards of units are computed again.
-        chosen: units whose forwards are always computed again.
-        weights: of units, where ranks shard them by rows; None: every rank has its own whole.
+        segments_per_chunk: number of segments in which each chunk is executed; None: the chunks as they are.
+        recompute: a name in `RECOMPUTE`: which forwards of segments are computed again.
+        chosen: segments whose forwards are always computed again.
+        weights: of segments, where ranks shard them by rows; None: every rank has its own whole.
     """
 
     name: str
     placement: tuple[int, ...]
     costs: tuple[ChunkCost, ...] | None = None
     decided: tuple[Schedule, ...] = ()
-    units_per_chunk: tuple[int, ...] | None = None
+    segments_per_chunk: tuple[int, ...] | None = None
     recompute: str = NEVER
     chosen: frozenset[int] = frozenset()
     weights: SharedWeights | None = None
 
-    def in_units(self, bounds: Sequence[range], recompute: str) -> SchedulePlan:
+    def in_segments(self, bounds: Sequence[range], recompute: str) -> ScheduleChoice:
         """Plan of the same schedule, executed layer by layer.
 
         Args:
             bounds: layers of each chunk. recompute: as the attribute.
         """
-        return replace(self, units_per_chunk=tuple(max(1, len(span)) for span in bounds), recompute=recompute)
+        return replace(self, segments_per_chunk=tuple(max(1, len(span)) for span in bounds), recompute=recompute)
 
-    def sharing(self, weights: SharedWeights, micro_batches: Collection[int]) -> SchedulePlan:
+    def sharing(self, weights: SharedWeights, micro_batches: Collection[int]) -> ScheduleChoice:
         """Plan of the same schedule with weights that are gathered where they are used, in training and evaluation.
 
         Args:
-            weights: of the units that are executed.
+            weights: of the segments that are executed.
             micro_batches: numbers of them that the replicas have in a step.
         Raises:
             ValueError: replicas that would not gather in the same order.
@@ -76,19 +76,19 @@ class SchedulePlan:
         return replace(self, weights=weights)
 
     @property
-    def unit_counts(self) -> tuple[int, ...]:
-        """Number of units in which each chunk is executed."""
-        return self.units_per_chunk or (1,) * len(self.placement)
+    def segment_counts(self) -> tuple[int, ...]:
+        """Number of segments in which each chunk is executed."""
+        return self.segments_per_chunk or (1,) * len(self.placement)
 
     @property
-    def unit_placement(self) -> tuple[int, ...]:
-        """Pipeline rank of each unit."""
-        counts = zip(self.placement, self.unit_counts, strict=True)
+    def segment_placement(self) -> tuple[int, ...]:
+        """Pipeline rank of each segment."""
+        counts = zip(self.placement, self.segment_counts, strict=True)
         return tuple(rank for rank, count in counts for _ in range(count))
 
-    def unit_bounds(self, bounds: Sequence[range]) -> list[range]:
-        """Layers of each unit, from those of each chunk: one layer, or the rest of a chunk."""
-        return [part for span, count in zip(bounds, self.unit_counts, strict=True) for part in _split(span, count)]
+    def segment_bounds(self, bounds: Sequence[range]) -> list[range]:
+        """Layers of each segment, from those of each chunk: one layer, or the rest of a chunk."""
+        return [part for span, count in zip(bounds, self.segment_counts, strict=True) for part in _split(span, count)]
 
     @property
     def stages(self) -> int:
@@ -110,10 +110,11 @@ class SchedulePlan:
 
     def _training(self, micro_batches: int) -> Schedule:
         schedule = self.of_chunks(micro_batches)
-        if self.units_per_chunk is not None:
+        if self.segments_per_chunk is not None:
             wanted = RECOMPUTE[self.recompute]
             schedule = insert_recompute(
-                refine(schedule, self.units_per_chunk), lambda unit, m: unit in self.chosen or wanted(m, micro_batches)
+                refine(schedule, self.segments_per_chunk),
+                lambda segment, m: segment in self.chosen or wanted(m, micro_batches),
             )
         return self._with_weights(schedule)
 
@@ -122,25 +123,25 @@ class SchedulePlan:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def of_chunks(self, micro_batches: int) -> Schedule:
-        """Validated schedule before chunks are split into units."""
+        """Validated schedule before chunks are split into segments."""
         for schedule in self.decided:
             if schedule.micro_batches == micro_batches:
                 return schedule
         stages, chunks = self.stages, self.chunks_per_rank
-        if self.name == AUTO:
+        if self.name == AUTO_SCHEDULE:
             return find_best(stages, micro_batches, self._costs_of, chunks, self.placement)
         schedule = complete(named_schedule(self.name, stages, micro_batches, chunks, self._costs_of))
-        validate(schedule)
+        validate_schedule(schedule)
         return schedule
 
     def _evaluation(self, micro_batches: int) -> Schedule:
-        return self._with_weights(insert_transfers(forward_only(self.unit_placement, micro_batches)))
+        return self._with_weights(insert_transfers(forward_only(self.segment_placement, micro_batches)))
 
     def _with_weights(self, schedule: Schedule) -> Schedule:
         if self.weights is not None:
             schedule = self.weights.insert(schedule)
-        if self.weights is not None or self.units_per_chunk is not None or schedule.forward_only:
-            validate(schedule)
+        if self.weights is not None or self.segments_per_chunk is not None or schedule.forward_only:
+            validate_schedule(schedule)
         return schedule
 
     def _costs_of(self, placement: tuple[int, ...]) -> Sequence[ChunkCost]:
@@ -155,7 +156,7 @@ def plan_schedule(
     chunks_per_rank: int | None = None,
     micro_batches: int = 1,
     costs_of: CostsOf | None = None,
-) -> SchedulePlan:
+) -> ScheduleChoice:
     """Settles on a placement.
 
     Args:
@@ -172,14 +173,14 @@ def plan_schedule(
     chunks_per_rank = chunks_of_schedule(name, chunks_per_rank)
     costs_of = costs_of or equal_costs(stages)
     decided: tuple[Schedule, ...] = ()
-    if name == AUTO:
+    if name == AUTO_SCHEDULE:
         placement = loop_placement(1)
         if stages > 1 or chunks_per_rank != 1:
             decided = (find_best(stages, micro_batches, costs_of, chunks_per_rank),)
             placement = decided[0].placement
     else:
         placement = SCHEDULES[name].placement(stages, chunks_per_rank or 1)
-    return SchedulePlan(name, placement, tuple(costs_of(placement)), decided)
+    return ScheduleChoice(name, placement, tuple(costs_of(placement)), decided)
 
 
 def generate(
@@ -198,7 +199,7 @@ def chunks_of_schedule(name: str, asked: int | None = None) -> int | None:
 
     None: auto may choose. Raises ValueError for an unknown name, and for chunks that the schedule cannot place.
     """
-    named = None if name == AUTO else SCHEDULES[name]
+    named = None if name == AUTO_SCHEDULE else SCHEDULES[name]
     if asked is not None and asked < 1:
         raise ValueError(f"{FLAG} must be at least 1, got {asked}")
     if named is None or (named.any_chunks and asked is not None and asked >= named.chunks):
@@ -211,5 +212,5 @@ def chunks_of_schedule(name: str, asked: int | None = None) -> int | None:
 
 def _split(span: range, count: int) -> list[range]:
     """A layer each, and the rest in the last part."""
-    starts = [span.start + place for place in range(count)]
+    starts = [span.start + at for at in range(count)]
     return [range(start, end) for start, end in zip(starts, [*starts[1:], span.stop], strict=True)]

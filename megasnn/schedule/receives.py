@@ -29,8 +29,8 @@ def known_arrivals(schedule: Schedule, rank: int) -> dict[Action, int]:
         arrived = 0
         for action in schedule.actions[peer]:
             if action.kind in RECEIVES:
-                arrived += placement[action.peer.unit] == rank
-            elif action.kind in SENDS and placement[action.peer.unit] == rank:
+                arrived += placement[action.peer.segment] == rank
+            elif action.kind in SENDS and placement[action.peer.segment] == rank:
                 known[action.peer] = arrived
     return known
 
@@ -54,7 +54,7 @@ def sent_by_then(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
         if action.kind not in COMPUTE | RECEIVES:
             return True
         for receive in on_its_way[each]:
-            unposted[schedule.placement[receive.peer.unit]] -= 1
+            unposted[schedule.placement[receive.peer.segment]] -= 1
         if each == rank and on_its_way[each]:
             found.setdefault(action, []).extend(on_its_way[each])
         on_its_way[each].clear()
@@ -63,7 +63,7 @@ def sent_by_then(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
     for each, action in _in_turn(schedule, comes):
         if action.kind in SENDS:
             sent.add(action.peer)
-            on_its_way[schedule.placement[action.peer.unit]].append(action.peer)
+            on_its_way[schedule.placement[action.peer.segment]].append(action.peer)
             unposted[each] += 1
     return found
 
@@ -74,11 +74,11 @@ def _in_turn(schedule: Schedule, comes: Callable[[int, Action], bool]) -> Iterat
     Args:
         comes: tells whether a rank can do its next action; asked again in the next turn where it cannot.
     """
-    places, goes_on = [0] * schedule.ranks, True
+    positions, goes_on = [0] * schedule.ranks, True
     while goes_on:
         goes_on = False
         for each, actions in enumerate(schedule.actions):
-            while places[each] < len(actions) and comes(each, actions[places[each]]):
-                yield each, actions[places[each]]
-                places[each] += 1
+            while positions[each] < len(actions) and comes(each, actions[positions[each]]):
+                yield each, actions[positions[each]]
+                positions[each] += 1
                 goes_on = True

@@ -1,4 +1,4 @@
-"""Simulation of a schedule: times and memory from the costs of its units. Exact, without contention."""
+"""Simulation of a schedule: times and memory from the costs of its segments. Exact, without contention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megasnn.schedule.actions import COMPUTE, RECEIVES, USES_WEIGHTS, Action, Kind, Schedule
-from megasnn.schedule.costs import ChunkCost, activations_held
+from megasnn.schedule.costs import ChunkCost, resident_activations
 from megasnn.schedule.validate import runs
 
 
@@ -54,12 +54,12 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
     a link of their own, beside what the rank computes; the first computation that uses the weights waits for them.
 
     Args:
-        costs: one for each unit.
+        costs: one for each segment.
     Raises:
         ValueError: another number of costs; ScheduleError: a deadlock.
     """
-    if len(costs) != schedule.units:
-        raise ValueError(f"{len(costs)} costs for {schedule.units} units")
+    if len(costs) != schedule.segments:
+        raise ValueError(f"{len(costs)} costs for {schedule.segments} segments")
     timeline, activation = _timeline(schedule, costs), [cost.activation for cost in costs]
     makespan = max((timed.end for row in timeline for timed in row), default=0.0)
     computed = [[timed for timed in row if timed.action.kind in COMPUTE] for row in timeline]
@@ -71,7 +71,7 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
         idle=tuple(makespan - time for time in busy),
         bubble=tuple(row[-1].end - row[0].start - time for row, time in zip(computed, busy, strict=True)),
         peak_activations=tuple(
-            max(activations_held(schedule, rank, activation), default=0.0) for rank in range(schedule.ranks)
+            max(resident_activations(schedule, rank, activation), default=0.0) for rank in range(schedule.ranks)
         ),
     )
 
@@ -81,7 +81,7 @@ class _ReplicaLink:
     """Link of a rank to the other replicas, which carries one thing after another.
 
     Attributes:
-        coming: end of each unit's UNSHARD, until its weights are used.
+        coming: end of each segment's UNSHARD, until its weights are used.
     """
 
     free: float = 0.0
@@ -112,21 +112,21 @@ def _timeline(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[Timed
         now, append, actions, replica = clock[rank], timeline[rank].append, schedule.actions[rank], replicas[rank]
         for index in run:
             action = actions[index]
-            unit, kind, _ = action
+            segment, kind, _ = action
             start = now
             if kind in computing:
                 if kind in USES_WEIGHTS and replica.coming:
-                    start = max(now, replica.coming.pop(unit, now))
-                now = start + computing[kind][unit]
+                    start = max(now, replica.coming.pop(segment, now))
+                now = start + computing[kind][segment]
             elif kind in moving:
-                arrives[action.peer] = now + moving[kind][unit]
+                arrives[action.peer] = now + moving[kind][segment]
             elif kind in RECEIVES:
                 now = max(now, arrives.pop(action))
             end = now
             if kind in carrying:
-                start, end = replica.queue(now, carrying[kind][unit])
+                start, end = replica.queue(now, carrying[kind][segment])
                 if kind is Kind.UNSHARD:
-                    replica.coming[unit] = end
+                    replica.coming[segment] = end
             append(TimedAction(action, start, end))
         clock[rank] = now
     return timeline

@@ -74,8 +74,8 @@ def _sheet(pictures: Sequence[Picture], captions: Sequence[str], title: str, one
     size = 12, max(rows * (min(height, 4) + 0.3), 1.0) + 0.4
     figure = Figure(size, DPI, layout="constrained")
     figure.suptitle(title, fontsize=9)
-    for place, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
-        axes = figure.add_subplot(rows, columns, place + 1)
+    for position, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
+        axes = figure.add_subplot(rows, columns, position + 1)
         axes.imshow(picture, interpolation="nearest")
         axes.set_title(caption, fontsize=8)
         axes.axis("off")

@@ -122,7 +122,7 @@ class EvaluationRecord:
         return self.metrics[name]
 
 
-def values_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
+def record_values(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
     """Returns all values of a record, its metrics among them."""
     values = {**vars(record)}
     metrics = values.pop("metrics")

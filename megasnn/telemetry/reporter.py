@@ -19,8 +19,8 @@ from megasnn.telemetry.records import (
     StepResult,
     format_evaluation,
     format_iteration,
+    record_values,
     scalars_of,
-    values_of,
 )
 from megasnn.telemetry.spikes import LayerSpikes, LayerWork, describe_operations, mean_spikes, synaptic_operations
 from megasnn.telemetry.tensorboard import TensorBoard
@@ -98,7 +98,7 @@ class Reporter:
         record, self._spikes = self._record(iteration, samples, skipped_samples), layers or self._spikes
         self._console.line(format_iteration(record))
         spikes = {layer.name: {k: v for k, v in asdict(layer).items() if k != "name"} for layer in layers}
-        self.entry("iteration", {**values_of(record), **more, "layers": spikes})
+        self.entry("iteration", {**record_values(record), **more, "layers": spikes})
         scalars = {**scalars_of(record), **mean_spikes(layers), **more}
         self.board.scalars(scalars, iteration)
         self.board.flush()
@@ -141,7 +141,7 @@ class Reporter:
         with self.best_effort("counting synaptic operations"):
             if self.work and (operations := synaptic_operations(self.work, self._spikes)):
                 self._console.line(describe_operations(self.work, operations))
-        self.entry("validation", {**values_of(record), **operations})
+        self.entry("validation", {**record_values(record), **operations})
         self.board.scalars({**scalars_of(record), **operations}, record.iteration)
         self.board.flush()
         self._call("evaluation", record)

@@ -113,9 +113,9 @@ def mean_spikes(layers: Sequence[LayerSpikes]) -> dict[str, float]:
     return {f"spikes/{name}": sum(getattr(layer, name) for layer in layers) / len(layers) for name in names}
 
 
-def place_in_model(neuron: str, order: Sequence[str]) -> int:
+def position_in_model(neuron: str, order: Sequence[str]) -> int:
     """Returns the place of the layer that a neuron belongs to by its global name; behind all where it has none."""
-    fits = (place for place, layer in enumerate(order) if neuron == layer or neuron.startswith(f"{layer}."))
+    fits = (position for position, layer in enumerate(order) if neuron == layer or neuron.startswith(f"{layer}."))
     return next(fits, len(order))
 
 

@@ -33,8 +33,8 @@ def card(name: str) -> str:
     if group not in GROUPS or not rest:
         raise ValueError(f"scalar {name!r} belongs to none of the groups {', '.join(GROUPS)}")
     known = GROUPS[group]
-    place = f"{known.index(rest) + 1}_" if rest in known else ""
-    return f"{list(GROUPS).index(group) + 1}_{group}/{place}{rest}"
+    position = f"{known.index(rest) + 1}_" if rest in known else ""
+    return f"{list(GROUPS).index(group) + 1}_{group}/{position}{rest}"
 
 
 def charts() -> dict[str, dict[str, list[object]]]:

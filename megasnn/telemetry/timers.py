@@ -36,10 +36,10 @@ class Timers:
         while self._timed and (isinstance(self._timed[0][2], float) or self._timed[0][2].query()):
             name, start, end = self._timed.popleft()
             if isinstance(start, float) or isinstance(end, float):
-                taken = 1e3 * (end - start)  # type: ignore[operator]
+                milliseconds = 1e3 * (end - start)  # type: ignore[operator]
             else:
-                taken = start.elapsed_time(end)
-            parts.setdefault(name, []).append(taken)
+                milliseconds = start.elapsed_time(end)
+            parts.setdefault(name, []).append(milliseconds)
         return {name: sum(each) / len(each) for name, each in parts.items()}
 
     def _mark(self) -> Mark:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from megasnn.common.checks import placed
+from megasnn.common.checks import error_context
 from megasnn.config import PretrainConfig
 from megasnn.config.values import CLASS_NAMES
 from megasnn.data import BatchLoader, Datasets, open_datasets
@@ -47,11 +47,11 @@ class RunData:
     Attributes:
         datasets: for training and for evaluation.
         length: of the whole training.
-        place: what a place in the data refers to, which a checkpoint keeps: the same data, made into the same frames,
-            in the same order.
+        data_position: what a place in the data refers to, which a checkpoint keeps: the same data, made into the same
+            frames, in the same order.
     """
 
-    @placed("while opening the data")
+    @error_context("while opening the data")
     def __init__(self, config: PretrainConfig, state: ParallelState) -> None:
         self._config = config
         self._loaders: dict[bool, BatchLoader] = {}
@@ -65,7 +65,7 @@ class RunData:
         batch, last_batch = training.global_batch_size, data.last_batch
         samples = epoch_samples(len(self.datasets.train), batch, last_batch)
         self.length = training.length(samples)
-        self.place: dict[str, object] = {
+        self.data_position: dict[str, object] = {
             "dataset": order_identity(self.datasets.train, batch, last_batch),
             **{"seed": training.seed, "shuffle": data.shuffle, "last_batch": last_batch},
             "frames": {"split_by": data.split_by},

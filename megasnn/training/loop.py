@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from types import FrameType, TracebackType
 
-from megasnn.common.checks import placed
+from megasnn.common.checks import error_context
 from megasnn.common.memory import memory_scalars
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
@@ -68,14 +68,14 @@ class TrainingRun:
         self.data = RunData(config, state)
         self.iterations = self.data.length.iterations
         self.engine = engine = Engine(config, length=self.data.length, wants_to_stop=self._wants_to_stop)
-        with ExitStack() as undo, placed("while starting the run"):
+        with ExitStack() as undo, error_context("while starting the run"):
             undo.callback(engine.close)
             claimed = claim(config, state)
             if claimed is not None:
                 undo.callback(claimed.release)
-            begin = load_start(config, engine, self.data.place, claimed is not None and claimed.resumes)
+            begin = load_start(config, engine, self.data.data_position, claimed is not None and claimed.resumes)
             self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
-            self.saves = Saves(config, engine, claimed, self.data.place, begin, reporter)
+            self.saves = Saves(config, engine, claimed, self.data.data_position, begin, reporter)
             self.metrics = Metrics(engine)
             self.pictures = Pictures(config, engine, self.data.datasets, self.metrics.rasters, reporter)
             introduce(config, engine, self.data.length, reporter)
@@ -128,7 +128,7 @@ class TrainingRun:
             trace = StepTrace(self.config, self.state, (self.engine.iteration, self.iterations), self.reporter)
             with closing(self.data.loader(self.engine).batches(self.engine.consumed_samples)) as batches:
                 while self.engine.iteration < self.iterations:
-                    with self.engine.step.timers("data"), placed("while reading a batch"):
+                    with self.engine.step.timers("data"), error_context("while reading a batch"):
                         batch = next(batches)
                     self._iterate(batch, trace)
                     if self._should_exit():
@@ -212,7 +212,7 @@ class TrainingRun:
     def _evaluates(self) -> bool:
         return self.data.evaluates and self.config.logging.eval_iters != 0
 
-    @placed("while evaluating")
+    @error_context("while evaluating")
     def evaluate(self) -> None:
         """Evaluates and logs; an evaluation that is left does not count. Collective."""
         engine, reporter, data = self.engine, self.reporter, self.data
@@ -244,7 +244,7 @@ class TrainingRun:
 
     # --- saving
 
-    @placed("while saving")
+    @error_context("while saving")
     def _save_if(self, due: bool) -> None:
         if not due:
             return

@@ -10,7 +10,7 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from megasnn.common.checks import placed
+from megasnn.common.checks import error_context
 from megasnn.common.files import CheckpointError
 from megasnn.config import PretrainConfig
 from megasnn.parallel.agreement import gather
@@ -73,9 +73,9 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
     state, leave = join_ranks(config)
     stage, stop, is_alone = f"pipeline stage {state.pp.rank}", StopSignals(), state.world.size == 1
     try:
-        with placed(f"on {stage}"):
+        with error_context(f"on {stage}"):
             run = TrainingRun(config, state, stop, callbacks)
-        with placed(lambda: f"on {stage}, after iteration {run.engine.iteration}"):
+        with error_context(lambda: f"on {stage}, after iteration {run.engine.iteration}"):
             try:
                 run.train()
             except Exception:

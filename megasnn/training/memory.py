@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
-from megasnn.common.memory import held_memory_mb, peak_memory_mb, release_free_memory
+from megasnn.common.memory import peak_memory_mb, release_free_memory, resident_memory_mb
 from megasnn.config import PretrainConfig
 from megasnn.engine import Engine
 from megasnn.engine.model import DistributedModel
-from megasnn.optim.build import held_state_bytes, state_bytes, working_bytes
+from megasnn.optim.build import resident_state_bytes, state_bytes, working_bytes
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import ParallelState
@@ -29,7 +29,7 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
     distributed, plan, state = engine.distributed, engine.plan, engine.state
     problem, costs = "", None
     try:
-        costs = layer_costs(config, distributed, plan)
+        costs = costs_of_run(config, distributed, plan)
     except Exception as error:
         if state.tp.size > 1 or state.cp.size > 1:  # others wait for this rank in the middle of a layer
             raise
@@ -65,13 +65,13 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
         batches = plan.micro_batches // config.windows
         samples = sample_bytes(config, distributed.context.dtype.itemsize, batches, share, on_host)
     release_free_memory()
-    program = held_memory_mb(state.device)
+    program = resident_memory_mb(state.device)
     return MemoryForecast(
-        program=program - 1e-6 * (weights + gradient_buckets.held_bytes + held_state_bytes(engine.optimizer)),
+        program=program - 1e-6 * (weights + gradient_buckets.resident_bytes + resident_state_bytes(engine.optimizer)),
         weights=1e-6 * (weights + buffers),
-        gradients=1e-6 * gradient_buckets.held_bytes,
+        gradients=1e-6 * gradient_buckets.resident_bytes,
         optimizer=1e-6 * _state_bytes(owned, config),
-        kept=1e-6 * peak.kept,
+        kept=1e-6 * peak.stashed,
         working=1e-6 * peak.working,
         messages=1e-6 * peak.messages,
         samples=1e-6 * samples,
@@ -81,7 +81,7 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
     )
 
 
-def layer_costs(config: PretrainConfig, distributed: DistributedModel, plan: PipelinePlan) -> PipelineCosts:
+def costs_of_run(config: PretrainConfig, distributed: DistributedModel, plan: PipelinePlan) -> PipelineCosts:
     """Costs of the plan, or of the layers' memory alone."""
     return plan.costs or count_memory(
         distributed.description,
@@ -94,7 +94,7 @@ def layer_costs(config: PretrainConfig, distributed: DistributedModel, plan: Pip
 def peak_of(costs: PipelineCosts, distributed: DistributedModel, plan: PipelinePlan) -> Moment:
     schedule = plan.schedules.training(plan.micro_batches)
     exchanged = [distributed.gradient_buckets.exchanged_bytes] * schedule.ranks
-    return peak_moments(schedule, plan.unit_bounds, costs, exchanged)[distributed.state.pp.rank]
+    return peak_moments(schedule, plan.segment_bounds, costs, exchanged)[distributed.state.pp.rank]
 
 
 def _state_bytes(entries: Iterable[ShardedTensor], config: PretrainConfig) -> int:

@@ -20,10 +20,10 @@ from megasnn.parallel.collectives import traffic
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.pictures import raster_sheet, sample_sheet
 from megasnn.telemetry.reporter import Reporter
-from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder, SpikeRecorder, place_in_model
+from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder, SpikeRecorder, position_in_model
 from megasnn.training.startup_log import log_folder
 
-SAMPLES = 8
+PROFILED_SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Metrics:
         same, rows = (state.dp_cp, None) if by_samples else (state.dp, state.cp.handle)
         others = state.tp.handle, rows
         of_stages = gather(state.pp.handle, self.spikes.reduce(same.handle, others))
-        layers = sorted(chain(*of_stages), key=lambda layer: place_in_model(layer.name, self._order))
+        layers = sorted(chain(*of_stages), key=lambda layer: position_in_model(layer.name, self._order))
         peaks = gather(state.world.handle, peak_memory_mb(state.device))
         iterations = max(iteration - self._counted_from, 1)
         self._counted_from = iteration
@@ -156,7 +156,7 @@ class Pictures:
         self._rasters.enabled = self._draws and (iteration + 1) % self._interval == 0
         micro = batch.micro_batches[0]
         if not self._shown and self._state.rank == 0 and isinstance(micro.inputs, Tensor):  # not arrays by name
-            samples = list(micro.inputs[:SAMPLES].cpu().numpy())
+            samples = list(micro.inputs[:PROFILED_SAMPLES].cpu().numpy())
             classes = self._labels[micro.sample_ids[: len(samples)].numpy()].tolist()
             captions = [f"class {label}" for label in classes]
             self._reporter.board.picture("samples", lambda: sample_sheet(samples, captions), iteration)
@@ -169,6 +169,6 @@ class Pictures:
         self._rasters.enabled = False
         of_stages = gather(self._state.pp.handle, self._rasters.take())
         found = {name: raster for stage in of_stages for name, raster in stage.items()}
-        rasters = {name: found[name] for name in sorted(found, key=lambda name: place_in_model(name, self._layers))}
+        rasters = {name: found[name] for name in sorted(found, key=lambda name: position_in_model(name, self._layers))}
         if self._state.rank == 0 and rasters:
             self._reporter.board.picture("spikes/raster", lambda: raster_sheet(rasters), iteration)

@@ -18,10 +18,18 @@ from megasnn.checkpoint.load import load_checkpoint, model_differences
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import Writer
 from megasnn.checkpoint.source import read_state_dict
-from megasnn.common.checks import placed
+from megasnn.common.checks import error_context
 from megasnn.common.files import CheckpointError, NoCheckpointError, in_message
 from megasnn.config import PretrainConfig
-from megasnn.config.values import CLASS_NAMES, SAMPLES, changed_recipe, changed_samples, identity, recipe, samples
+from megasnn.config.values import (
+    CLASS_NAMES,
+    SAMPLES_KEY,
+    changed_recipe,
+    changed_samples,
+    config_identity,
+    recipe,
+    samples,
+)
 from megasnn.data.datasets import class_difference
 from megasnn.engine import Engine
 from megasnn.parallel.agreement import broadcast_result, run_on_all_ranks
@@ -29,7 +37,7 @@ from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.reporter import Reporter
 
 
-@placed("while looking at the checkpoint of --load")
+@error_context("while looking at the checkpoint of --load")
 def require_checkpoint(config: PretrainConfig, state: ParallelState) -> None:
     """Raises CheckpointError on every rank for a --load without a checkpoint, before anything is built. Collective."""
     options = config.checkpoint
@@ -62,7 +70,7 @@ class Claim:
             self.job.release()
 
 
-@placed("while claiming the folder of --save")
+@error_context("while claiming the folder of --save")
 def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
     """Claims the folder of --save; None without one, and where nothing is saved. Collective.
 
@@ -146,27 +154,31 @@ class StartingPoint:
     saved: bool = False
 
 
-@placed("while loading")
-def load_start(config: PretrainConfig, engine: Engine, place: Mapping[str, object], restarted: bool) -> StartingPoint:
+@error_context("while loading")
+def load_start(
+    config: PretrainConfig, engine: Engine, data_position: Mapping[str, object], restarted: bool
+) -> StartingPoint:
     """Fills the engine with what the run starts from: where a restarted job stood, a checkpoint, or SpikingJelly's
     weights; otherwise the keyed initial values stay. Collective.
 
     Args:
-        place: identity of the data and its order; see `megasnn.training.data`.
+        data_position: identity of the data and its order; see `megasnn.training.data`.
     """
     options = config.checkpoint
     if restarted:
-        return _continue(config, engine, place, restarted)
+        return _continue(config, engine, data_position, restarted)
     if options.load and options.loads_weights:
         engine.load_state_dict(config.model.from_spikingjelly(read_state_dict(options.load)))
     elif options.load and options.finetune:
         return _take_weights(config, engine, options.load)
     elif options.load:
-        return _continue(config, engine, place, restarted)
+        return _continue(config, engine, data_position, restarted)
     return StartingPoint()
 
 
-def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object], restarted: bool) -> StartingPoint:
+def _continue(
+    config: PretrainConfig, engine: Engine, data_position: Mapping[str, object], restarted: bool
+) -> StartingPoint:
     """Goes on from the checkpoint that was asked for; a restarted job from its latest."""
     options, evaluates_only, state = config.checkpoint, config.training.evaluate_only, engine.checkpoints.state
     folder = str(options.save if restarted else options.load)
@@ -176,7 +188,7 @@ def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object
             replace(state, optimizer=None) if evaluates_only else state,
             step=None if restarted else options.ckpt_step,
             process_group=engine.state.world.handle,
-            check=partial(_problems, config, place),
+            check=partial(_problems, config, data_position),
         )
     except NoCheckpointError:
         if not options.may_begin_anew:
@@ -228,17 +240,17 @@ def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> Starti
     return StartingPoint(_warnings(remarks))
 
 
-def _problems(config: PretrainConfig, place: Mapping[str, object], saved: Metadata) -> Iterator[str]:
+def _problems(config: PretrainConfig, data_position: Mapping[str, object], saved: Metadata) -> Iterator[str]:
     """Yields differences of the model; unless it only evaluates, of the data and its order, to which the checkpoint's
     position refers."""
-    yield from model_differences(saved, config.model.name, identity(config))
-    yield from _class_problems(place, saved)
+    yield from model_differences(saved, config.model.name, config_identity(config))
+    yield from _class_problems(data_position, saved)
     if config.training.evaluate_only:
         return
-    if not saved.extra.keys() & place.keys():
+    if not saved.extra.keys() & data_position.keys():
         yield "it keeps no place in the data, as a megasnn.Engine has none: --finetune takes its weights only"
         return
-    for name, value in place.items():
+    for name, value in data_position.items():
         if name != CLASS_NAMES and saved.extra.get(name) != value:
             before = in_message(saved.extra.get(name))
             yield (
@@ -247,9 +259,9 @@ def _problems(config: PretrainConfig, place: Mapping[str, object], saved: Metada
             )
 
 
-def _class_problems(place: Mapping[str, object], saved: Metadata) -> Iterator[str]:
+def _class_problems(data_position: Mapping[str, object], saved: Metadata) -> Iterator[str]:
     """Yields a class number that stood for another class in the training that saved; where both lists are known."""
-    before, now = saved.extra.get(CLASS_NAMES), place.get(CLASS_NAMES)
+    before, now = saved.extra.get(CLASS_NAMES), data_position.get(CLASS_NAMES)
     if isinstance(before, list) and isinstance(now, list) and (different := class_difference(before, now)):
         yield (
             f"{different} when it was saved and in the data now: make the shards again, with --classes-of and the "
@@ -269,13 +281,13 @@ class Saves:
         config: PretrainConfig,
         engine: Engine,
         claim: Claim | None,
-        place: Mapping[str, object],
+        data_position: Mapping[str, object],
         begin: StartingPoint,
         reporter: Reporter,
     ) -> None:
         options = config.checkpoint
         self._keeps_best, self._engine, self._claim = options.keep_best, engine, claim
-        self._extra = {**place, SAMPLES: samples(config)}
+        self._extra = {**data_position, SAMPLES_KEY: samples(config)}
         self._best, self._saved_best = begin.best, begin.best if begin.saved else None
         self._saver: Writer | None = None
         if claim is not None:

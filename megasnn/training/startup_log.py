@@ -38,7 +38,7 @@ def log_folder(config: PretrainConfig) -> Path | None:
 
 def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: Reporter) -> None:
     """Logs what is about to be trained and how. Collective."""
-    given, config = config, _without_secrets(config)
+    original, config = config, _without_secrets(config)
     distributed, plan, state = engine.distributed, engine.plan, engine.state
     context = distributed.context
     lines = [
@@ -77,7 +77,7 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     if file is not None and state.rank == 0:
         with reporter.best_effort(f"writing {file}"):
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, to_json(given))
+            write_whole(file, to_json(original))
 
 
 def _without_secrets(config: PretrainConfig) -> PretrainConfig:

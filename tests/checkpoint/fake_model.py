@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.common.grid import Grid, Place
+from megasnn.common.grid import Coordinates, Grid
 from megasnn.common.random import keyed_generator
 from megasnn.parallel.sharding import Cut, Shard, ShardedTensor, declare, materialise, sharded_tensors
 
@@ -28,14 +28,14 @@ LAYERS = {
 """Shapes of tensors, and how tensor parallel ranks cut them."""
 
 
-def layer(name: str, place: Place, dtype: torch.dtype = torch.float32) -> nn.Module:
+def layer(name: str, coordinates: Coordinates, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A layer on the meta device."""
     module = nn.Module()
     for tensor, (shape, cut) in LAYERS[name].items():
         partial, cuts = tensor == "w", () if cut is None else (("tp", cut),)
-        shard = Shard(shape, cuts, place, partial, lambda value, generator: value.normal_(generator=generator))
+        shard = Shard(shape, cuts, coordinates, partial, lambda value, generator: value.normal_(generator=generator))
         if tensor == "batches":
-            shard = Shard(shape, cuts, place, initialise=lambda value, generator: value.zero_())
+            shard = Shard(shape, cuts, coordinates, initialise=lambda value, generator: value.zero_())
             declare(module, tensor, shard, torch.int64, is_parameter=False)
         else:
             declare(module, tensor, shard, dtype, is_parameter=tensor != "running_mean")
@@ -46,11 +46,11 @@ class Rank:
     """What one rank of a grid holds: its layers, their tensors, an AdamW over the parameters."""
 
     def __init__(self, grid: Grid = ONE, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
-        place = grid.place(dist.get_rank() if grid.world_size > 1 else 0)
+        coordinates = grid.coordinates(dist.get_rank() if grid.world_size > 1 else 0)
         self.group = dist.group.WORLD if grid.world_size > 1 else None
         per_stage = len(LAYERS) // grid.pp
-        mine = [*LAYERS][place.pp * per_stage : (place.pp + 1) * per_stage]
-        layers = [(name, layer(name, place, dtype)) for name in mine]
+        mine = [*LAYERS][coordinates.pp * per_stage : (coordinates.pp + 1) * per_stage]
+        layers = [(name, layer(name, coordinates, dtype)) for name in mine]
         materialise(layers, torch.device("cpu"), seed)
         self.tensors = list(sharded_tensors(layers))
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)

@@ -14,9 +14,9 @@ from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import save_checkpoint
 from megasnn.common.random import keyed_generator
 from megasnn.config.neuron import NeuronConfig
-from megasnn.config.values import identity as identity_of
+from megasnn.config.values import config_identity as identity_of
 from megasnn.layers import BuildContext
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.model import Spikformer
@@ -40,7 +40,7 @@ def identity(model: Model, neuron: str = "plif") -> dict[str, Any]:
 
 
 def model_like(model: Model, neuron: str = "plif") -> ModelDescription:
-    return describe(model, NeuronConfig(neuron=neuron).spec)
+    return describe_model(model, NeuronConfig(neuron=neuron).spec)
 
 
 @dataclass

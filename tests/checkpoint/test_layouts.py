@@ -17,7 +17,7 @@ from megasnn.checkpoint.format import OPTIMIZER, Progress, SavedTensor, covers_o
 from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
 from megasnn.checkpoint.optimizer_state import allocate
 from megasnn.checkpoint.save import save_checkpoint
-from megasnn.common.grid import Grid, Place
+from megasnn.common.grid import Coordinates, Grid
 from megasnn.parallel.sharding import sharded_tensors
 from tests.checkpoint.fake_model import CONFIG, Rank, known, layer, wrong
 
@@ -97,7 +97,10 @@ def test_boxes_hold_each_element_once():
     for _ in range(400):
         shape = tuple(draw.randint(2, 6) for _ in range(draw.randint(1, 4)))
         at = [draw.randint(0, length) for length in shape]
-        parts = [((0, place), (place, length - place)) for place, length in zip(at, shape, strict=True)]
+        parts = [
+            ((0, coordinates), (coordinates, length - coordinates))
+            for coordinates, length in zip(at, shape, strict=True)
+        ]
         boxes = [tuple(zip(*box, strict=True)) for box in product(*parts)]
         if draw.random() < 0.5:
             number = draw.randrange(len(boxes))
@@ -156,7 +159,7 @@ def test_a_frozen_parameter_has_no_state(tmp_path):
 @pytest.mark.parametrize(("capturable", "device"), [(False, "cpu"), (True, "meta")])
 def test_the_step_count_lies_where_the_optimizer_looks_for_it(capturable, device):
     """The meta device stands for an accelerator: nothing is computed here."""
-    tensors = list(sharded_tensors([("stem", layer("stem", Place()))]))
+    tensors = list(sharded_tensors([("stem", layer("stem", Coordinates()))]))
     optimizer = torch.optim.AdamW([tensors[0].tensor], capturable=capturable)
     saved = {
         "stem.weight": SavedTensor((8, 3, 3, 3), "float32", ()),

@@ -26,7 +26,7 @@ from megasnn.common.files import CheckpointError
 from megasnn.models.spikformer.model import Spikformer as Ours
 from megasnn.models.spikformer.weight_names import SPIKINGJELLY
 from megasnn.models.vgg_dvs.model import VggDvs
-from megasnn.models.weight_names import values_of
+from megasnn.models.weight_names import translated_tensors
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.checkpoint.saved import MODELS, build, identity, model_like, save_whole
 from tests.parity.spikingjelly_reference import from_spikingjelly
@@ -194,7 +194,7 @@ def test_our_model_takes_and_gives_spikingjellys_weights(kind) -> None:
     state_dict = drawn(spikformer(kind))
     load_globals_into(rank.tensors, from_spikingjelly(state_dict))
     mine = {entry.name: entry.tensor for entry in rank.tensors}
-    back = values_of(SPIKINGJELLY.from_ours(mine), mine)
+    back = translated_tensors(SPIKINGJELLY.from_ours(mine), mine)
     assert all(torch.equal(value, back[name]) for name, value in state_dict.items())
 
 

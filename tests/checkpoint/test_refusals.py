@@ -174,8 +174,8 @@ def save_on_ranks_that_cannot(folder: Path) -> list[str]:
     """Shards that are missing, and a disk that one rank cannot write."""
     rank = Rank(Grid(tp=2))
     for index, entry in enumerate(rank.tensors):
-        place = replace(entry.shard.place, grid=Grid(dp_replicate=2, tp=2), dp_replicate=dist.get_rank())
-        rank.tensors[index] = replace(entry, shard=replace(entry.shard, place=place))
+        coordinates = replace(entry.shard.coordinates, grid=Grid(dp_replicate=2, tp=2), dp_replicate=dist.get_rank())
+        rank.tensors[index] = replace(entry, shard=replace(entry.shard, coordinates=coordinates))
     with pytest.raises(CheckpointError) as missing:
         save(folder, rank)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

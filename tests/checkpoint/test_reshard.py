@@ -11,8 +11,8 @@ import torch
 from megasnn.checkpoint import tensor_io
 from megasnn.checkpoint.format import read_metadata
 from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
-from megasnn.checkpoint.optimizer_state import LocalState, allocate, describe
-from megasnn.checkpoint.reshard import Target, reshard, saved_model
+from megasnn.checkpoint.optimizer_state import LocalState, allocate, describe_states
+from megasnn.checkpoint.reshard import Target, model_of_checkpoint, reshard
 from megasnn.checkpoint.source import open_source
 from megasnn.checkpoint.tensor_io import damage
 from megasnn.commands.convert_checkpoint import main
@@ -48,9 +48,9 @@ def test_each_rank_opens_its_own_file_only(checkpoint, tmp_path, monkeypatch, na
     target, opened = TARGETS[name], list[str]()
     path, layout = reshard(open_source(folder, values=False), tmp_path / "new", target)
     assert same(tmp_path / "new", folder) and damage(path, read_metadata(path)) == []
-    metadata, (_, model) = read_metadata(path), saved_model(open_source(path))
-    units = [str(number) for number in range(len(model.layers))]
-    bounds = layout_to_bounds(parse_layout(layout), units)
+    metadata, (_, model) = read_metadata(path), model_of_checkpoint(open_source(path))
+    layer_groups = [str(number) for number in range(len(model.layers))]
+    bounds = layout_to_bounds(parse_layout(layout), layer_groups)
     real = tensor_io.safe_open
     monkeypatch.setattr(tensor_io, "safe_open", lambda file, **how: (opened.append(file.name), real(file, **how))[1])
     for number in range(target.pipeline * target.tensor):
@@ -59,7 +59,7 @@ def test_each_rank_opens_its_own_file_only(checkpoint, tmp_path, monkeypatch, na
         rank = build(model, 1, index, target.tensor, [each for span in spans for each in span])
         states = allocate(rank.tensors, rank.optimizer, metadata.tensors)
         opened.clear()
-        tensor_io.read_boxes(path, metadata.tensors, [*rank.tensors, *describe(rank.tensors, states)])
+        tensor_io.read_boxes(path, metadata.tensors, [*rank.tensors, *describe_states(rank.tensors, states)])
         assert opened == [f"rank_{number:05d}.safetensors"]
     assert len(list(path.glob("*.safetensors"))) == target.pipeline * target.tensor
 
@@ -71,7 +71,7 @@ def test_it_says_what_it_said_before_and_any_layout_loads_it(checkpoint, tmp_pat
     for field in ("iteration", "consumed_samples", "config", "extra", "optimizer", "model"):
         assert before[field] == after[field], field
     assert (after["layout"]["tp"], after["layout"]["pp"]) == (2, 2)
-    ranks = [build(saved_model(open_source(folder))[1], seed=7) for _ in range(2)]
+    ranks = [build(model_of_checkpoint(open_source(folder))[1], seed=7) for _ in range(2)]
     for rank, source in zip(ranks, (folder, tmp_path), strict=True):
         loaded = load_checkpoint(source, LocalState(rank.tensors, rank.optimizer))
         assert (loaded.iteration, loaded.extra) == (100, EXTRA)

@@ -16,7 +16,7 @@ from megasnn.checkpoint.source import read_state_dict
 from megasnn.common.files import CheckpointError
 from megasnn.models.registry import dialect_for, dialect_of
 from megasnn.models.spikformer.weight_names import SPIKINGJELLY
-from megasnn.models.weight_names import NORM_TENSORS, values_of
+from megasnn.models.weight_names import NORM_TENSORS, translated_tensors
 
 VALUES = {
     "conv.weight": torch.arange(24.0).reshape(2, 3, 4),
@@ -145,8 +145,8 @@ def published(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 @pytest.mark.parametrize("kind", PATCH)
 def test_they_become_spikingjellys(kind: str) -> None:
     expected, weights = published(kind)
-    mine = values_of(dialect_of(weights).to_ours(weights), weights)
-    found = values_of(SPIKINGJELLY.from_ours(mine), mine)
+    mine = translated_tensors(dialect_of(weights).to_ours(weights), weights)
+    found = translated_tensors(SPIKINGJELLY.from_ours(mine), mine)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-14, msg=name)
@@ -161,7 +161,7 @@ def test_what_does_not_belong_is_refused() -> None:
     ):
         with pytest.raises(CheckpointError, match=told):
             dialect_of(weights).to_ours(names)
-    mine = values_of(dialect_of(weights).to_ours(weights), weights)
+    mine = translated_tensors(dialect_of(weights).to_ours(weights), weights)
     with pytest.raises(CheckpointError, match="--names spikingjelly"):
         dialect_for("published", mine).from_ours(mine)
     with pytest.raises(CheckpointError, match="belong to no program known here"):

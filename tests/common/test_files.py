@@ -22,9 +22,9 @@ from pydantic import with_config
 from megasnn.common.files import (
     STRICT,
     CacheError,
-    Count,
     DescriptionError,
     FreeForm,
+    StoredCount,
     build_once,
     cache_folder,
     cached_name,
@@ -32,14 +32,14 @@ from megasnn.common.files import (
     read_arrays,
     read_file,
 )
-from megasnn.kernels.numba.jit import FolderLocator, kernel, run
+from megasnn.kernels.numba.jit import FolderLocator, kernel, run_kernel
 from tests.kernels.models import torch_threads
 
 
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Parts:
-    size: Count
+    size: StoredCount
     parts: dict[str, list[float]]
     extra: FreeForm
 
@@ -199,7 +199,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], An
 
 def added(function: Any, dtype: str) -> float:
     x = np.zeros(9, dtype)
-    run(function, 9, x)
+    run_kernel(function, 9, x)
     return float(x.sum())
 
 

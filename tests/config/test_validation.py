@@ -94,7 +94,7 @@ REFUSED = [
     ("--pipeline-schedule zbv --num-virtual-stages-per-pipeline-rank 3", 1, "rank 3", "--pipeline-schedule zbv"),
     ("--pipeline-schedule zbv --pipeline-model-parallel-layout 1|2|3", 1, "3 entries", "2 chunks"),
     ("--pipeline-model-parallel-layout 1|x", 1, "--pipeline-model-parallel-layout", "1|x"),
-    ("--pipeline-model-parallel-layout 5", 1, "sums to 5", "6 units"),
+    ("--pipeline-model-parallel-layout 5", 1, "sums to 5", "6 layer groups"),
     ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 6, "world size 6", "parallel-size 2"),
     ("--global-batch-size 8 --micro-batch-size 4", 3, "--global-batch-size 8", "3 data parallel replicas"),
     ("--context-parallel-size 3", 4, "world size 4", "--context-parallel-size 3"),

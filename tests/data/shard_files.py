@@ -19,7 +19,7 @@ from megasnn.data.datasets import ShardDataset
 from megasnn.data.events import Events, FrameOptions, Recording, SensorSize, make_frames
 from megasnn.data.formats import encode_events, encode_frames
 from megasnn.data.images import ImageFormat
-from megasnn.data.loader import BatchLoader, Share
+from megasnn.data.loader import BatchLoader, BatchShare
 from megasnn.data.preprocess.sample import shards_of_sample
 from megasnn.data.shards import open_shard
 
@@ -100,8 +100,8 @@ def open_all(paths: list[Path], channels: int = 1, size: int = 8, augment: str =
 
 
 def loader(dataset: ShardDataset, training: bool = True, seed: int = 7, timeout: float = 60, **changes) -> BatchLoader:
-    """Batches of 10 samples in micro-batches of 3, with changes to `Share` and `DataConfig`."""
+    """Batches of 10 samples in micro-batches of 3, with changes to `BatchShare` and `DataConfig`."""
     share, config = {"global_batch_size": 10, "micro_batch_size": 3}, {"num_workers": 0}
     for name, value in changes.items():
-        (share if name in Share.__dataclass_fields__ else config)[name] = value
-    return BatchLoader(dataset, Share(**share), DataConfig(**config), seed, training, timeout=timeout)
+        (share if name in BatchShare.__dataclass_fields__ else config)[name] = value
+    return BatchLoader(dataset, BatchShare(**share), DataConfig(**config), seed, training, timeout=timeout)

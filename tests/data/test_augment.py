@@ -16,7 +16,7 @@ from PIL import Image, ImageEnhance, ImageOps
 from megasnn.augment import AUGMENTATIONS, crop_and_flip, flip_and_one_more, flip_and_roll
 from megasnn.augment.images import (
     CROP_SHAPE,
-    NAMES,
+    OPERATION_NAMES,
     ImageRecipe,
     RandAugment,
     flip,
@@ -151,7 +151,7 @@ def expected_operations(level: float, sign: int) -> list[Image.Image]:
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_the_operations_are_those_of_timm(sign: int) -> None:
     for level in (0.0, 2.5, 9.0, 10.0):
-        for name, expected in zip(NAMES, expected_operations(level, sign), strict=True):
+        for name, expected in zip(OPERATION_NAMES, expected_operations(level, sign), strict=True):
             changed = operate(name, picture, level / 10, SIGNS[sign], FILL)
             assert np.abs(np.asarray(changed).astype(int) - np.asarray(expected)).max() <= 1, name
 

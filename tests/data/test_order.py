@@ -14,7 +14,7 @@ def positions(samples: int, seed: int, start: int, count: int, shuffle: bool = T
     return [
         (span.epoch, place, sample)
         for span in order.spans(start, count)
-        for place, sample in enumerate(span.samples.tolist(), span.place)
+        for place, sample in enumerate(span.samples.tolist(), span.position)
     ]
 
 

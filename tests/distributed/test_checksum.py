@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megasnn.kernels.layout import flat_in_memory
-from megasnn.parallel.replica_check import WORDS, checksum
+from megasnn.parallel.replica_check import WORDS, tensor_checksum
 
 TYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 # Around the lengths of one part, and of several.
@@ -25,11 +25,11 @@ def random_bits(length: int, dtype: torch.dtype, seed: int) -> Tensor:
 @given(st.sampled_from(TYPES), st.sampled_from(LENGTHS[1:]), st.integers(0, 99), st.data())
 def test_each_flipped_bit_changes_it(dtype: torch.dtype, length: int, seed: int, data: st.DataObject) -> None:
     tensor = random_bits(length, dtype, seed)
-    before = checksum(tensor)
-    assert before.dtype == torch.int64 and before.shape == () and checksum(tensor.clone()) == before
+    before = tensor_checksum(tensor)
+    assert before.dtype == torch.int64 and before.shape == () and tensor_checksum(tensor.clone()) == before
     bit = data.draw(st.integers(0, 8 * tensor.nbytes - 1))
     tensor.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
-    assert checksum(tensor) != before
+    assert tensor_checksum(tensor) != before
 
 
 @given(st.sampled_from([torch.float32, torch.int64]), st.sampled_from(LENGTHS[5:]), st.data())
@@ -39,10 +39,10 @@ def test_swapped_elements_change_it(dtype: torch.dtype, length: int, data: st.Da
     first, second = data.draw(st.lists(st.integers(0, length - 1), min_size=2, max_size=2, unique=True))
     if data.draw(st.booleans()):
         tensor[first] = tensor[second].neg() if tensor[second] else 1
-    before, there = checksum(tensor), tensor[[first, second]]
+    before, there = tensor_checksum(tensor), tensor[[first, second]]
     tensor[[second, first]] = there
     unchanged = torch.equal(tensor[[first, second]].view(torch.uint8), there.view(torch.uint8))
-    assert (checksum(tensor) == before) == unchanged
+    assert (tensor_checksum(tensor) == before) == unchanged
 
 
 def test_two_signs_that_change_do_not_cancel() -> None:
@@ -51,7 +51,7 @@ def test_two_signs_that_change_do_not_cancel() -> None:
     for first in range(64):
         for second in range(first):
             ones[[first, second]] = -1.0
-            sums.add(int(checksum(ones)))
+            sums.add(int(tensor_checksum(ones)))
             ones[[first, second]] = 1.0
     assert len(sums) == 64 * 63 // 2
 
@@ -59,14 +59,14 @@ def test_two_signs_that_change_do_not_cancel() -> None:
 def test_orders_of_memory() -> None:
     kernel = torch.randn(3, 4, 5, 5).contiguous(memory_format=torch.channels_last)
     flat = flat_in_memory(kernel)
-    assert flat.data_ptr() == kernel.data_ptr() and checksum(kernel) == checksum(flat)
+    assert flat.data_ptr() == kernel.data_ptr() and tensor_checksum(kernel) == tensor_checksum(flat)
     flat[-1] += 1
-    assert checksum(kernel) != checksum(kernel.contiguous())
+    assert tensor_checksum(kernel) != tensor_checksum(kernel.contiguous())
 
 
 def test_a_value_that_stays_the_same() -> None:
     """Ranks of different machines and versions compare their sums: they are fixed."""
-    assert int(checksum(torch.arange(200_000, dtype=torch.float32))) == 3958306318723952128
+    assert int(tensor_checksum(torch.arange(200_000, dtype=torch.float32))) == 3958306318723952128
 
 
 @pytest.mark.gpu
@@ -75,4 +75,4 @@ def test_a_gpu_gives_the_same() -> None:
     for dtype in TYPES:
         for length in [*LENGTHS, 130 * WORDS + 5]:
             tensor = random_bits(length, dtype, length)
-            assert checksum(tensor.cuda()).cpu() == checksum(tensor)
+            assert tensor_checksum(tensor.cuda()).cpu() == tensor_checksum(tensor)

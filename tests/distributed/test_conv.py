@@ -177,7 +177,7 @@ def test_a_weight_is_cast_once_a_step() -> None:
     for value in (1, 2):
         with torch.no_grad():
             weight.fill_(value)
-        with weights.kept():
+        with weights.caching():
             first = weights.of(weight, torch.bfloat16)
             assert weights.of(weight, torch.bfloat16) is first and first.dtype == torch.bfloat16
             assert first[0, 0] == value and not first.requires_grad

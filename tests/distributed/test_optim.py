@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megasnn.config.optimizer import OPTIMIZERS, OptimizerConfig
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelLinear
-from megasnn.optim.build import build_optimizer, held_state_bytes, state_bytes
+from megasnn.optim.build import build_optimizer, resident_state_bytes, state_bytes
 from megasnn.optim.norms import GradientNorm
 from megasnn.optim.rates import learning_rate, require_schedule
 from megasnn.parallel.collectives import all_reduce_sum
@@ -154,5 +154,5 @@ def test_the_table_says_what_state_an_optimizer_keeps(optimizer: str) -> None:
     built.step()
     kept = {kind for state in built.state.values() for kind, value in state.items() if value is not None}
     assert kept == set(OPTIMIZERS[optimizer].state)
-    assert held_state_bytes(built) == state_bytes(trained, config)
+    assert resident_state_bytes(built) == state_bytes(trained, config)
     build_optimizer([], config).step()  # a stage without layers

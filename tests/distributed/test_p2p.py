@@ -26,7 +26,7 @@ from megasnn.layers import (
 )
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.shape_inference import to_channels_last
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.description import Carried
 from megasnn.models.model import Model
 from megasnn.parallel_state import Group
@@ -204,7 +204,7 @@ class InPairs(nn.Module):
 
 
 def _carried(model: Model, stop: int, samples: int = 3, context: BuildContext | None = None) -> list[TensorSpec]:
-    described = describe(model)
+    described = describe_model(model)
     context = context or BuildContext()
     boundaries = Boundaries(described, context, described.build(context))
     return [boundaries.spec(each, samples) for each in described.carried(stop)]
@@ -229,7 +229,7 @@ def test_ranks_that_share_out_rows_have_some_of_them_up_to_where_images_are_whol
     assert [each.shape for each in _carried(model, 1, context=context)] == [(2, 3, 4, 3, 5)]
     with pytest.raises(ValueError, match="whole, .*--pipeline-model-parallel-layout"):
         _carried(model, 2, context=context)
-    described = describe(model)
+    described = describe_model(model)
     boundaries = Boundaries(described, context, described.build(context))
     images = boundaries.spec(Carried(-1, None, Content.DENSE, "the model's input"), 3)
     assert images.shape == (1, 3, model.in_channels, 3, 5) and not images.learns

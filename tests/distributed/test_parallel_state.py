@@ -46,7 +46,7 @@ def grids() -> tuple[int, int]:
     groups that torch knows of, and open files (sockets among them)."""
     for sizes, (pp, dp_replicate, tp), expected in LAYOUTS:
         state = initialize_model_parallel(**sizes)
-        at, groups = state.place, {name: getattr(state, name) for name in GROUPS}
+        at, groups = state.coordinates, {name: getattr(state, name) for name in GROUPS}
         assert get_parallel_state() is state and at.pp == state.pp.rank
         if state.rank == 5:
             assert (at.pp, at.dp_replicate, at.tp) == (pp, dp_replicate, tp)

@@ -17,7 +17,7 @@ from torch import Tensor
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm
 from megasnn.layers.init import trunc_normal
 from megasnn.layers.layer import Layer, layer
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model
 from megasnn.parallel.gradient_buckets import GradientBuckets
@@ -26,7 +26,7 @@ from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.pipeline.microbatch_state import MicroBatchInput, StepState
 from megasnn.pipeline.p2p import Boundaries, Transfers
-from megasnn.schedule import Action, Kind, Schedule, generate, validate
+from megasnn.schedule import Action, Kind, Schedule, generate, validate_schedule
 from megasnn.schedule.passes import insert_gradient_reduction, insert_transfers
 from tests.distributed.whole import digests
 from tests.distributed.whole import random as random_tensor
@@ -45,12 +45,12 @@ class Row(Model):
 
     def layers(self) -> Iterable[Layer]:
         for index, inputs in enumerate([3, CHANNELS, CHANNELS, CHANNELS]):
-            yield layer(f"unit.{index}", ConvNormNeuron(inputs, CHANNELS, initialise=trunc_normal), unit="unit")
+            yield layer(f"unit.{index}", ConvNormNeuron(inputs, CHANNELS, initialise=trunc_normal), layer_group="unit")
         yield layer("head", MeanLinear(CHANNELS, CLASSES))
 
 
 def _model() -> ModelDescription:
-    return describe(Row())
+    return describe_model(Row())
 
 
 def random_schedule(seed: int, ranks: int) -> Schedule:
@@ -119,7 +119,7 @@ def _step(schedule: Schedule, state: ParallelState, seed: int) -> tuple[float, d
     # The last layers share a chunk where there are more layers than chunks; with fewer, some chunks are empty.
     ends = [min(chunk + 1, len(model.layers)) for chunk in range(chunks - 1)] + [len(model.layers)]
     bounds = [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    mine = build_chunks(model, bounds, schedule.units_of(state.pp.rank), BuildContext(), state.device, 0)
+    mine = build_chunks(model, bounds, schedule.segments_of(state.pp.rank), BuildContext(), state.device, 0)
     layers = [pair for chunk in mine.values() for pair in chunk.named_layers()]
     modules = [pair for name, layer in layers for pair in layer.named_modules(prefix=name)]
     norms = {name: module for name, module in modules if isinstance(module, ParallelBatchNorm)}
@@ -181,7 +181,7 @@ def test_random_schedules_with_random_delays(ranks, size, seeds) -> None:
     found = ranks(size, _steps, seeds)
     for index, seed in enumerate(seeds):
         schedule = random_schedule(seed, size)
-        validate(schedule)
+        validate_schedule(schedule)
         steps = [rank[index] for rank in found]
         loss, bits = expected[schedule.micro_batches]
         assert sum(loss for loss, _ in steps) == loss, seed

@@ -16,7 +16,7 @@ from megasnn.engine.model import DistributedModel
 from megasnn.kernels.spike_codec import Content, bits_of
 from megasnn.layers import ConvNormNeuron, MeanLinear
 from megasnn.layers.layer import Layer, layer
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.description import Carried
 from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.model import Spikformer
@@ -29,7 +29,7 @@ SAMPLES = 2
 @contextmanager
 def _built(model: Model, recompute: str) -> Iterator[tuple[DistributedModel, list[MicroBatchInput]]]:
     """A model, and two micro-batches."""
-    with built(describe(model), Layout(recompute=recompute), torch.float32) as engine:
+    with built(describe_model(model), Layout(recompute=recompute), torch.float32) as engine:
         x = 2 * torch.randn(2 * SAMPLES, *model.input_shape, generator=torch.Generator().manual_seed(3))
         yield engine, inputs_of(engine, x, torch.arange(2 * SAMPLES) % model.num_classes, SAMPLES)
 
@@ -56,13 +56,13 @@ class _Forgets(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.unit, self.calls = ConvNormNeuron(8, 8), 0
+        self.segment, self.calls = ConvNormNeuron(8, 8), 0
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta:
-            return self.unit(x)
+            return self.segment(x)
         self.calls += 1
-        return self.unit(x) if self.calls == 1 else x
+        return self.segment(x) if self.calls == 1 else x
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,4 +94,4 @@ def test_a_run_that_only_evaluates_computes_nothing_again_and_needs_no_plan_for_
     for flags in (["--memory-budget", "0.000001"], ["--recompute", "always"]):
         config = parse(run_config(Spikformer), [*sizes, "--evaluate-only", "--load", "x", "--device", "cpu", *flags])
         with Engine(config) as engine:
-            assert engine.plan.schedules.units_per_chunk is None and engine.plan.costs is None
+            assert engine.plan.schedules.segments_per_chunk is None and engine.plan.costs is None

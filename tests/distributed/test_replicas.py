@@ -11,7 +11,7 @@ import torch
 from megasnn.checkpoint import optimizer_state
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.kernels.layout import flat_in_memory
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.optim.build import build_optimizer
 from megasnn.parallel.replica_check import ReplicaError, compare_replicas
 from tests.parity.ranks import Layout, built, model_config
@@ -23,11 +23,11 @@ Flip = tuple[int, str]  # rank, tensor
 
 def compare(tensor: int, pipeline: int, flips: list[Flip]) -> str:
     """What a comparison finds after flips of bits. Equal replicas are compared before the first step and after one."""
-    with built(describe(model_config()), Layout(tensor=tensor, pipeline=pipeline), torch.float32) as engine:
+    with built(describe_model(model_config()), Layout(tensor=tensor, pipeline=pipeline), torch.float32) as engine:
         state, optimizer = engine.state, build_optimizer(engine.tensors, OptimizerConfig())
 
         def entries():
-            return [*engine.tensors, *optimizer_state.describe(engine.tensors, optimizer.state)]
+            return [*engine.tensors, *optimizer_state.describe_states(engine.tensors, optimizer.state)]
 
         compare_replicas(entries(), state, 2)
         for entry in engine.tensors:

@@ -58,9 +58,9 @@ def test_rows_are_shared_evenly(height, ranks) -> None:
         with pytest.raises(ValueError, match=f"may be {height} at most"):
             shared_rows(height, ranks)
         return
-    owned = shared_rows(height, ranks)
-    assert [row for rows in owned for row in rows] == list(range(height))
-    assert max(map(len, owned)) - min(map(len, owned)) <= 1
+    local_rows = shared_rows(height, ranks)
+    assert [row for rows in local_rows for row in rows] == list(range(height))
+    assert max(map(len, local_rows)) - min(map(len, local_rows)) <= 1
 
 
 def _moved(needed: tuple[range, ...], height: int, content: Content) -> tuple:
@@ -72,7 +72,7 @@ def _moved(needed: tuple[range, ...], height: int, content: Content) -> tuple:
         Content.SPIKES: spikes(*shape, seed=1),
         Content.COUNTS: (random(*shape, seed=1) * 20).abs().round(),
     }[content]
-    own = move.owned[group.rank]
+    own = move.local_rows[group.rank]
     x = channels_last(images[:, :, :, own.start : own.stop]).requires_grad_()
     traffic.reset()
     with traffic.counting():
@@ -98,9 +98,9 @@ def test_rows_and_their_gradients_arrive(ranks, case) -> None:
         found = [each[number] for each in everyone]
         expected = torch.zeros(2, 3, C, HEIGHT, WIDTH, dtype=torch.float64)
         for (_, weights, _, _), rows in zip(found, MOVES[case], strict=True):
-            for place, row in enumerate(rows):
+            for coordinates, row in enumerate(rows):
                 if row in range(height):
-                    expected[:, :, :, row] += weights[:, :, :, place]
+                    expected[:, :, :, row] += weights[:, :, :, coordinates]
         torch.testing.assert_close(torch.cat([gradient for gradient, *_ in found], 3), expected)
         size = {Content.DENSE: 8.0, Content.SPIKES: 1 / 8, Content.COUNTS: 1.0}[content] * 2 * 3 * C * WIDTH
         for rank, (*_, moved, own) in enumerate(found):

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.common.grid import AXES, HOLDING_AXES, Grid, Place
+from megasnn.common.grid import AXES, HOLDING_AXES, Coordinates, Grid
 from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.layers.layer import layer
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.parallel.sharding import Cut, Initialiser, Piece, Shard, own_span
 from megasnn.parallel_state import Group
 from megasnn.pipeline.chunk import build_chunks
@@ -39,7 +39,7 @@ def test_primary_ranks_hold_each_element_once_and_sharers_hold_the_same(describe
     written = torch.zeros(shape, dtype=torch.int64)
     parts: dict[tuple[Piece, ...], torch.Tensor] = {}
     for rank in grid.groups(*HOLDING_AXES)[0]:
-        shard = Shard(shape, cuts, grid.place(rank))
+        shard = Shard(shape, cuts, grid.coordinates(rank))
         local = shard.cut(full)
         assert tuple(local.shape) == shard.local_shape
         assert sum(torch.Size(piece.sizes).numel() for piece in shard.pieces()) == local.numel()
@@ -61,13 +61,13 @@ def test_rows_that_replicas_own_are_written_once(replicas, tensor, blocks, rows,
     written = torch.zeros(shape, dtype=torch.int64)
     sizes = []
     for rank in range(grid.world_size):
-        place = grid.place(rank)
-        held = Shard(shape, () if is_number else (("tp", Cut(0, blocks)),), place)
+        coordinates = grid.coordinates(rank)
+        held = Shard(shape, () if is_number else (("tp", Cut(0, blocks)),), coordinates)
         owned = held.by_rows("dp_replicate")
         local = owned.cut(full)
         assert tuple(local.shape) == owned.local_shape and (replicas > 1 or owned == held)
         assert owned.is_cut("dp_replicate") == (replicas > 1)
-        own = own_span(1 if is_number else rows * blocks, [replicas], place.index("dp_replicate"))
+        own = own_span(1 if is_number else rows * blocks, [replicas], coordinates.index("dp_replicate"))
         whole_here = held.cut(full).reshape(-1, 1 if is_number else 2)
         assert torch.equal(local.reshape(-1), whole_here[own.start : own.stop].reshape(-1))
         if owned.is_primary():
@@ -79,29 +79,29 @@ def test_rows_that_replicas_own_are_written_once(replicas, tensor, blocks, rows,
 
 def test_a_block_is_cut_by_itself_and_a_later_cut_divides_what_is_left() -> None:
     grid, full = Grid(dp_replicate=2, tp=2), torch.arange(24)
-    first = Shard((24,), (("tp", Cut(0, 3)),), grid.place(1))
+    first = Shard((24,), (("tp", Cut(0, 3)),), grid.coordinates(1))
     assert first.cut(full).tolist() == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]
-    both = Shard((24,), (*first.cuts, ("dp_replicate", Cut(0))), grid.place(3))
+    both = Shard((24,), (*first.cuts, ("dp_replicate", Cut(0))), grid.coordinates(3))
     assert both.cut(full).tolist() == [14, 15, 20, 21, 22, 23]
     assert (first.shared_axes, both.shared_axes) == (("dp_replicate",), ())
 
 
 def test_who_answers_for_a_whole_tensor() -> None:
     grid = Grid(dp_replicate=2, tp=2)
-    shards = [Shard((4,), place=grid.place(rank)) for rank in range(4)]
+    shards = [Shard((4,), coordinates=grid.coordinates(rank)) for rank in range(4)]
     assert [shard.is_primary() for shard in shards] == [True, False, False, False]
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ValueError, match=r"6, cannot be cut into 4 equal parts; choose a --tensor-model-parallel-size"):
-        Shard((18,), (("tp", Cut(0, 3)),), Place(Grid(tp=4)))
+        Shard((18,), (("tp", Cut(0, 3)),), Coordinates(Grid(tp=4)))
     with pytest.raises(ValueError, match="partial_gradient"):
-        Shard((4,), (("tp", Cut(0)),), Place(Grid(tp=2)), True)
+        Shard((4,), (("tp", Cut(0)),), Coordinates(Grid(tp=2)), True)
 
 
 def test_a_description_does_not_grow_with_the_ranks() -> None:
-    place = Place(Grid(dp_replicate=10**12), dp_replicate=3 * 10**11)
-    shard = Shard((10, 4), place=place).by_rows("dp_replicate")
+    coordinates = Coordinates(Grid(dp_replicate=10**12), dp_replicate=3 * 10**11)
+    shard = Shard((10, 4), coordinates=coordinates).by_rows("dp_replicate")
     assert shard.local_shape == (1, 4) and [piece.global_offset for piece in shard.pieces()] == [(3, 0)]
 
 
@@ -118,7 +118,7 @@ def test_a_stage_gives_memory_to_its_own_parts_of_its_own_layers() -> None:
     def units() -> list[Any]:
         return [layer(f"unit.{n}", ConvNormNeuron(4, 4, initialise=noted(n))) for n in range(3)]
 
-    model, context = describe(between(units)), BuildContext(Group("tp", (0, 1), 0))
+    model, context = describe_model(between(units)), BuildContext(Group("tp", (0, 1), 0))
     bounds = [range(0, 2), range(2, 5)]  # the first and the last layer are of `between`
     chunk = build_chunks(model, bounds, [1], context, torch.device("cpu"), 0)[1]
     assert drawn == [1, 2]

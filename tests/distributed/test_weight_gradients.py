@@ -14,7 +14,7 @@ from megasnn.layers import (
 )
 from megasnn.layers.init import trunc_normal
 from megasnn.layers.shape_inference import mark_spikes
-from megasnn.layers.weight_grad import Task
+from megasnn.layers.weight_grad import WeightGradientTask
 from megasnn.parallel.collectives import traffic
 from megasnn.parallel_state import Group
 from tests.distributed.whole import build, channels_last, everybody, mine, random, spikes
@@ -73,7 +73,7 @@ def _split_and_whole(name: str, dtype: torch.dtype, compute: torch.dtype) -> Non
     whole, split = (_Model(name, group, dtype, compute) for _ in range(2))
     seen: list[Tensor] = []
     split.context.weight_gradients.on_added = seen.append
-    left: list[Task] = []
+    left: list[WeightGradientTask] = []
     for micro_batch in range(3):
         whole.backward(micro_batch)
         with split.context.weight_gradients.deferred() as tasks:
@@ -86,8 +86,8 @@ def _split_and_whole(name: str, dtype: torch.dtype, compute: torch.dtype) -> Non
             task()
     assert not traffic.by_group  # what other ranks know was exchanged in the first part
     assert sorted(map(id, seen)) == sorted(3 * [id(weight) for weight in split.weights()])
-    for place, (a, b) in enumerate(zip(whole.results(), split.results(), strict=True)):
-        assert a.any() and torch.equal(a, b), (name, place)
+    for coordinates, (a, b) in enumerate(zip(whole.results(), split.results(), strict=True)):
+        assert a.any() and torch.equal(a, b), (name, coordinates)
 
 
 def _all_layers(dtype: torch.dtype, compute: torch.dtype) -> None:

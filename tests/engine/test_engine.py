@@ -17,7 +17,7 @@ import megasnn
 from megasnn import Engine
 from megasnn.checkpoint.load import load_global_tensors
 from megasnn.config import ConfigError, DataConfig
-from megasnn.data import BatchLoader, Share, open_datasets
+from megasnn.data import BatchLoader, BatchShare, open_datasets
 from megasnn.data.preprocess.sample import shards_of_sample
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.parallel_state import (
@@ -50,7 +50,7 @@ def batches(cache: str) -> Iterator[tuple[Tensor, Tensor]]:
     config = DataConfig(num_workers=0)
     data = open_datasets(config, MODEL.input_shape, MODEL.num_classes, shards_of_sample)
     size = SIZES["global_batch_size"]
-    loader = BatchLoader(data.train, Share(size, size), config, seed=1234)
+    loader = BatchLoader(data.train, BatchShare(size, size), config, seed=1234)
     for batch in islice(loader.batches(), SIZES["train_iters"]):
         (whole,) = batch.micro_batches
         yield whole.inputs.contiguous(), whole.targets

@@ -326,7 +326,7 @@ def wrong_step(what: str, runs_ahead: bool, stages: int) -> tuple[str, str, list
         with pytest.raises(RuntimeError) as refused:
             engine.train_on(batch)
         after = tensors_of(engine)
-        text = f"{checks.place_of(raised.value)}: {raised.value}"
+        text = f"{checks.context_of_error(raised.value)}: {raised.value}"
         return text, str(refused.value), [n for n in before if not torch.equal(before[n], after[n])]
 
 
@@ -338,23 +338,23 @@ def test_a_finding_ends_all_ranks_with_its_place_and_changes_nothing(ranks, what
     everyone = ranks(stages, wrong_step, what, runs_ahead, stages)
     text, refused, changed = everyone[0]
     assert all(each == everyone[0] for each in everyone) and changed == []
-    place = "action 0SEND_F0, micro-batch 0"  # halves do not fit the boundary
+    context = "action 0SEND_F0, micro-batch 0"  # halves do not fit the boundary
     if what == "labels":
-        place = f"pipeline stage {stages - 1}, action {stages - 1}F1, micro-batch 1"
+        context = f"pipeline stage {stages - 1}, action {stages - 1}F1, micro-batch 1"
     elif stages == 1:
-        place = "action 0F0, micro-batch 0"
-    assert f"{place}: " in text and WRONG[what][1] in text and place in refused
+        context = "action 0F0, micro-batch 0"
+    assert f"{context}: " in text and WRONG[what][1] in text and context in refused
 
 
 def test_findings_outside_of_a_step_raise_at_once_and_inside_are_kept_for_one_step() -> None:
     with pytest.raises(ValueError, match="in words: complaint, seen"), checks.explained("in words: {}".format):
-        checks.refuse(torch.tensor(True), "complaint", lambda: "seen")
+        checks.check_value(torch.tensor(True), "complaint", lambda: "seen")
     collected = checks.DeviceChecks(torch.device("cpu"))
     with collected.collecting():
-        checks.refuse(True, "complaint")
+        checks.check_value(True, "complaint")
     assert collected.count().item() == 1 and [each.text for each in collected.findings()] == ["complaint"]
     with collected.collecting():
-        checks.refuse(False, "complaint")
+        checks.check_value(False, "complaint")
     assert collected.count().item() == 0
 
 

@@ -12,10 +12,10 @@ from spikingjelly.activation_based import neuron, surrogate
 from torch import Tensor, nn
 
 from megasnn.kernels import BACKENDS, SURROGATES, NeuronSpec
-from megasnn.kernels.backends import AUTO
+from megasnn.kernels.backends import AUTO_BACKEND
 from megasnn.kernels.layout import channels_last as in_order
 from megasnn.kernels.neuron import neuron_multi_step
-from megasnn.kernels.norm_neuron import BatchNorm, Norm, Unit, norm_pool_neuron
+from megasnn.kernels.norm_neuron import BatchNorm, Norm, NormNeuron, norm_pool_neuron
 from megasnn.kernels.spike_codec import bits_of, pack_bits
 
 
@@ -75,7 +75,7 @@ def gradients(spikes: Tensor, inputs: Sequence[Tensor], v: Tensor | None = None)
 
 
 def neuron_results(
-    x: Tensor, spec: NeuronSpec, backend: str = AUTO, w: Tensor | None = None, v0: Tensor | None = None
+    x: Tensor, spec: NeuronSpec, backend: str = AUTO_BACKEND, w: Tensor | None = None, v0: Tensor | None = None
 ) -> list[Tensor]:
     """Spikes, last potential, and the gradients of a fixed function."""
     spikes, v = neuron_multi_step(x, spec, v0, w, backend)
@@ -101,8 +101,11 @@ def unit_forward(
 ) -> list[Tensor]:
     """Spikes, mean and variance of a unit with the values of a norm."""
     running = None if norm.training or norm.running_mean is None else (norm.running_mean, norm.running_var)
-    given, unit = BatchNorm(norm.weight, norm.bias, running), Unit(spec, norm.eps, pool, time_steps or len(x))
-    return list(norm_pool_neuron(x, given, unit, backend=backend, **options)[:3])
+    given, norm_neuron = (
+        BatchNorm(norm.weight, norm.bias, running),
+        NormNeuron(spec, norm.eps, pool, time_steps or len(x)),
+    )
+    return list(norm_pool_neuron(x, given, norm_neuron, backend=backend, **options)[:3])
 
 
 def unit_results(
@@ -159,9 +162,9 @@ def saved_tensors() -> Iterator[list[tuple[torch.dtype, int]]]:
 
 def two_ranks_equal_one(backend: str) -> None:
     """Between the calls, two that share the samples exchange statistics and sums: together they are one."""
-    calls = BACKENDS[backend].unit_calls()
-    unit = Unit(NeuronSpec(kind="plif", detach_reset=False), 1e-5, True, 3)
-    x, w = channels_last(3, 3, 6, 5, 4) * 2, plif_weight(unit.spec)
+    calls = BACKENDS[backend].norm_neuron_kernels()
+    norm_neuron = NormNeuron(NeuronSpec(kind="plif", detach_reset=False), 1e-5, True, 3)
+    x, w = channels_last(3, 3, 6, 5, 4) * 2, plif_weight(norm_neuron.spec)
     assert w is not None
     g = channels_last(3, 3, 6, 3, 2, seed=5)
     weight, bias = torch.linspace(-1, 2, 6).double(), torch.linspace(0, 1, 6).double()
@@ -171,26 +174,26 @@ def two_ranks_equal_one(backend: str) -> None:
     mean = sum(n * each[0] for n, each in zip(counts, found, strict=True)) / sum(counts)
     moments = [n * (each[1] + (each[0] - mean) ** 2) for n, each in zip(counts, found, strict=True)]
     norm = Norm(mean, sum(moments) / sum(counts), weight, bias)
-    spikes = torch.cat([calls.fire(part, norm, w, unit)[0] for part, _ in parts], dim=1)
-    backwards = [calls.backward_sums(part, g_part, norm, w, unit, True) for part, g_part in parts]
+    spikes = torch.cat([calls.fire(part, norm, w, norm_neuron)[0] for part, _ in parts], dim=1)
+    backwards = [calls.backward_sums(part, g_part, norm, w, norm_neuron, True) for part, g_part in parts]
     sums: Tensor = sum(each for each, *_ in backwards)
     gradients = [
-        calls.input_gradient(part, g_part, norm, w, unit, sums, sum(counts), carried)
+        calls.input_gradient(part, g_part, norm, w, norm_neuron, sums, sum(counts), carried)
         for (part, g_part), (_, carried, _) in zip(parts, backwards, strict=True)
     ]
     whole = x.requires_grad_()
-    expected, *_ = norm_pool_neuron(whole, BatchNorm(weight, bias), unit, w, backend="torch")
+    expected, *_ = norm_pool_neuron(whole, BatchNorm(weight, bias), norm_neuron, w, backend="torch")
     assert torch.equal(spikes, expected)
     assert_close(torch.cat(gradients, dim=1), torch.autograd.grad(expected, whole, g)[0], 1e-9)
 
 
 def spikes_leave_packed_as_well(backend: str) -> None:
-    calls = BACKENDS[backend].unit_calls()
+    calls = BACKENDS[backend].norm_neuron_kernels()
     # Of 24 channels some neurons are left over, whole bytes of them, when many are computed at once.
     for channels, pool in ((16, False), (24, False), (24, True), (3, False)):
         x = channels_last(4, 1, channels, 5, 5) * 2
         norm = Norm(torch.zeros(channels), torch.ones(channels), None, None)
-        spikes, bits = calls.fire(x, norm, None, Unit(NeuronSpec(), 1e-5, pool, 4), packed=True)
+        spikes, bits = calls.fire(x, norm, None, NormNeuron(NeuronSpec(), 1e-5, pool, 4), packed=True)
         assert bits is not None and torch.equal(bits, pack_bits(spikes)) and 0 < spikes.sum() < spikes.numel()
 
 

@@ -14,7 +14,7 @@ from megasnn.kernels.convolution import (
     Geometry,
     add_weight_gradient,
     average_pool_gradient,
-    input_gradient,
+    convolution_input_gradient,
     mean_of_windows,
     spread_over_windows,
 )
@@ -35,10 +35,10 @@ def test_a_gpus_input_gradient_is_that_of_torch() -> None:
             y.backward(grad)
             for found in (
                 convolution._transposed(grad, weight, geometry, space),
-                input_gradient(grad, weight, geometry, space),
+                convolution_input_gradient(grad, weight, geometry, space),
             ):
                 torch.testing.assert_close(found, x.grad, rtol=1e-12, atol=1e-12)
-            assert input_gradient(grad.to("meta"), weight.to("meta"), geometry, space).shape == x.shape
+            assert convolution_input_gradient(grad.to("meta"), weight.to("meta"), geometry, space).shape == x.shape
 
 
 @pytest.mark.parametrize("rows", [FEW_SUMMED_ROWS - 16, FEW_SUMMED_ROWS])

@@ -14,7 +14,7 @@ from torch import Tensor
 from megasnn.config import ConfigError, parse, validate
 from megasnn.kernels import BACKENDS, NeuronSpec
 from megasnn.kernels.neuron import neuron_multi_step
-from megasnn.kernels.norm_neuron import BatchNorm, Unit, norm_pool_neuron
+from megasnn.kernels.norm_neuron import BatchNorm, NormNeuron, norm_pool_neuron
 from megasnn.kernels.spike_codec import bits_of, pack_counts
 from megasnn.layers import BuildContext, ParallelNeuron, SpikeDrivenAttention, SpikingSelfAttention, TokenAttention
 from megasnn.layers.shape_inference import content_of
@@ -71,7 +71,7 @@ def test_a_unit_is_norm_pooling_and_neuron_and_nothing_is_kept_as_bits() -> None
     pooled = torch.nn.functional.max_pool2d(norm(x.flatten(0, 1)) * 2, 3, 2, 1).unflatten(0, (3, 2))
     expected, _ = spikingjelly(pooled, 4, spec)
     two = torch.full((5,), 2.0, dtype=torch.float64)
-    counts = norm_pool_neuron(x, BatchNorm(two), Unit(spec, 1e-5, True, 3)).spikes
+    counts = norm_pool_neuron(x, BatchNorm(two), NormNeuron(spec, 1e-5, True, 3)).spikes
     assert torch.equal(counts, expected) and counts.max() > 1 and bits_of(counts) is None
     assert_close(*(gradients(each, [x])[0] for each in (counts, expected)))
     alone, _ = neuron_multi_step(3 * x, spec)

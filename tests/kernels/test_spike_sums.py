@@ -21,7 +21,7 @@ from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve
 from megasnn.kernels.numba.spike_sums import Work, spikes_in
 from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import pack_bits, remember_bits
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.planner import analyze
@@ -253,7 +253,7 @@ def test_the_planner_measures_what_a_run_computes(precision: str, sparse: bool) 
     config = run_config(Spikformer)(model=MODEL, training=TrainingConfig(**SIZES, precision=precision))
     with Engine(MODEL, **SIZES, precision=precision) as engine:
         assert engine.distributed.context.sparse_products == sparse
-    description = describe(config.model, config.neuron.spec)
+    description = describe_model(config.model, config.neuron.spec)
     with (
         mock.patch.object(analyze, "count_memory", wraps=analyze.count_memory) as sized,
         mock.patch.object(analyze, "profile_layers", wraps=analyze.profile_layers) as timed,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megasnn.kernels import BACKENDS, NeuronSpec
-from megasnn.kernels.norm_neuron import BatchNorm, Unit, norm_pool_neuron
+from megasnn.kernels.norm_neuron import BatchNorm, NormNeuron, norm_pool_neuron
 from megasnn.kernels.philox import Runs
 from tests.kernels.models import channels_last, plif_weight
 from tests.kernels.triton_code import compiled, compiling_for
@@ -138,7 +138,7 @@ def test_learned_factors_compile() -> None:
         (spikes.sum() + v.sum()).backward()
         x = channels_last(1, 1, 1, 3, 5, dtype=torch.float64).requires_grad_()
         for running, pool in ((None, True), ((torch.zeros(1), torch.ones(1)), False)):
-            norm_pool_neuron(x, BatchNorm(running=running), Unit(spec, 1e-5, pool, 2), w)[0].sum().backward()
+            norm_pool_neuron(x, BatchNorm(running=running), NormNeuron(spec, 1e-5, pool, 2), w)[0].sum().backward()
     names = {code.kernel for code in found}
     assert names >= {"fire_kernel", "gradient_kernel", "backward_sums_kernel", "pooled_gradient_kernel"}
     inexact = "div.full", "div.approx", "rcp."
@@ -152,9 +152,9 @@ def test_codec_and_generator_compile() -> None:
     with compiling_for(90) as found:
         for dtype in types:
             values = torch.zeros(8192).to(dtype)
-            packed, _ = codec.pack_bits(values, check=True)
-            codec.pack_counts(values, check=True)
-            codec.unpack_bits_into(packed, values.view(1, -1))
+            packed, _ = codec.launch_pack_bits(values, check=True)
+            codec.launch_pack_counts(values, check=True)
+            codec.launch_unpack_bits(packed, values.view(1, -1))
         philox.kept_by_kernel(7, torch.tensor([[1], [2]]), 2, Runs(1, 2**34, 2**34 - 7, 7))
     assert len(found) == 3 * len(types) + 1
     packing = next(code for code in found if code.kernel == "pack_bits_kernel")

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megasnn.common.random import philox_key
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
+from megasnn.kernels.backends import AUTO_BACKEND, BACKENDS, backend_for
 from megasnn.kernels.neuron import neuron_multi_step
 from megasnn.kernels.neuron_spec import numbers
-from megasnn.kernels.norm_neuron import BatchNorm, Unit, norm_pool_neuron
+from megasnn.kernels.norm_neuron import BatchNorm, NormNeuron, norm_pool_neuron
 from megasnn.kernels.philox import Runs, kept_by_tensors
 from megasnn.kernels.spike_codec import bits_of, pack_bits, pack_counts
 from tests.kernels.models import (
@@ -165,7 +165,7 @@ def reduced_types_in_there() -> None:
         for x_t, pool in itertools.product((x, x.float()), (False, True)):
             image = x_t.detach().unsqueeze(-1)
             wanted, actual = (
-                norm_pool_neuron(image, BatchNorm(running=statistics), Unit(spec, 1e-5, pool, 5), backend=each)[0]
+                norm_pool_neuron(image, BatchNorm(running=statistics), NormNeuron(spec, 1e-5, pool, 5), backend=each)[0]
                 for each in ("fused", "triton")
             )
             assert torch.equal(actual, wanted)
@@ -190,10 +190,10 @@ def bits_in_there() -> None:
     spikes_leave_packed_as_well("triton")
     neurons_alone_leave_their_spikes_packed_as_well("triton")
     x = channels_last(3, 2, 8, 4, 5).requires_grad_()
-    unit = Unit(NeuronSpec(), 1e-5, False, 3)
-    spikes, *_ = norm_pool_neuron(x, BatchNorm(), unit, backend="triton")
+    norm_neuron = NormNeuron(NeuronSpec(), 1e-5, False, 3)
+    spikes, *_ = norm_pool_neuron(x, BatchNorm(), norm_neuron, backend="triton")
     with torch.no_grad():
-        untrained, *_ = norm_pool_neuron(x, BatchNorm(), unit, backend="triton")
+        untrained, *_ = norm_pool_neuron(x, BatchNorm(), norm_neuron, backend="triton")
     assert torch.equal(bits_of(spikes), pack_bits(spikes)) and bits_of(untrained) is None
     assert bits_of(spikes + 0) is None and bits_of(spikes.view_as(spikes)) is None
     with torch.no_grad():
@@ -209,7 +209,10 @@ def codec_in_there(size, dtype) -> None:
     generator = torch.Generator().manual_seed(size)
     spikes = torch.randint(0, 2, (size,), generator=generator).to(dtype)
     counts = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), generator=generator).to(dtype)
-    for pack, plain, values in ((codec.pack_bits, pack_bits, spikes), (codec.pack_counts, pack_counts, counts)):
+    for pack, plain, values in (
+        (codec.launch_pack_bits, pack_bits, spikes),
+        (codec.launch_pack_counts, pack_counts, counts),
+    ):
         packed, strange = pack(values, True)
         assert torch.equal(packed, plain(values)) and not strange.any()
         assert pack(values, False)[1] is None
@@ -218,11 +221,11 @@ def codec_in_there(size, dtype) -> None:
             wrong[size // 2] = odd
             assert pack(wrong, True)[1].any(), odd
     out = torch.empty(1, size, dtype=dtype)
-    codec.unpack_bits_into(codec.pack_bits(spikes, False)[0], out)
+    codec.launch_unpack_bits(codec.launch_pack_bits(spikes, False)[0], out)
     assert torch.equal(out[0], spikes)
     wide = torch.zeros(size // 7, 10)
     bits = spikes[: 7 * (size // 7)].float()
-    codec.unpack_bits_into(pack_bits(bits), wide[:, 2:9])
+    codec.launch_unpack_bits(pack_bits(bits), wide[:, 2:9])
     assert torch.equal(wide[:, 2:9], bits.view(-1, 7)) and not wide[:, [0, 1, 9]].any()
 
 
@@ -249,7 +252,9 @@ def saved_in_there() -> None:
         x, weight = channels_last(4, 2, 16, 8, 8).to(dtype).requires_grad_(), torch.ones(16, requires_grad=True)
         with saved_tensors() as saved:
             if norm:
-                norm_pool_neuron(x, BatchNorm(weight, weight), Unit(NeuronSpec(), 1e-5, True, 4), backend="triton")
+                norm_pool_neuron(
+                    x, BatchNorm(weight, weight), NormNeuron(NeuronSpec(), 1e-5, True, 4), backend="triton"
+                )
             else:
                 neuron_multi_step(x, NeuronSpec(), backend="triton")
         assert (dtype, x.numel()) in saved and sum(size for _, size in saved) <= x.numel() + 4 * 16
@@ -258,7 +263,7 @@ def saved_in_there() -> None:
 def chosen_in_there() -> None:
     """Triton is taken where it can be used."""
     x, spec = torch.zeros(2, 3), NeuronSpec()
-    assert backend_for(AUTO, x, spec) is BACKENDS["triton"]
+    assert backend_for(AUTO_BACKEND, x, spec) is BACKENDS["triton"]
     for given_x, given_spec in ((x, NeuronSpec(surrogate="erf")), (x.long(), spec), (x[:0], spec)):
         assert BACKENDS["triton"].unavailable(given_x, given_spec)
 

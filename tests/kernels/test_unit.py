@@ -8,7 +8,7 @@ from torch import nn
 
 from megasnn.kernels import BACKENDS, NeuronSpec
 from megasnn.kernels.layout import channels_last as in_order
-from megasnn.kernels.norm_neuron import BatchNorm, Norm, Unit, norm_pool_neuron
+from megasnn.kernels.norm_neuron import BatchNorm, Norm, NormNeuron, norm_pool_neuron
 from megasnn.kernels.torch_backend import batch_norm
 from tests.kernels.models import (
     assert_close,
@@ -110,7 +110,7 @@ def test_float32() -> None:
 def test_statistics_with_a_large_mean() -> None:
     """Mean 1000, deviation 1, in float32: squares of the raw values would lose the variance."""
     x = channels_last(4, 4, 8, 16, 16, dtype=torch.float32) + 1000
-    _, mean, var, _ = norm_pool_neuron(x, BatchNorm(), Unit(NeuronSpec(), 1e-5, False, 4), backend="fused")
+    _, mean, var, _ = norm_pool_neuron(x, BatchNorm(), NormNeuron(NeuronSpec(), 1e-5, False, 4), backend="fused")
     exact = x.double()
     torch.testing.assert_close(mean.double(), exact.mean((0, 1, 3, 4)), rtol=1e-7, atol=0)
     torch.testing.assert_close(var.double(), exact.var((0, 1, 3, 4), correction=0), rtol=1e-5, atol=0)
@@ -182,21 +182,21 @@ def test_threads_do_not_change_a_bit() -> None:
 )
 def test_refuses(shape, spec, named) -> None:
     with pytest.raises(ValueError, match=named):
-        norm_pool_neuron(torch.zeros(shape), BatchNorm(), Unit(spec, 1e-5, False, 2), backend="fused")
+        norm_pool_neuron(torch.zeros(shape), BatchNorm(), NormNeuron(spec, 1e-5, False, 2), backend="fused")
 
 
 @pytest.mark.parametrize("channels", [33, 48], ids=["rows begin anywhere", "rows begin with a line"])
 def test_large_results_equal_those_of_their_samples(channels) -> None:
     """Results of 4 MiB and more are written past the caches, those of a single sample are not."""
-    calls, unit = BACKENDS["fused"].unit_calls(), Unit(NeuronSpec(), 1e-5, False, 4)
+    calls, norm_neuron = BACKENDS["fused"].norm_neuron_kernels(), NormNeuron(NeuronSpec(), 1e-5, False, 4)
     x, g = channels_last(4, 6, channels, 29, 25), channels_last(4, 6, channels, 29, 25, seed=3)
     assert x.nbytes >= 4 * 2**20 > x.nbytes / 6
     norm = Norm(*calls.statistics(x), None, None)
     samples = [(in_order(x[:, n : n + 1]), in_order(g[:, n : n + 1])) for n in range(6)]
-    spikes = torch.cat([calls.fire(part, norm, None, unit)[0] for part, _ in samples], dim=1)
-    assert torch.equal(calls.fire(x, norm, None, unit)[0], spikes)
-    carried = [calls.backward_sums(*each, norm, None, unit, False)[1] for each in samples]
-    whole = calls.backward_sums(x, g, norm, None, unit, False)[1]
+    spikes = torch.cat([calls.fire(part, norm, None, norm_neuron)[0] for part, _ in samples], dim=1)
+    assert torch.equal(calls.fire(x, norm, None, norm_neuron)[0], spikes)
+    carried = [calls.backward_sums(*each, norm, None, norm_neuron, False)[1] for each in samples]
+    whole = calls.backward_sums(x, g, norm, None, norm_neuron, False)[1]
     assert torch.equal(torch.from_numpy(whole), torch.cat([torch.from_numpy(each) for each in carried], dim=1))
 
 

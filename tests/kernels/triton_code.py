@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.norm_neuron import Norm, Unit
+from megasnn.kernels.norm_neuron import Norm, NormNeuron
 
 SMALL = 8, 64, 32, 32  # samples, channels and sides: programs that sum have several tiles
 
@@ -120,13 +120,13 @@ def compiled(
 
     spec = NeuronSpec(kind="lif", tau=tau, decay_input=decay_input)
     channels = torch.empty(sizes[1], device="meta")
-    unit, norm = Unit(spec, 1e-5, pool, steps), Norm(channels.double(), channels.double(), channels, channels)
-    x, g = absent(*sizes[2:]), absent(*unit.space_of_spikes(sizes[2:]))
+    neuron, norm = NormNeuron(spec, 1e-5, pool, steps), Norm(channels.double(), channels.double(), channels, channels)
+    x, g = absent(*sizes[2:]), absent(*neuron.space_of_spikes(sizes[2:]))
     with compiling_for(capability) as found:
         norm_neuron.statistics(x)
-        norm_neuron.fire(x, norm, None, unit, packed=True)
-        sums, carried, _ = norm_neuron.backward_sums(x, g, norm, None, unit, False)
-        norm_neuron.input_gradient(x, g, norm, None, unit, sums, 7, carried)
+        norm_neuron.fire(x, norm, None, neuron, packed=True)
+        sums, carried, _ = norm_neuron.backward_sums(x, g, norm, None, neuron, False)
+        norm_neuron.input_gradient(x, g, norm, None, neuron, sums, 7, carried)
         if not pool:
             norm_neuron.neuron_multi_step(x.requires_grad_(), spec, None, None)[0].backward(g)
     return found

@@ -15,7 +15,7 @@ from megasnn.common.bundle import Bundle, entries_of, logits_of
 from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.shape_inference import mark_spikes
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.losses import cross_entropy_sum
 from megasnn.models.model import Model
 from megasnn.parallel.collectives import traffic
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 def test_one_rank_computes_what_autograd_computes() -> None:
-    described = describe(UNet())
+    described = describe_model(UNet())
     context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64)
     bounds = [range(0, 3), range(3, 5), range(5, 8), range(8, 10)]
     chunks = [*build_chunks(described, bounds, range(4), context, CPU, 3).values()]
@@ -69,7 +69,7 @@ def test_one_rank_computes_what_autograd_computes() -> None:
 
 def _random_step(seed: int, chunks: int) -> tuple[float, dict[str, Tensor]]:
     """Loss, gradients and buffers of a random network that is cut at random places, on one rank."""
-    draw, model = random.Random(seed), describe(Random(seed=seed))
+    draw, model = random.Random(seed), describe_model(Random(seed=seed))
     cuts = sorted(draw.choices(range(len(model.layers) + 1), k=chunks - 1))
     bounds = [range(start, end) for start, end in zip([0, *cuts], [*cuts, len(model.layers)], strict=True)]
     layout = Layout(schedule="interleaved" if chunks > 1 else "1f1b", chunks=chunks)
@@ -93,7 +93,7 @@ def _traffic() -> dict[str, tuple[int, int]]:
     """Bytes and dense bytes of one micro-batch over a boundary in the middle, by direction."""
     x, labels = images(Bundles())
     bounds = [range(2), range(2, 6)]
-    with built(describe(Bundles()), Layout(pipeline=2), torch.float32, bounds=bounds) as engine:
+    with built(describe_model(Bundles()), Layout(pipeline=2), torch.float32, bounds=bounds) as engine:
         micro = inputs_of(engine, x[:2].float(), labels[:2], 2)
         traffic.reset()
         with traffic.counting():
@@ -114,13 +114,13 @@ def test_each_entry_travels_in_its_own_format_and_gradients_only_where_they_are_
 
 
 def test_costs_of_a_boundary_are_those_of_all_that_crosses_it() -> None:
-    model = describe(UNet())
+    model = describe_model(UNet())
     costs = profile_layers(model, 2, BuildContext(), CPU, 1)
     spikes = 2 * 2 * 4 * 8 * 8
     assert costs[0].gradient == 4 * spikes and costs[0].message == spikes // 8
     assert costs[2].gradient == 4 * (spikes + spikes // 2 + spikes // 8)  # stem, down.0, down.1
     assert costs[-1].gradient == 4 * 2 * 2 * CLASSES
-    tried = count_memory(describe(Bundles()), 2, BuildContext(), CPU)
+    tried = count_memory(describe_model(Bundles()), 2, BuildContext(), CPU)
     count = 2 * 2 * 4 * 6 * 6  # values of an entry
     assert tried.layers[1].gradient == 2 * 4 * count and tried.layers[1].held > 0  # of the spikes and the dense values
 
@@ -131,7 +131,7 @@ def _bounded(output: dict[str, Tensor], labels: Tensor) -> Tensor:
 
 def _step_with_a_loss_of_its_own(layout: Layout) -> tuple[float, list[float]]:
     bounds = [range(6)] if layout.pipeline == 1 else [range(4), range(4, 6)]
-    with built(describe(Bundles()), layout, bounds=bounds) as engine:
+    with built(describe_model(Bundles()), layout, bounds=bounds) as engine:
         engine.loss = _bounded
         x, labels = images(Bundles())
         micro = inputs_of(engine, x, labels, len(x))
@@ -183,7 +183,7 @@ NAMED = {
 @pytest.mark.parametrize("change", NAMED)
 def test_an_output_that_differs_from_the_dry_runs_is_refused_at_the_first_step(change: str) -> None:
     model = _model(lambda: layer("two", Changing(CHANGES[change])), lambda: layer("one", Meeting()))
-    chunk = build_chunks(describe(model), [range(4)], [0], BuildContext(), CPU, 0)[0]
+    chunk = build_chunks(describe_model(model), [range(4)], [0], BuildContext(), CPU, 0)[0]
     with pytest.raises(ValueError, match=NAMED[change]):
         chunk(torch.zeros(3, 3, 4, 4), range(3))
 
@@ -265,7 +265,7 @@ def meet() -> Layer:
 )
 def test_what_cannot_be_put_together_is_refused_with_its_place(layers, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        describe(_model(*layers))
+        describe_model(_model(*layers))
 
 
 class Pair(NamedTuple):
@@ -281,7 +281,7 @@ def test_the_next_layer_gets_a_plain_tuple_or_dict_of_a_class_of_its_own(kind: C
             return sum(entries_of(x).values())
 
     makes = [lambda: layer("two", Gives(lambda y: kind(y, 0.5 * y))), lambda: layer("one", Takes())]
-    model = describe(_model(*makes))
+    model = describe_model(_model(*makes))
     assert [entry.content.name for entry in model.layers[1].entries.values()] == ["SPIKES", "DENSE"]
     chunk = build_chunks(model, [range(4)], [0], BuildContext(), CPU, 0)[0]
     assert chunk(torch.zeros(3, 3, 4, 4), range(3)).shape == (2, 3, CLASSES)
@@ -289,12 +289,12 @@ def test_the_next_layer_gets_a_plain_tuple_or_dict_of_a_class_of_its_own(kind: C
 
 @pytest.mark.parametrize(("says", "content"), [(mark_spikes, "SPIKES"), (lambda y: mark_spikes(y, 2), "COUNTS")])
 def test_a_forward_says_what_does_not_follow_from_it(says: Callable[[Tensor], Tensor], content: str) -> None:
-    described = describe(_model(gives(lambda y: says(2 * (0.5 * y)))))
+    described = describe_model(_model(gives(lambda y: says(2 * (0.5 * y)))))
     assert described.layers[1].entries[None].content.name == content
 
 
 def test_contents_are_found_for_each_entry() -> None:
-    described = describe(Bundles())
+    described = describe_model(Bundles())
     assert {key: entry.content.name for key, entry in described.layers[2].entries.items()} == {
         "drive": "DENSE",
         "spikes": "SPIKES",
@@ -305,4 +305,4 @@ def test_contents_are_found_for_each_entry() -> None:
         "entry 'drive' of the output of block.0",
         "entry 'spikes' of the output of block.0",
     ]
-    assert describe(_model()).is_chain and list(entries_of(torch.zeros(1))) == [None]
+    assert describe_model(_model()).is_chain and list(entries_of(torch.zeros(1))) == [None]

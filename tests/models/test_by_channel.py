@@ -27,7 +27,7 @@ from megasnn.layers import (
 )
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.plain.replicated import LayerCall
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.model import Model
 from megasnn.models.registry import MODELS
 from megasnn.parallel_state import Group
@@ -114,7 +114,11 @@ class Of(Model):
 
 
 def _whole(model: Model) -> list[str]:
-    return [each.name for each in describe(model).build(TWO) if vars(each.module).get("_layer_call", LayerCall()).group]
+    return [
+        each.name
+        for each in describe_model(model).build(TWO)
+        if vars(each.module).get("_layer_call", LayerCall()).group
+    ]
 
 
 def _steps(layout: Layout) -> dict[str, RankStep | str]:

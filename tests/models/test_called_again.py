@@ -13,7 +13,7 @@ from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm, ParallelConv
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.plain.initial_values import without_memory
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.parallel_state import Group
@@ -45,8 +45,8 @@ def again(more: int = 0) -> list[Layer]:
 
 
 def test_what_its_inputs_hold_is_learned_from_all_of_them() -> None:
-    described = describe(between(again))
-    assert dict(described.named_layers(BuildContext()))["block"].unit.conv.plan.content is Content.COUNTS
+    described = describe_model(between(again))
+    assert dict(described.named_layers(BuildContext()))["block"].unit.conv.options.content is Content.COUNTS
 
 
 def _called_twice(momentum: float | None = 0.1) -> ParallelBatchNorm:
@@ -101,10 +101,10 @@ def calling(calls: int = 2) -> list[Layer]:
 
 
 def test_calls_that_differ_are_refused() -> None:
-    described = describe(between(calling))
+    described = describe_model(between(calling))
     assert described.ties and described.build(BuildContext())  # each call of a neuron starts at rest
     assert described.build(BuildContext(Group("tp", (0, 1))))
     with pytest.raises(ValueError, match="fire.* twice in one forward, .*--bptt-steps"):
         described.build(BuildContext(carries=True))
     with pytest.raises(ValueError, match=r"b\.part\.running_mean .*a\.part\.running_mean.* 1 and 2 times"):
-        describe(between(partial(calling, 1)))
+        describe_model(between(partial(calling, 1)))

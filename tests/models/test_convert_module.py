@@ -16,7 +16,7 @@ import megasnn
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelDropout, apply_layer
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.plain.table import CONVERSIONS
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.model import Model
 from megasnn.parallel_state import Group
 from tests.models import given_to_shard as networks
@@ -104,7 +104,7 @@ def test_what_cannot_be_cut_is_refused_with_name_and_reason(kind: str) -> None:
             yield layer("head", megasnn.shard(head))
 
     with pytest.raises(ValueError, match=REFUSED[kind][1]):
-        describe(Wrong()).build(BuildContext(Group("tp", (0, 1))))
+        describe_model(Wrong()).build(BuildContext(Group("tp", (0, 1))))
 
 
 def shared(cut: bool = True) -> list[Layer]:

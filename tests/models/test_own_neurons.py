@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, SpikingNeuron
 from megasnn.layers.layer import Layer, layer
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from megasnn.pipeline.chunk import build_chunks
@@ -106,10 +106,10 @@ class Own(Model):
 
 
 def test_its_spikes_travel_as_bits_and_its_parameters_are_described_by_channel() -> None:
-    described = describe(Own())
+    described = describe_model(Own())
     assert [each.entries[None].content.name for each in described.layers] == ["SPIKES", "SPIKES", "SPIKES", "DENSE"]
     built = dict(described.named_layers(BuildContext()))
-    assert built["b"].conv.plan.content.name == "SPIKES"
+    assert built["b"].conv.options.content.name == "SPIKES"
     materialise(built.items(), torch.device("cpu"), 0)
     assert torch.equal(built["alone"].rise, torch.full((16,), 0.2))
 
@@ -120,13 +120,13 @@ def counting(largest: int | None) -> Model:
 
 def test_what_a_neuron_gives_besides_spikes_it_says_and_otherwise_the_layer_is_named() -> None:
     def forward(largest: int | None) -> Tensor:
-        described = describe(counting(largest))
+        described = describe_model(counting(largest))
         chunk = build_chunks(described, [range(4)], [0], BuildContext(), torch.device("cpu"), 0)[0]
         torch.nn.init.constant_(chunk.layers[0].norm.bias, 3.0)
         chunk.layers[0].neuron = torch.nn.Identity()  # potentials, so that several spikes come
         return chunk(torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)), range(2))
 
-    contents = [describe(counting(largest)).layers[1].entries[None].content.name for largest in (4, None)]
+    contents = [describe_model(counting(largest)).layers[1].entries[None].content.name for largest in (4, None)]
     assert contents == ["COUNTS", "DENSE"] and torch.equal(forward(4), forward(None))
     with pytest.raises(ValueError, match="after: .*largest="):
         forward(1)
@@ -147,6 +147,6 @@ class Forgetful(PlainLIF):
 def test_a_state_that_the_next_step_cannot_take_is_refused_before_anything_is_built(left: Any, why: str) -> None:
     model = between(lambda: [layer("unit", ConvNormNeuron(4, 4, neuron=Forgetful(4, left)))])
     with pytest.raises(ValueError, match=f"unit, given .*{why}"):
-        describe(model)
+        describe_model(model)
     with pytest.raises(ValueError, match="'triangle'.*triangular"):
         SpikingNeuron.__init__(PlainLIF(4), 4, surrogate="triangle")

@@ -16,7 +16,7 @@ from megasnn.kernels.spike_codec import bits_of, pack_bits
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelIF, ParallelPSN, ParallelSlidingPSN
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.neuron import NeuronLayer, make_neuron
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from tests.kernels.models import channels_last, saved_tensors
@@ -123,5 +123,5 @@ def test_every_layout_computes_the_same(ranks) -> None:
 
 
 def test_counts_travel_as_bytes_and_spikes_as_bits() -> None:
-    contents = [next(iter(each.entries.values())).content.value for each in describe(Mixed()).layers]
+    contents = [next(iter(each.entries.values())).content.value for each in describe_model(Mixed()).layers]
     assert contents == ["spikes", "counts", "spikes", "spikes", "dense"]

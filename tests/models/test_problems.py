@@ -10,7 +10,7 @@ import pytest
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import ConvNormNeuron
 from megasnn.layers.layer import Layer, layer
-from megasnn.models.build import building_problems, describe
+from megasnn.models.build import building_problems, describe_model
 from megasnn.models.model import Model, run_config
 from megasnn.models.qkformer.model import QKFormer
 from megasnn.models.registry import MODELS
@@ -77,9 +77,9 @@ def test_what_ranks_cannot_share_is_refused(name: str) -> None:
 
 def test_a_model_is_described_once_and_layers_are_built_for_each_rank() -> None:
     model = SewResNet(image_size=32)
-    described = describe(model)
-    assert describe(replace(model)) is described and describe(replace(model, width=32)) is not described
-    assert describe(model, NeuronSpec("if")) is not described
+    described = describe_model(model)
+    assert describe_model(replace(model)) is described and describe_model(replace(model, width=32)) is not described
+    assert describe_model(model, NeuronSpec("if")) is not described
     assert described.tensors
 
 

@@ -26,7 +26,7 @@ from megasnn.layers import (
     apply_layer,
 )
 from megasnn.layers.layer import FunctionLayer, Layer, layer
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel_state import Group
@@ -46,7 +46,7 @@ def model_of(*makers: Callable[[], nn.Module], **options: Any) -> Model:
 
 
 def with_values(model: Model) -> dict[str, Any]:
-    layers = describe(model).named_layers(BuildContext(time_steps=2))
+    layers = describe_model(model).named_layers(BuildContext(time_steps=2))
     materialise(layers, CPU, 0)
     return dict(layers)
 
@@ -141,7 +141,7 @@ def _ones(module: nn.Module) -> None:
 
 
 def chunk_of(model: Model) -> PipelineChunk:
-    return build_chunks(describe(model), [range(3)], [0], BuildContext(), CPU, 0)[0]
+    return build_chunks(describe_model(model), [range(3)], [0], BuildContext(), CPU, 0)[0]
 
 
 def forward_backward(model: Model) -> PipelineChunk:
@@ -211,7 +211,7 @@ def test_a_function_of_the_users_initialises_a_module_of_ones_own_and_none_of_ou
 
     assert with_values(model_of(Scale, initialise=fill))["plain.0"].scale.item() == 2
     with pytest.raises(ValueError, match=r"plain\.0: initialise"):
-        describe(model_of(lambda: ConvNormNeuron(8, 8), initialise=fill))
+        describe_model(model_of(lambda: ConvNormNeuron(8, 8), initialise=fill))
 
 
 class Scale(nn.Module):
@@ -383,15 +383,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_what_cannot_be_computed_alike_everywhere_is_refused_with_the_layers_name(kind: str) -> None:
     make, names = REFUSED[kind]
     with pytest.raises(ValueError, match=rf"plain\.0.*{names}"):
-        describe(model_of(make)).build(BuildContext())
+        describe_model(model_of(make)).build(BuildContext())
 
 
 def test_a_function_that_could_draw_and_does_not_is_taken() -> None:
-    assert describe(model_of(lambda: FunctionLayer(lambda x: F.scaled_dot_product_attention(x, x, x)))).layers
+    assert describe_model(model_of(lambda: FunctionLayer(lambda x: F.scaled_dot_product_attention(x, x, x)))).layers
 
 
 def test_sizes_that_do_not_divide_are_refused_or_stay_whole() -> None:
     with pytest.raises(ValueError, match="the first layer: out_channels 8 .*--tensor-model-parallel-size 3"):
-        describe(model_of()).build(BuildContext(Group("tp", (0, 1, 2))))
-    narrow = describe(model_of(lambda: nn.Conv2d(8, 6, 1), lambda: nn.Conv2d(6, 8, 1)))
+        describe_model(model_of()).build(BuildContext(Group("tp", (0, 1, 2))))
+    narrow = describe_model(model_of(lambda: nn.Conv2d(8, 6, 1), lambda: nn.Conv2d(6, 8, 1)))
     assert narrow.build(BuildContext(Group("tp", (0, 1, 2, 3))))

@@ -18,7 +18,7 @@ from megasnn.layers import (
     WholeImages,
 )
 from megasnn.layers.layer import FunctionLayer, layer
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.model import Model
 from megasnn.parallel_state import Group
 from tests.models.networks import Integrates, between
@@ -84,7 +84,7 @@ def model_of(*makers: Callable[[], nn.Module]) -> Model:
 
 def built(model: Model, cut: str) -> None:
     """On a rank that shares micro-batches with another."""
-    describe(model).build(BuildContext(cp=Group("cp", (0, 1), 0), cut=cut))
+    describe_model(model).build(BuildContext(cp=Group("cp", (0, 1), 0), cut=cut))
 
 
 REFUSED: dict[str, tuple[str, Callable[[], nn.Module], str]] = {

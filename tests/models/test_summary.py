@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megasnn.config import NeuronConfig
 from megasnn.kernels.spike_codec import Content
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.description import EntryDescription, LayerDescription
 from megasnn.models.e_spikeformer.model import ESpikeFormer
 from megasnn.models.model import Model
@@ -25,7 +25,7 @@ from tests.parity.zoo import their_sew_resnet
 
 
 def summary(model: Model) -> Sequence[LayerDescription]:
-    return describe(model, NeuronConfig().spec).layers
+    return describe_model(model, NeuronConfig().spec).layers
 
 
 @pytest.mark.parametrize(

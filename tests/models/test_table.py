@@ -16,14 +16,14 @@ import megasnn
 from megasnn.checkpoint.exchange import weights_as
 from megasnn.checkpoint.format import Progress, read_metadata
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.reshard import Target, reshard, saved_model
+from megasnn.checkpoint.reshard import Target, model_of_checkpoint, reshard
 from megasnn.checkpoint.save import save_checkpoint
 from megasnn.checkpoint.source import open_source
 from megasnn.common.files import CheckpointError
 from megasnn.config import to_dict
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.layers.layer import Layer, layer
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.model import Model, run_config
 from megasnn.models.registry import MODELS, dialect_for, dialect_of, model_of
 from megasnn.parallel.sharding import materialise, sharded_tensors
@@ -46,8 +46,8 @@ class Line(Model):
     def layers(self) -> Iterable[Layer]:
         widths = [self.in_channels, *[self.width] * (self.depth - 1)]
         for index, inputs in enumerate(widths[:-1]):
-            yield layer(f"line.{index}", ConvNormNeuron(inputs, self.width), unit="line")
-        yield layer("line.head", MeanLinear(self.width, self.num_classes), unit="line")
+            yield layer(f"line.{index}", ConvNormNeuron(inputs, self.width), layer_group="line")
+        yield layer("line.head", MeanLinear(self.width, self.num_classes), layer_group="line")
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = self.width % tensor_parallel
@@ -75,7 +75,7 @@ def line(monkeypatch) -> type[Model]:
 def saved(folder: Path, of: type[Model], **changed) -> Path:
     """A checkpoint of weights of the model's default configuration."""
     config = run_config(of)()
-    layers = describe(config.model, config.neuron.spec).named_layers(BuildContext())
+    layers = describe_model(config.model, config.neuron.spec).named_layers(BuildContext())
     materialise(layers, CPU, 0)
     told = {"model": of.name, "config": {"model": to_dict(config.model), "neuron": to_dict(config.neuron)}}
     return save_checkpoint(folder, Progress(3, **(told | changed)), LocalState(list(sharded_tensors(layers))))
@@ -101,7 +101,7 @@ def test_every_model_is_in_the_table_under_the_name_of_its_folder():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_marker_is_of_its_model_alone(name):
-    tensors = [entry.name for entry in describe(MODELS[name]()).tensors]
+    tensors = [entry.name for entry in describe_model(MODELS[name]()).tensors]
     assert [model.name for model in MODELS.values() if model.marker in tensors] == [name]
     for dialect in MODELS[name].dialects():
         assert dialect.marker not in tensors
@@ -114,7 +114,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(tmp_path):
             look_up()
     saved(tmp_path, MODELS["vgg_dvs"], model="spikfromer")
     source = open_source(tmp_path)
-    for use in (lambda: saved_model(source), lambda: weights_as(source, "spikingjelly")):
+    for use in (lambda: model_of_checkpoint(source), lambda: weights_as(source, "spikingjelly")):
         with pytest.raises(CheckpointError, match=expected):
             use()
 
@@ -152,7 +152,7 @@ def test_a_new_model_is_known_to_the_converter(line, tmp_path):
 
 
 def test_weights_published_with_sew_resnet_are_known_by_their_names() -> None:
-    ours = {entry.name for entry in describe(MODELS["sew_resnet"]()).tensors or ()}
+    ours = {entry.name for entry in describe_model(MODELS["sew_resnet"]()).tensors or ()}
     dialect = dialect_for("published", ours)
     theirs = set(dialect.from_ours(ours))
     known = "conv1.weight", "layer1.0.conv1.module.0.weight", "layer2.0.downsample.0.module.1.running_var", "fc.bias"
@@ -166,7 +166,7 @@ def test_names_of_the_published_e_spikeformer_go_both_ways() -> None:
         theirs = Published((48, 96, 192, 240), (6, 2), heads=8, ratio=4, steps=1, classes=1000)
     assert sum(each.numel() for each in theirs.parameters()) == 10_023_112
     shapes = {name: value.shape for name, value in theirs.state_dict().items()}
-    ours = {entry.name: entry.shard.global_shape for entry in describe(MODELS["e_spikeformer"]()).tensors}
+    ours = {entry.name: entry.shard.global_shape for entry in describe_model(MODELS["e_spikeformer"]()).tensors}
     recipe = dialect_of(shapes).to_ours(shapes)
     assert {name: shapes[made.sources[0]] for name, made in recipe.items()} == ours
     assert dialect_for("published", ours, "e_spikeformer").from_ours(ours).keys() == shapes.keys()

@@ -13,11 +13,11 @@ from spikingjelly.activation_based import functional
 from torch import Tensor, nn
 
 from megasnn.checkpoint.load import load_global_tensors
-from megasnn.checkpoint.reshard import Target, reshard, saved_model
+from megasnn.checkpoint.reshard import Target, model_of_checkpoint, reshard
 from megasnn.checkpoint.source import open_source
 from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.layers.layer import layer
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.losses import cross_entropy_sum
 from megasnn.models.model import Model
 from megasnn.models.registry import MODELS
@@ -58,7 +58,7 @@ def test_gradients_have_their_owners_names_and_count_once(ranks) -> None:
 def _one_micro_batch() -> dict[str, Tensor]:
     """Gradients and buffers behind a step of one micro-batch on one rank, and the initial values."""
     model = Tied(plain=True)
-    with built(describe(model), Layout(), seed=5) as engine:
+    with built(describe_model(model), Layout(), seed=5) as engine:
         before = {f"before {entry.name}": entry.tensor.detach().clone() for entry in engine.tensors}
         x, labels = images(model)
         forward_backward(engine, inputs_of(engine, x, labels, len(x)), len(x))
@@ -97,7 +97,7 @@ def test_one_rank_computes_what_autograd_computes_with_one_module(ranks) -> None
 
 
 def test_a_tied_parameter_is_counted_initialised_and_described_once() -> None:
-    described = describe(Tied())
+    described = describe_model(Tied())
     entries = described.tensors
     names = [entry.name for entry in entries]
     assert len(names) == len(set(names)) and "head.weight" not in names and "block.1.unit.conv.weight" not in names
@@ -108,7 +108,7 @@ def test_a_tied_parameter_is_counted_initialised_and_described_once() -> None:
     assert of["block.0"].unit.conv.weight.data_ptr() == of["block.2"].unit.conv.weight.data_ptr()
     assert of["block.0"].unit.conv.weight is not of["block.2"].unit.conv.weight
     assert of["block.0"].dropout.name != of["block.1"].dropout.name != of["block.2"].dropout.name
-    alone = describe(Tied()).named_layers(BuildContext())[5:7]
+    alone = describe_model(Tied()).named_layers(BuildContext())[5:7]
     materialise(alone, CPU, 0)
     assert [name for name, _ in alone] == ["block.2", "late"]
     assert torch.equal(alone[1][1].conv.weight, of["block.0"].unit.conv.weight)
@@ -160,7 +160,7 @@ def test_runs_are_saved_resumed_on_another_layout_and_converted(ranks, tmp_path,
 
     ranks(3, _train, *_flags(run, Layout(pipeline=3)), "--exit-interval", "2")
     monkeypatch.setitem(MODELS, Tied.name, Tied)
-    layers = len(saved_model(source := open_source(run))[1].layers)
+    layers = len(model_of_checkpoint(source := open_source(run))[1].layers)
     reshard(source, new, Target(2, 2, layout=f"2|{layers - 2}"))
     converted, before = (load_global_tensors(folder, with_optimizer=True) for folder in (new, run))
     assert converted.keys() == before.keys() and all(torch.equal(converted[name], before[name]) for name in before)
@@ -188,8 +188,8 @@ def tied(**options: Any) -> list[nn.Module]:
 
 def test_what_cannot_be_tied_is_refused_with_the_layers_name() -> None:
     with pytest.raises(ValueError, match=r"made\.1\.conv\.weight .*made\.0\.conv\.weight: .* \[4, 4, 3, 3\]"):
-        describe(_model(lambda: tied(kernel_size=3)))
-    described = describe(_model(lambda: tied(style="column")))
+        describe_model(_model(lambda: tied(kernel_size=3)))
+    described = describe_model(_model(lambda: tied(style="column")))
     with pytest.raises(ValueError, match=r"made\.1\.conv\.weight .*`style`, or set --tensor-model"):
         described.build(BuildContext(Group("tp", (0, 1))))
 
@@ -205,7 +205,7 @@ def _two_stages(frozen: tuple[str, ...], unused: bool) -> dict[str, Tensor]:
         return [first, second]
 
     model, size = _model(make), torch.distributed.get_world_size()
-    with built(describe(model), Layout(pipeline=size), seed=5) as engine:
+    with built(describe_model(model), Layout(pipeline=size), seed=5) as engine:
         x, labels = images(model)
         lost = [e for e in engine.copies if unused and e.name == "made.0.norm.weight" and e.tensor.requires_grad]
         for entry in lost:
@@ -227,19 +227,19 @@ def test_frozen_and_missing_gradients_are_paired_by_their_tensors(ranks, frozen:
 
 
 def test_weights_tied_inside_a_layer_and_modules_inside_of_two() -> None:
-    names = [entry.name for entry in describe(_model(lambda: [TwoTied(4)])).tensors]
+    names = [entry.name for entry in describe_model(_model(lambda: [TwoTied(4)])).tensors]
     assert "made.0.a.weight" in names and "made.0.b.weight" not in names and "made.0.b.bias" in names
 
     def twice() -> list[nn.Module]:
         module = TwoTied(4)
         return [module, module]
 
-    owned = [entry.name for entry in describe(_model(twice)).tensors]
+    owned = [entry.name for entry in describe_model(_model(twice)).tensors]
     assert owned == names, "the second layer has nothing of its own"
 
     def nested() -> list[nn.Module]:
         unit = Again(4)
         return [unit, nn.Sequential(ConvNormNeuron(4, 4), unit.unit)]
 
-    described = describe(_model(nested))
+    described = describe_model(_model(nested))
     assert {tie.owner for tie in described.ties} == {"made.0"} and len(described.ties) == 8

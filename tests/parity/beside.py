@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.models.model import Model
-from megasnn.models.weight_names import values_of
+from megasnn.models.weight_names import translated_tensors
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import (
     SGD,
@@ -101,7 +101,7 @@ class Case:
     def ours(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Its tensors by our names."""
         dialects = self.model.dialects()
-        return values_of(dialects[0].to_ours(values), values) if dialects else dict(values)
+        return translated_tensors(dialects[0].to_ours(values), values) if dialects else dict(values)
 
 
 SPIKFORMER = Case(model_config(), reference.build, batch=reference.data, sizes=(3, 3, 3, 2), firing=0.5)

@@ -23,7 +23,7 @@ from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.layers.plain.replicated import LayerCall
 from megasnn.layers.weight_grad import CastWeights
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.description import ModelDescription
 from megasnn.models.losses import correct_predictions
 from megasnn.models.model import Model
@@ -143,7 +143,7 @@ def built(
     backend: str = "auto",
     seed: int = 0,
     bounds: Sequence[range] | None = None,
-    rows_have_owners: bool = False,
+    shards_have_owners: bool = False,
     graphs: Capture | None = None,
 ) -> Iterator[DistributedModel]:
     """A model with keyed initial values.
@@ -159,13 +159,13 @@ def built(
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         bounds = bounds or even_bounds(len(model.layers), len(plan.placement))
         if layout.recompute is not None or layout.weight > 1:
-            plan = plan.in_units(bounds, layout.recompute or NEVER)
+            plan = plan.in_segments(bounds, layout.recompute or NEVER)
         layers = model.build(context)
         if layout.weight > 1:
             modules = [each.module for each in layers]
-            shared = shared_weights(modules, plan.unit_bounds(bounds), state.dp_shard.size, layout.scatters)
+            shared = shared_weights(modules, plan.segment_bounds(bounds), state.dp_shard.size, layout.scatters)
             plan = plan.sharing(shared, [])
-        parallel = ParallelConfig(use_distributed_optimizer=rows_have_owners)
+        parallel = ParallelConfig(use_distributed_optimizer=shards_have_owners)
         config = PretrainConfig(model_config(), training=TrainingConfig(seed=seed), parallel=parallel)
         made = DistributedModel(model, layers, context, state, PipelinePlan(tuple(bounds), plan, 1), config)
         for chunk in made.chunks.values():
@@ -270,8 +270,8 @@ def record_step(
     for hook in hooks:
         hook.remove()
     engine.merge_statistics(micro_batch_counts(len(labels), micro_batch_size, state.dp.size)[0])
-    place = state.place
-    rank = place.pp, state.dp.rank, place.cp, place.tp
+    coordinates = state.coordinates
+    rank = coordinates.pp, state.dp.rank, coordinates.cp, coordinates.tp
     result = RankStep(rank, found.mean_loss, found.norm, logits, sum(fired))
     for each in engine.owned:
         trains = each.is_parameter and each.tensor.requires_grad
@@ -302,7 +302,7 @@ def take_steps(
         build: arguments of `built`.
     """
     steps = list[RankStep]()
-    with built(describe(model, spec), layout, batch[0].dtype, **build) as engine:
+    with built(describe_model(model, spec), layout, batch[0].dtype, **build) as engine:
         engine.loss = loss or engine.loss
         if weights is not None:
             values = torch.load(weights, mmap=True, weights_only=True)

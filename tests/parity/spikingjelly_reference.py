@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from megasnn.models.spikformer.weight_names import SPIKINGJELLY
-from megasnn.models.weight_names import values_of
+from megasnn.models.weight_names import translated_tensors
 from tests.distributed.whole import fill_mantissas
 
 DIMS = dict(T=3, in_channels=3, patch_size=4, num_classes=5, embed_dims=32, num_heads=4, mlp_ratio=2.0, depths=2)
@@ -41,7 +41,7 @@ class ReferenceStep:
 
 def from_spikingjelly(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """A Spikformer's tensors by our names."""
-    return values_of(SPIKINGJELLY.to_ours(state_dict), state_dict)
+    return translated_tensors(SPIKINGJELLY.to_ours(state_dict), state_dict)
 
 
 @cache

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megasnn.common.grid import ContextCut
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
@@ -17,7 +17,7 @@ from tests.parity.ranks import Layout, built, record_step
 
 def exchanged(model: Model, cut: ContextCut, batch: tuple[Tensor, Tensor]) -> tuple[int, int]:
     """Exchanges, and bytes that this rank receives in them, in a step of one micro-batch that it shares."""
-    with built(describe(model), Layout(context=2, cut=cut), torch.float32) as engine:
+    with built(describe_model(model), Layout(context=2, cut=cut), torch.float32) as engine:
         traffic.reset()
         with traffic.counting():
             record_step(engine, *batch, len(batch[1]))

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasnn.common.checks import place_of
+from megasnn.common.checks import context_of_error
 from megasnn.config import parse
 from megasnn.config.training import Length
 from megasnn.engine import Engine
 from megasnn.layers import ConvNormNeuron, MeanLinear
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.shape_inference import mark_spikes
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.model import Model, run_config
 from megasnn.models.registry import MODELS
 from megasnn.pipeline.graphs import CudaCapture
@@ -89,7 +89,7 @@ def random_steps(graphs: RecordedGraphs | None) -> list[tuple[float, list[Tensor
     """Losses, gradients and buffers of steps of a random network in three chunks of one rank."""
     network, found = Random(seed=3), []
     layout = Layout(schedule="interleaved", chunks=3)
-    with built(describe(network), layout, torch.float32, backend="torch", graphs=graphs) as engine:
+    with built(describe_model(network), layout, torch.float32, backend="torch", graphs=graphs) as engine:
         for step in range(3):
             random = torch.Generator().manual_seed(step)
             images = torch.rand(4, *network.input_shape, generator=random)
@@ -232,7 +232,7 @@ def test_what_a_check_finds_in_a_replay() -> None:
         images[0, 0, 0, 0], before = 0.5, graphs.replays
         with pytest.raises(ValueError, match="stem: pack_bits takes 0 and 1") as raised:
             engine.train_step(images, labels)
-        assert place_of(raised.value).endswith("0F0, micro-batch 0")
+        assert context_of_error(raised.value).endswith("0F0, micro-batch 0")
         assert graphs.replays > before
 
 

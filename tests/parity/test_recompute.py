@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.model import Model
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.parallel.collectives import Traffic, traffic
@@ -31,7 +31,7 @@ Step = tuple[Bits, list[int], Traffic]
 
 
 def _step(model: Model, layout: Layout) -> Step:
-    with built(describe(model), layout, torch.float32, seed=SEED) as engine:
+    with built(describe_model(model), layout, torch.float32, seed=SEED) as engine:
         spikes: list[int] = []
         for _, neuron in engine.neurons():
             neuron.observer = lambda fired: spikes.append(int(fired.sum()))

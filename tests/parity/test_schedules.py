@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megasnn.engine.model import DistributedModel
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import (
     Bits,
@@ -61,7 +61,7 @@ def step(engine: DistributedModel, samples: int) -> Bits:
 def steps(stages: int, schedules: list[tuple[str, int]], numbers: list[int]) -> dict[tuple, Bits]:
     found = {}
     for name, chunks in schedules:
-        with built(describe(model_config()), Layout(1, 1, stages, name, chunks), torch.float32) as engine:
+        with built(describe_model(model_config()), Layout(1, 1, stages, name, chunks), torch.float32) as engine:
             for count in numbers:
                 found[name, chunks, count] = step(engine, samples_of(count))
     return found

@@ -12,7 +12,7 @@ import pytest
 
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.engine.model import DistributedModel
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.optim.build import build_optimizer
 from megasnn.pipeline.p2p import Transfers
 from megasnn.schedule import Action
@@ -55,7 +55,7 @@ def _losses(
 def _of_schedules(device: Device, world: World, schedules: Schedules) -> list[list[float]]:
     found, (tensor, pipeline, _) = list[list[float]](), world
     for name, chunks in schedules:
-        with built(describe(model_config()), Layout(1, tensor, pipeline, name, chunks)) as engine:
+        with built(describe_model(model_config()), Layout(1, tensor, pipeline, name, chunks)) as engine:
             found.append(_losses(device, engine))
     return found
 
@@ -85,7 +85,7 @@ def test_every_schedule_ends(ranks, loss, world: World, schedules: Schedules) ->
 
 def _finer(layout: Layout) -> list[float]:
     """Of which weights are gathered, micro-batches shared, or rows of weights sent by those that own them."""
-    with nccl_like() as device, built(describe(model_config()), layout, rows_have_owners=True) as engine:
+    with nccl_like() as device, built(describe_model(model_config()), layout, shards_have_owners=True) as engine:
         optimizer = build_optimizer(engine.owned, OptimizerConfig(lr=1e-15))
 
         def between() -> None:
@@ -140,7 +140,7 @@ def test_all_ranks_may_wait_for_their_devices(ranks, loss) -> None:
 def _started(tensor: int, pipeline: int) -> list[str]:
     """The communicators that a rank has started before its first step, by the transport's account."""
     layout = Layout(1, tensor, pipeline, "zbv")
-    with nccl_like() as device, built(describe(model_config()), layout):
+    with nccl_like() as device, built(describe_model(model_config()), layout):
         return device.communicators
 
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megasnn.common.checks import place_of
+from megasnn.common.checks import context_of_error
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers import ConvNormNeuron, ParallelDropout
 from megasnn.layers.blocks import Residual
 from megasnn.layers.layer import Layer, layer
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.description import ModelDescription
 from tests.models.networks import CLASSES, between
 from tests.nccl_like import nccl_like
@@ -36,7 +36,7 @@ def _layers() -> Iterable[Layer]:
 
 
 def _of_spikes_alone() -> ModelDescription:
-    described = describe(between(_layers))
+    described = describe_model(between(_layers))
     layers = []
     for each in described.layers:
         entries = {key: replace(entry, content=Content.SPIKES) for key, entry in each.entries.items()}
@@ -55,7 +55,7 @@ def _ends(layout: Layout) -> list[str]:
         for run in (lambda: evaluated(model, inputs), lambda: forward_backward(model, inputs, SAMPLES)):
             with pytest.raises(ValueError) as raised:
                 run()
-            told.append(f"{place_of(raised.value)}: {raised.value}")
+            told.append(f"{context_of_error(raised.value)}: {raised.value}")
         assert all(torch.equal(a, entry.tensor) for a, entry in zip(before, model.tensors, strict=True))
         return told
 

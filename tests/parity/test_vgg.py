@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megasnn.layers import BuildContext
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.pipeline.chunk import build_chunks
 from tests.parity import vgg
@@ -69,7 +69,7 @@ def test_pipeline_sizes_agree_bit_for_bit_in_float32(ranks) -> None:
 def test_frames_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
     """FEATURES 0.21."""
     config = VggDvs(channels="4,P,8", image_size=16, time_steps=3)
-    model = describe(config)
+    model = describe_model(config)
     chunk = build_chunks(model, [range(3)], [0], BuildContext(), torch.device("cpu"), seed=0)[0]
     with pytest.raises(ValueError, match=r"\[N, 3, 2, 16, 16\]"):
         chunk(torch.zeros(shape), range(shape[0]))

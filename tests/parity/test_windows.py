@@ -96,8 +96,10 @@ def one_step(model: Small, flags: dict[str, Any], weights: dict[str, Tensor] | N
         for _, each in engine.distributed.neurons():
             each.observer = lambda spikes: fired.append(int(spikes.sum()))
         result = engine.train_step(*data(model))
-        place = engine.state.place
-        step = RankStep((place.pp, place.dp_replicate, 0, place.tp), result.loss, result.grad_norm, [], sum(fired))
+        coordinates = engine.state.coordinates
+        step = RankStep(
+            (coordinates.pp, coordinates.dp_replicate, 0, coordinates.tp), result.loss, result.grad_norm, [], sum(fired)
+        )
         tensors = engine.distributed.tensors
         step.gradients = gradients(tensors)
         step.buffers = parts([each for each in tensors if not each.is_parameter])

@@ -79,7 +79,7 @@ class _Paths(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         places = range(self.position, self.position + x.shape[1])
         self.position = places.stop
-        kept = torch.cat([drawn("drop path", "drop", place, 1, SEED) for place in places]) >= self.p
+        kept = torch.cat([drawn("drop path", "drop", coordinates, 1, SEED) for coordinates in places]) >= self.p
         return x * kept.view(1, -1, 1) / (1 - self.p)
 
 

@@ -8,20 +8,20 @@ from itertools import combinations
 import pytest
 
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
-from megasnn.pipeline.peak_memory import UnitMemory, moments, peak_moments, within_budget
-from megasnn.schedule import Kind, Schedule, generate, validate
-from megasnn.schedule.costs import activations_held
+from megasnn.pipeline.peak_memory import SegmentMemory, moments, peak_moments, within_budget
+from megasnn.schedule import Kind, Schedule, generate, validate_schedule
+from megasnn.schedule.costs import resident_activations
 from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.passes import insert_recompute, refine
 
 WORKING = {Kind.FORWARD: 5, Kind.BACKWARD: 7, Kind.INPUT_GRADIENT: 6, Kind.WEIGHT_GRADIENT: 4, Kind.RECOMPUTE: 3}
-UNIT = UnitMemory(100, 10, WORKING, deferred=60, again=1.0, transfers=22, cast=0)
+UNIT = SegmentMemory(100, 10, WORKING, deferred=60, again=1.0, transfers=22, cast=0)
 
 
 def _told(name: str, rank: int, micro_batches: int) -> dict[str, tuple[int, int, int]]:
     """On two stages."""
     found = moments(generate(name, 2, micro_batches), rank, [UNIT, UNIT])
-    return {str(each.action): (each.kept, each.working, each.messages) for each in found}
+    return {str(each.action): (each.stashed, each.working, each.messages) for each in found}
 
 
 def test_what_is_kept_and_what_travels() -> None:
@@ -38,7 +38,7 @@ def test_a_backward_in_two_parts_leaves_less() -> None:
 
 
 def test_a_forward_that_is_computed_again_keeps_its_input() -> None:
-    schedule = insert_recompute(refine(generate("gpipe", 1, 2), [2]), lambda unit, m: True)
+    schedule = insert_recompute(refine(generate("gpipe", 1, 2), [2]), lambda segment, m: True)
     found = {str(action): numbers for action, *numbers in moments(schedule, 0, [UNIT, UNIT])}
     assert found["0F0"] == [10, 5, 0] and found["1F0"] == [20, 5, 0]
     assert found["1R0"] == [40, 3, 0] and found["0R0"] == [30, 3, 0]
@@ -64,75 +64,77 @@ def test_the_peak_of_a_step() -> None:
 def test_chunks_need_what_their_layers_need_one_after_another(name: str) -> None:
     costs = PipelineCosts((LayerCost(1, 1, 1, held=10, working=(30, 20, 5), message=3, gradient=12),) * 8, LinkCost())
     schedule = generate(name, 2, 4)
-    size = 8 // schedule.units
-    bounds = [range(size * chunk, size * chunk + size) for chunk in range(schedule.units)]
-    units = peak_moments(refine(schedule, [size] * schedule.units), [range(i, i + 1) for i in range(8)], costs)
-    assert [each.total for each in peak_moments(schedule, bounds, costs)] == [each.total for each in units]
+    size = 8 // schedule.segments
+    bounds = [range(size * chunk, size * chunk + size) for chunk in range(schedule.segments)]
+    segments = peak_moments(refine(schedule, [size] * schedule.segments), [range(i, i + 1) for i in range(8)], costs)
+    assert [each.total for each in peak_moments(schedule, bounds, costs)] == [each.total for each in segments]
 
 
 MB = 10**6
 
 
-def units_of(count: int, seed: int) -> list[UnitMemory]:
+def segments_of(count: int, seed: int) -> list[SegmentMemory]:
     draw = random.Random(seed)
     found = []
     for _ in range(count):
         held = draw.randint(2, 20) * MB
         kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.RECOMPUTE)
         working = {kind: held + draw.randint(0, 5) * MB for kind in kinds}
-        found.append(UnitMemory(held, held // 20, working, held, draw.randint(1, 9), 0, 0))
+        found.append(SegmentMemory(held, held // 20, working, held, draw.randint(1, 9), 0, 0))
     return found
 
 
-def peak(schedule: Schedule, rank: int, units: list[UnitMemory], chosen: frozenset[int]) -> float:
+def peak(schedule: Schedule, rank: int, segments: list[SegmentMemory], chosen: frozenset[int]) -> float:
     """By activations alone, not by the sum that found the choice."""
-    done = insert_recompute(schedule, lambda unit, m: unit in chosen)
-    validate(done)
-    held = activations_held(done, rank, [each.held for each in units], [each.entering for each in units])
+    done = insert_recompute(schedule, lambda segment, m: segment in chosen)
+    validate_schedule(done)
+    held = resident_activations(done, rank, [each.resident for each in segments], [each.entering for each in segments])
     actions = done.actions[rank]
-    again = {(unit, m) for unit, kind, m in actions if kind is Kind.RECOMPUTE}
+    again = {(segment, m) for segment, kind, m in actions if kind is Kind.RECOMPUTE}
     needed = [
         # The input is kept before its forward begins.
-        units[unit].working.get(kind, 0) + (kind is Kind.FORWARD and (unit, m) in again) * units[unit].entering
-        for unit, kind, m in actions
+        segments[segment].working.get(kind, 0)
+        + (kind is Kind.FORWARD and (segment, m) in again) * segments[segment].entering
+        for segment, kind, m in actions
     ]
     return max(before + more for before, more in zip([0, *held], needed, strict=False))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_little_more_than_the_cheapest_choice(seed: int) -> None:
-    """Against all choices of units, for every budget that makes a difference: on average at most 1.3 times as long."""
-    units = units_of(6, seed)
+    """Against all choices of segments, for every budget that makes a difference: on average at most 1.3 times as
+    long."""
+    segments = segments_of(6, seed)
     schedule = refine(generate("gpipe", 1, 2), [6])
     every = [frozenset(some) for count in range(7) for some in combinations(range(6), count)]
 
     def seconds(chosen: frozenset[int]) -> float:
-        return sum(units[unit].again for unit in chosen)
+        return sum(segments[segment].again for segment in chosen)
 
-    by_peak = sorted((peak(schedule, 0, units, some), seconds(some)) for some in every)
-    most = peak(schedule, 0, units, frozenset(range(6)))
+    by_peak = sorted((peak(schedule, 0, segments, some), seconds(some)) for some in every)
+    most = peak(schedule, 0, segments, frozenset(range(6)))
     taken = least = 0.0
     for budget in sorted({each for each, _ in by_peak if each >= most})[::5]:
-        found = within_budget(schedule, units, budget + 1)
-        assert peak(schedule, 0, units, found) <= budget + 1
+        found = within_budget(schedule, segments, budget + 1)
+        assert peak(schedule, 0, segments, found) <= budget + 1
         taken += seconds(found)
         least += min(cost for needed, cost in by_peak if needed <= budget)
     assert taken <= 1.3 * least
     with pytest.raises(ValueError, match=f"--memory-budget {-int(-most // MB)};"):
-        within_budget(schedule, units, most - MB)
+        within_budget(schedule, segments, most - MB)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_rank_of_every_schedule_keeps_it(name: str) -> None:
     schedule = generate(name, 4, 8)
-    schedule = refine(schedule, [3] * schedule.units)
-    units = units_of(schedule.units, 7)
-    without = [peak(schedule, rank, units, frozenset()) for rank in range(4)]
-    least = [peak(schedule, rank, units, frozenset(range(schedule.units))) for rank in range(4)]
+    schedule = refine(schedule, [3] * schedule.segments)
+    segments = segments_of(schedule.segments, 7)
+    without = [peak(schedule, rank, segments, frozenset()) for rank in range(4)]
+    least = [peak(schedule, rank, segments, frozenset(range(schedule.segments))) for rank in range(4)]
     budget = (max(least) + max(without)) / 2
-    chosen = within_budget(schedule, units, budget)
+    chosen = within_budget(schedule, segments, budget)
     for rank, needed in enumerate(without):
-        assert peak(schedule, rank, units, chosen) <= budget + 1
+        assert peak(schedule, rank, segments, chosen) <= budget + 1
         if needed <= budget:
-            assert not any(schedule.placement[unit] == rank for unit in chosen), "nothing that is not needed"
-    assert within_budget(schedule, units, max(without) + 1) == frozenset()
+            assert not any(schedule.placement[segment] == rank for segment in chosen), "nothing that is not needed"
+    assert within_budget(schedule, segments, max(without) + 1) == frozenset()

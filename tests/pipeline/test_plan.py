@@ -12,7 +12,7 @@ import pytest
 from megasnn.config import ParallelConfig, TrainingConfig
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.model import run_config
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import profile_layers
@@ -22,7 +22,7 @@ from megasnn.pipeline.plan import PipelinePlan, choose, plan_pipeline
 from megasnn.schedule.passes import SharedWeights
 from tests.parity.ranks import model_config
 
-MODEL = describe(model_config(), NeuronSpec())
+MODEL = describe_model(model_config(), NeuronSpec())
 
 
 def _plan(micro_batches: int, searches: bool, flags: dict[str, Any]) -> PipelinePlan | str:
@@ -107,7 +107,7 @@ def chosen(schedule: str, budget: float | None = None, **more: Any) -> PipelineP
 def needs(plan: PipelinePlan) -> float:
     """MB of the rank that needs most."""
     schedule = plan.schedules.training(MICRO_BATCHES)
-    return 1e-6 * max(each.total for each in peak_moments(schedule, plan.unit_bounds, COSTS))
+    return 1e-6 * max(each.total for each in peak_moments(schedule, plan.segment_bounds, COSTS))
 
 
 def seconds(plan: PipelinePlan) -> float:
@@ -138,9 +138,15 @@ def test_gathers_count_in_the_forecast() -> None:
     """To gather the weights of a layer takes longer than to compute with them."""
     parallel = ParallelConfig(weight_parallel_size=2)
     plan = choose(
-        parallel, STAGES, LAYERS, [MICRO_BATCHES], None, COSTS, lambda units: SharedWeights((8 * MB,) * len(units))
+        parallel,
+        STAGES,
+        LAYERS,
+        [MICRO_BATCHES],
+        None,
+        COSTS,
+        lambda segments: SharedWeights((8 * MB,) * len(segments)),
     )
-    assert plan.schedules.units_per_chunk is not None and seconds(plan) > 1.2 * seconds(chosen("auto"))
+    assert plan.schedules.segments_per_chunk is not None and seconds(plan) > 1.2 * seconds(chosen("auto"))
 
 
 def test_a_large_pipeline_is_decided_in_seconds() -> None:

@@ -9,14 +9,14 @@ import torch
 
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.parallel_state import Group, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import profile_layers
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from tests.parity.ranks import model_config
 
-MODEL = describe(model_config(), NeuronSpec())
+MODEL = describe_model(model_config(), NeuronSpec())
 CPU = torch.device("cpu")
 
 
@@ -41,7 +41,7 @@ def test_costs_of_a_layer_are_what_it_does() -> None:
 
 def test_layers_that_are_built_alike_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Spikformer(embed_dim=32, depth=4, num_heads=4, image_size=16, in_channels=1, time_steps=2)
-    model, made = describe(config), []
+    model, made = describe_model(config), []
     materialise = profile_layers.materialise
     monkeypatch.setattr(profile_layers, "materialise", lambda *given, **more: made.append(materialise(*given, **more)))
     found = profile_layers.count_memory(model, 2, BuildContext(), CPU).layers

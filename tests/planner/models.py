@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from megasnn.common.grid import AXES, Grid
 from megasnn.config import PretrainConfig, TrainingConfig
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.planner.analyze import counted_sizes
@@ -40,7 +40,7 @@ def counted(on_cpu: bool) -> Analysis:
     """For few sizes."""
     run = config()
     with patch.multiple("megasnn.planner.analyze", TENSOR_SIZES=(1, 2, 3), CONTEXT_SIZES=(2, 8)):
-        return counted_sizes(describe(run.model, run.neuron.spec), run, on_cpu)
+        return counted_sizes(describe_model(run.model, run.neuron.spec), run, on_cpu)
 
 
 def layout(size: int = 4, **values: object) -> Layout:

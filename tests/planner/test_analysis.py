@@ -10,12 +10,12 @@ import torch
 
 from megasnn.common.grid import ContextCut
 from megasnn.config import ConfigError
-from megasnn.models.build import building_problems, describe
+from megasnn.models.build import building_problems, describe_model
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.cost_model import LayerCost, LinkCost
 from megasnn.pipeline.profile_layers import count_memory
-from megasnn.planner.analyze import analyze, context_of, counted, measured, trial_sizes
-from megasnn.planner.costs import Analysis, Share, Timed, counted_costs, layer_costs
+from megasnn.planner.analyze import analyze, context_of, count_layers, measured, trial_sizes
+from megasnn.planner.costs import Analysis, LayerShare, Timed, counted_costs, layer_costs
 from megasnn.planner.machines import DEVICES
 from tests.planner.models import analysis, config
 
@@ -35,19 +35,19 @@ def test_refusals_are_those_of_a_run() -> None:
 def test_what_is_exchanged() -> None:
     """Norms tell each other rank 40 bytes a channel and 8 for each norm, whatever the number of samples."""
     channels = [4, 8, 16, 32, 32, 3 * 32 + 32, 128 + 32]
-    few, many = (counted_costs(analysis(), Share(1, 8, "samples", samples, 8)) for samples in (1, 3))
+    few, many = (counted_costs(analysis(), LayerShare(1, 8, "samples", samples, 8)) for samples in (1, 3))
     norms = [1, 1, 1, 1, 1, 2, 2]
     expected = [7 * (40 * count + 8 * number) for count, number in zip(channels, norms, strict=True)]
     assert [cost.exchanged for cost in few[:-1]] == [cost.exchanged for cost in many[:-1]] == expected
 
 
 def test_tensor_parallel_ranks_keep_less() -> None:
-    whole, part = (counted_costs(analysis(), Share(size, 1, "samples", 4, size)) for size in (1, 2))
+    whole, part = (counted_costs(analysis(), LayerShare(size, 1, "samples", 4, size)) for size in (1, 2))
     assert sum(cost.held for cost in part) < 0.6 * sum(cost.held for cost in whole)
     with pytest.raises(ValueError, match="tensor 3: "):
-        counted_costs(analysis(), Share(3, 1, "samples", 4, 3))
+        counted_costs(analysis(), LayerShare(3, 1, "samples", 4, 3))
     with pytest.raises(ValueError, match="tensor 5"):
-        counted_costs(analysis(), Share(5, 1, "samples", 4, 5))
+        counted_costs(analysis(), LayerShare(5, 1, "samples", 4, 5))
 
 
 def test_rows_do_not_cut_the_weights_copies() -> None:
@@ -57,7 +57,7 @@ def test_rows_do_not_cut_the_weights_copies() -> None:
         for each in (known.alone, known.shared["rows"])
     )
     known = replace(known, alone=alone, shared={"rows": rows}, possible={"rows": {4: None}})
-    assert {cost.cast for cost in counted_costs(known, Share(1, 4, "rows", 4, 4))} == {100}
+    assert {cost.cast for cost in counted_costs(known, LayerShare(1, 4, "rows", 4, 4))} == {100}
 
 
 def test_measured_seconds_are_taken_and_scaled() -> None:
@@ -67,13 +67,13 @@ def test_measured_seconds_are_taken_and_scaled() -> None:
     slower = replace(both, seconds=((4e-3, 3e-3, 1e-3),) * count)
     timed = replace(known, timed=(alone, slower))
     machine = replace(DEVICES["cpu-core"], least=0.0, start=0.0)
-    exact, crowded = (layer_costs(timed, machine, Share(1, 1, "samples", 4, ranks), FREE) for ranks in (1, 2))
+    exact, crowded = (layer_costs(timed, machine, LayerShare(1, 1, "samples", 4, ranks), FREE) for ranks in (1, 2))
     assert [cost.forward for cost in exact] == [2e-3] * count and [cost.forward for cost in crowded] == [4e-3] * count
-    twice = layer_costs(timed, machine, Share(1, 1, "samples", 8, 1), FREE)
+    twice = layer_costs(timed, machine, LayerShare(1, 1, "samples", 8, 1), FREE)
     assert [cost.forward for cost in twice] == pytest.approx([4e-3] * count, rel=0.05)
-    halves = layer_costs(timed, machine, Share(2, 1, "samples", 4, 2), FREE)
+    halves = layer_costs(timed, machine, LayerShare(2, 1, "samples", 4, 2), FREE)
     assert all(cost.forward < 4e-3 for cost in halves[:-1])
-    waiting = layer_costs(timed, machine, Share(2, 1, "samples", 4, 2), LinkCost(latency=1.0))
+    waiting = layer_costs(timed, machine, LayerShare(2, 1, "samples", 4, 2), LinkCost(latency=1.0))
     extra = [slower.input_gradient - cost.input_gradient for slower, cost in zip(waiting, halves, strict=True)]
     assert extra == pytest.approx([cost.collectives for cost in waiting])
 
@@ -82,7 +82,7 @@ def measured_here(rank_known: Analysis) -> Analysis:
     import torch.distributed as dist
 
     run = config()
-    return measured(describe(run.model, run.neuron.spec), run, rank_known if dist.get_rank() == 0 else None)
+    return measured(describe_model(run.model, run.neuron.spec), run, rank_known if dist.get_rank() == 0 else None)
 
 
 def test_two_ranks_measure(ranks) -> None:
@@ -99,7 +99,7 @@ def of_rank(tensor: int, context: int, cut: ContextCut) -> list[list[tuple[Layer
     """What a rank that has others counts, for dense products and with sums over spikes; five times each, since what a
     thread of the transport gives back is not always seen."""
     asked = config(micro_batch=MICRO_BATCH)
-    model = describe(asked.model, asked.neuron.spec)
+    model = describe_model(asked.model, asked.neuron.spec)
     state = initialize_model_parallel(tp=tensor, device=torch.device("cpu"), cp=context)
     try:
         contexts = [context_of(state, asked, cut, on_cpu) for on_cpu in (False, True)]
@@ -113,7 +113,7 @@ def test_bytes_are_those_of_real_ranks(ranks, tensor: int, context: int, cut: Co
     asked = config(micro_batch=MICRO_BATCH)
     both: list[list[tuple[LayerCost, ...]]] = ranks(2, of_rank, tensor, context, cut)[0]
     for real, on_cpu in zip(both, (False, True), strict=True):
-        pretended = counted(describe(asked.model, asked.neuron.spec), asked, tensor, context, cut, on_cpu)
+        pretended = count_layers(describe_model(asked.model, asked.neuron.spec), asked, tensor, context, cut, on_cpu)
         mine = pretended.costs[trial_sizes(asked).index(MICRO_BATCH)]
         assert sum(each.held for each in mine) > 0 and any(each.exchanged for each in mine)
         for layer, theirs in zip(mine, real[0], strict=True):

@@ -19,7 +19,7 @@ from megasnn.planner.predict import Predicted, Predictor
 from megasnn.planner.search import AS_FAST
 from megasnn.schedule import ChunkCost
 from megasnn.schedule.named import SCHEDULES
-from megasnn.training.memory import layer_costs, peak_of
+from megasnn.training.memory import costs_of_run, peak_of
 from tests.planner.models import analysis, cluster, config, layout, on_cpu
 
 LAYOUTS = {
@@ -52,7 +52,7 @@ def of_run(layout: Layout, bounds: tuple[range, ...], costs: tuple[ChunkCost, ..
             distributed, plan = engine.distributed, engine.plan
             if SCHEDULES[layout.schedule].looks_at_costs:
                 plan = replace(plan, schedules=replace(plan.schedules, costs=costs, decided=()))
-            peak = peak_of(layer_costs(run, distributed, plan), distributed, plan)
+            peak = peak_of(costs_of_run(run, distributed, plan), distributed, plan)
             schedule, shared = plan.schedules.training(plan.micro_batches), plan.schedules.weights
             rank = state.pp.rank
             gathered, buffers = (0, 0) if shared is None else shared.gathered_and_buffers(schedule, rank)
@@ -60,10 +60,10 @@ def of_run(layout: Layout, bounds: tuple[range, ...], costs: tuple[ChunkCost, ..
             found = {
                 "weights": sum(entry.tensor.nbytes for entry in distributed.tensors) + buffers,
                 "gathered": gathered,
-                "gradients": distributed.gradient_buckets.held_bytes,
+                "gradients": distributed.gradient_buckets.resident_bytes,
                 "optimizer": state_bytes(trained, run.optimizer),
                 "working": working_bytes(distributed.owned, run.optimizer),
-                "peak": peak.kept + peak.working + peak.messages,
+                "peak": peak.stashed + peak.working + peak.messages,
             }
         return {name: 1e-6 * value for name, value in found.items()}
     finally:

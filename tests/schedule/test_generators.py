@@ -19,7 +19,7 @@ from megasnn.schedule import (
     per_stage,
     plan_schedule,
     simulate,
-    validate,
+    validate_schedule,
 )
 from megasnn.schedule.actions import COMPUTE
 from megasnn.schedule.generators import half_limit, min_limit
@@ -120,7 +120,7 @@ def test_every_size_is_valid_and_within_memory(
 ) -> None:
     costs_of = data.draw(costs(stages))
     schedule = generate(name, stages, micro_batches, chunks if name == "interleaved" else None, costs_of)
-    validate(schedule)
+    validate_schedule(schedule)
     result = simulate(schedule, costs_of(schedule.placement))
     assert max(result.peak_activations) <= promised(name, stages, micro_batches) + 1e-9
     work = sum(cost.forward + cost.backward for cost in costs_of(tuple(range(stages)))) * micro_batches
@@ -132,7 +132,7 @@ def test_every_size_is_valid_and_within_memory(
 def test_evaluation_on_a_loop_keeps_every_rank_busy(stages: int, micro_batches: int, chunks: int) -> None:
     """No rank waits longer than the pipeline takes to fill and drain."""
     schedule = plan_schedule("interleaved" if chunks > 1 else "1f1b", stages, chunks).evaluation(micro_batches)
-    validate(schedule)
+    validate_schedule(schedule)
     result = simulate(schedule, equal_costs(stages)(schedule.placement))
     assert result.makespan <= micro_batches + stages - 1 + 1e-9
     assert max(result.peak_activations) == 1 / chunks
@@ -153,7 +153,7 @@ def test_auto_on_one_stage_is_1f1b() -> None:
 
 
 def test_a_plan_builds_a_schedule_once_and_sends_none() -> None:
-    plan = plan_schedule("zbv", 4, micro_batches=8).in_units([range(each, each + 2) for each in range(8)], "always")
+    plan = plan_schedule("zbv", 4, micro_batches=8).in_segments([range(each, each + 2) for each in range(8)], "always")
     small = len(pickle.dumps(plan))
     schedule = plan.training(8)
     assert plan.training(8) is schedule and plan.training(4).micro_batches == 4
@@ -222,7 +222,7 @@ def test_auto_is_never_worse_than_a_named_schedule(
         if each.chunks <= count and each.can_place(count)
     ]
     best = generate("auto", stages, micro_batches, chunks, costs_of)
-    validate(best)
+    validate_schedule(best)
     least = min(simulate(schedule, costs_of(schedule.placement)).makespan for schedule in named)
     assert simulate(best, costs_of(best.placement)).makespan <= least
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.common.grid import Grid, Place, micro_batch_counts, micro_batch_sizes, micro_batches_of
+from megasnn.common.grid import Coordinates, Grid, micro_batch_counts, micro_batch_sizes, micro_batches_of
 from megasnn.schedule.partition import (
     balanced_bounds,
     layout_to_bounds,
@@ -36,7 +36,7 @@ def test_replicas_that_share_weights_are_neighbours() -> None:
     assert grid.groups("dp_shard")[:3] == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14]]
     assert grid.groups("dp_replicate")[0] == [0, 8]
     assert grid.groups("dp_replicate", "dp_shard")[0] == [0, 2, 4, 6, 8, 10, 12, 14]
-    assert grid.place(13) == Place(grid, dp_replicate=1, dp_shard=2, tp=1)
+    assert grid.coordinates(13) == Coordinates(grid, dp_replicate=1, dp_shard=2, tp=1)
     with pytest.raises(ValueError, match="--weight-parallel-size 3"):
         Grid.fit(16, tp=2, dp_shard=3)
 
@@ -49,7 +49,7 @@ def test_groups_part_the_world_by_the_other_axes(pipeline: int, data: int, tenso
     for group in groups:
         assert group == sorted(group)
         for axis in {"pp", "dp_replicate", "tp"} - axes:
-            assert len({grid.place(rank).index(axis) for rank in group}) == 1
+            assert len({grid.coordinates(rank).index(axis) for rank in group}) == 1
 
 
 def test_impossible_grids_are_refused_with_every_factor() -> None:
@@ -62,7 +62,7 @@ def test_impossible_grids_are_refused_with_every_factor() -> None:
     with pytest.raises(ValueError, match="world size 0"):
         Grid.fit(0)
     with pytest.raises(ValueError):
-        Grid(pp=2, dp_replicate=2).place(4)
+        Grid(pp=2, dp_replicate=2).coordinates(4)
 
 
 @given(st.integers(1, 200), st.integers(1, 50), st.integers(1, 8))
@@ -154,7 +154,7 @@ def test_a_layout_counts_units_or_layers() -> None:
 
 
 def test_a_layout_of_another_sum_or_length_is_refused() -> None:
-    with pytest.raises(ValueError, match=r'"2\|3" sums to 5; the model has 4 units .* of together 8 layers'):
+    with pytest.raises(ValueError, match=r'"2\|3" sums to 5; the model has 4 layer groups .* of together 8 layers'):
         layout_to_bounds((2, 3), UNITS)
     with pytest.raises(ValueError, match="has 2 entries for 4 chunks"):
         layout_to_bounds((1, 3), UNITS, chunks=4)

@@ -1,4 +1,4 @@
-"""Passes over schedules: transfers, units, what is computed again, weights that are gathered and scattered."""
+"""Passes over schedules: transfers, segments, what is computed again, weights that are gathered and scattered."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action
 
-from megasnn.schedule import Action, ChunkCost, Kind, Schedule, generate, plan_schedule, simulate, validate
+from megasnn.schedule import Action, ChunkCost, Kind, Schedule, generate, plan_schedule, simulate, validate_schedule
 from megasnn.schedule.actions import COMPUTE, PROPAGATING, RECEIVES, SENDS, SHARDING, USES_WEIGHTS
-from megasnn.schedule.costs import activations_held, weights_held
+from megasnn.schedule.costs import resident_activations, resident_weights
 from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.passes import RECOMPUTE, SharedWeights, insert_recompute, insert_transfers, refine
 
-STAGES, MICRO_BATCHES, UNITS = 4, 8, 3
+STAGES, MICRO_BATCHES, SEGMENTS = 4, 8, 3
 COST = ChunkCost(3, 3, 3, 1, 1)  # whole numbers, so that sums are exact
 
 
@@ -53,7 +53,7 @@ def test_the_notation_is_that_of_torch_pipelining() -> None:
 def test_receives_wait_for_their_turn_on_a_shared_link() -> None:
     rows = parsed("0F0 2F0 0F1 2F1", "1F0 1F1 3F0 3F1")
     schedule = insert_transfers(Schedule("loop", (0, 1, 0, 1), 2, rows, forward_only=True))
-    validate(schedule)
+    validate_schedule(schedule)
     assert " ".join(map(str, schedule.actions[1])) == (
         "1RECV_F0 1F0 1SEND_F0 3RECV_F0 1RECV_F1 1F1 1SEND_F1 3F0 3RECV_F1 3F1"
     )
@@ -62,13 +62,13 @@ def test_receives_wait_for_their_turn_on_a_shared_link() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_units_take_as_long_as_their_chunks(name: str) -> None:
     schedule = generate(name, STAGES, MICRO_BATCHES)
-    refined = refine(schedule, [UNITS] * schedule.units)
-    validate(refined)
-    units = [replace(COST, forward=1, input_gradient=1, weight_gradient=1)] * refined.units
-    assert simulate(refined, units).makespan == simulate(schedule, [COST] * schedule.units).makespan
+    refined = refine(schedule, [SEGMENTS] * schedule.segments)
+    validate_schedule(refined)
+    segments = [replace(COST, forward=1, input_gradient=1, weight_gradient=1)] * refined.segments
+    assert simulate(refined, segments).makespan == simulate(schedule, [COST] * schedule.segments).makespan
     for row, of_chunks in zip(refined.actions, schedule.actions, strict=True):
         counts = [sum(action.kind in COMPUTE for action in each) for each in (row, of_chunks)]
-        assert counts[0] == UNITS * counts[1]
+        assert counts[0] == SEGMENTS * counts[1]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -76,25 +76,27 @@ def test_units_take_as_long_as_their_chunks(name: str) -> None:
 def test_what_is_computed_again_and_when(name: str, mode: str) -> None:
     schedule = generate(name, STAGES, MICRO_BATCHES)
     wanted = RECOMPUTE[mode]
-    schedule = insert_recompute(refine(schedule, [UNITS] * schedule.units), lambda unit, m: wanted(m, MICRO_BATCHES))
-    validate(schedule)
+    schedule = insert_recompute(
+        refine(schedule, [SEGMENTS] * schedule.segments), lambda segment, m: wanted(m, MICRO_BATCHES)
+    )
+    validate_schedule(schedule)
     for row in schedule.actions:
         computed = [action for action in row if action.kind in COMPUTE]
         for before, action in zip(computed, computed[1:], strict=False):
-            unit, kind, m = action
-            if kind not in PROPAGATING or before == Action(unit, Kind.FORWARD, m):
+            segment, kind, m = action
+            if kind not in PROPAGATING or before == Action(segment, Kind.FORWARD, m):
                 continue  # what was computed right before is still there
             expected = mode == "always" or mode == "except-last" and m != MICRO_BATCHES - 1
-            assert (before == Action(unit, Kind.RECOMPUTE, m)) == expected, f"{before} {action}"
+            assert (before == Action(segment, Kind.RECOMPUTE, m)) == expected, f"{before} {action}"
 
 
 def test_time_and_memory_of_recompute_by_hand() -> None:
-    """One rank, two units, two micro-batches: the second unit's forward is followed by its backward."""
-    schedule = insert_recompute(refine(generate("1f1b", 1, 2), [2]), lambda unit, m: True)
+    """One rank, two segments, two micro-batches: the second segment's forward is followed by its backward."""
+    schedule = insert_recompute(refine(generate("1f1b", 1, 2), [2]), lambda segment, m: True)
     row = "0F0 1F0 1B0 0R0 0B0 0F1 1F1 1B1 0R1 0B1 1REDUCE_GRAD 0REDUCE_GRAD"
     assert " ".join(map(str, schedule.actions[0])) == row
     assert simulate(schedule, [ChunkCost(3, 3, 2), ChunkCost(2, 2, 2)]).makespan == 2 * (3 + 5 + 2 + 4 + 3)
-    held = activations_held(schedule, 0, [10, 20], entering=[1, 2])
+    held = resident_activations(schedule, 0, [10, 20], entering=[1, 2])
     assert held == [1, 21, 1, 10, 0, 1, 21, 1, 10, 0, 0, 0]
 
 
@@ -103,9 +105,11 @@ ON_LINK = (Kind.UNSHARD, Kind.REDUCE_SCATTER)
 ONE = ChunkCost(1, 1, 1)
 
 
-def of_units(name: str, stages: int, micro_batches: int, units: int, recompute: str = "never") -> Schedule:
+def of_segments(name: str, stages: int, micro_batches: int, segments: int, recompute: str = "never") -> Schedule:
     schedule, wanted = generate(name, stages, micro_batches), RECOMPUTE[recompute]
-    return insert_recompute(refine(schedule, [units] * schedule.units), lambda unit, m: wanted(m, micro_batches))
+    return insert_recompute(
+        refine(schedule, [segments] * schedule.segments), lambda segment, m: wanted(m, micro_batches)
+    )
 
 
 def gathers(schedule: Schedule) -> list[int]:
@@ -123,8 +127,8 @@ def row(schedule: Schedule, rank: int = 0) -> str:
 
 
 def test_where_they_stand() -> None:
-    """The next unit is gathered while one computes; where forward turns to backward nothing is gathered again."""
-    schedule = of_units("1f1b", 1, 1, 3)
+    """The next segment is gathered while one computes; where forward turns to backward nothing is gathered again."""
+    schedule = of_segments("1f1b", 1, 1, 3)
     assert row(SharedWeights((4, 4, 4)).insert(schedule)) == (
         "0UNSHARD 1UNSHARD 0F0 0RESHARD 2UNSHARD 1F0 2F0 2B0 "
         "2RESHARD 0UNSHARD 1B0 1RESHARD 0B0 0RESHARD 2REDUCE_GRAD 1REDUCE_GRAD 0REDUCE_GRAD"
@@ -133,7 +137,7 @@ def test_where_they_stand() -> None:
 
 def test_what_others_wait_for_goes_first() -> None:
     """Sends, then frees and gathers, then the gradients; what needs no weights stands behind a FREE."""
-    schedule = SharedWeights((1, 1, 0, 1), frozenset({1, 3})).insert(of_units("zb1p", 2, 1, 2))
+    schedule = SharedWeights((1, 1, 0, 1), frozenset({1, 3})).insert(of_segments("zb1p", 2, 1, 2))
     assert row(schedule, 1) == (
         "3UNSHARD 2RECV_F0 2F0 3F0 3I0 3RESHARD 2I0 2SEND_B0 3W0 3REDUCE_SCATTER0 2W0 3REDUCE_GRAD 2REDUCE_GRAD"
     )
@@ -144,7 +148,7 @@ def test_what_others_wait_for_goes_first() -> None:
 
 
 def test_evaluation_gathers_what_comes_next() -> None:
-    plan = plan_schedule("1f1b", 2).in_units([range(3), range(3, 5)], "never")
+    plan = plan_schedule("1f1b", 2).in_segments([range(3), range(3, 5)], "never")
     assert gathers(plan.sharing(SharedWeights((2,) * 5), []).evaluation(5)) == [15, 2]
 
 
@@ -152,36 +156,38 @@ def test_evaluation_gathers_what_comes_next() -> None:
 @given(st.data())
 def test_whatever_the_schedule_it_is_only_added_to(data: st.DataObject) -> None:
     """It is proved right, and a rank holds what it computes with and what it uses next, no more."""
-    name, units = data.draw(st.sampled_from(tuple(SCHEDULES))), data.draw(st.integers(1, 4))
-    plain = of_units(
+    name, segments = data.draw(st.sampled_from(tuple(SCHEDULES))), data.draw(st.integers(1, 4))
+    plain = of_segments(
         name,
         data.draw(st.integers(1, 4)),
         data.draw(st.integers(1, 6)),
-        units,
+        segments,
         data.draw(st.sampled_from(list(RECOMPUTE))),
     )
-    unit_bytes = tuple(data.draw(st.lists(st.integers(0, 9), min_size=plain.units, max_size=plain.units)))
-    scattered = data.draw(st.frozensets(st.integers(0, plain.units - 1)))
-    schedule = SharedWeights(unit_bytes, scattered).insert(plain)
-    validate(schedule)
+    segment_bytes = tuple(data.draw(st.lists(st.integers(0, 9), min_size=plain.segments, max_size=plain.segments)))
+    scattered = data.draw(st.frozensets(st.integers(0, plain.segments - 1)))
+    schedule = SharedWeights(segment_bytes, scattered).insert(plain)
+    validate_schedule(schedule)
     for rank, actions in enumerate(schedule.actions):
         assert tuple(action for action in actions if action.kind not in ADDED) == plain.actions[rank]
-        assert weights_held(schedule, rank, unit_bytes)[-1] == 0
-        _check_live(actions, unit_bytes)
+        assert resident_weights(schedule, rank, segment_bytes)[-1] == 0
+        _check_live(actions, segment_bytes)
     unshard, reduce_scatter = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
     gathers = replace(ONE, unshard=unshard), replace(ONE, unshard=unshard, reduce_scatter=reduce_scatter)
-    _check_times(plain, schedule, [gathers[unit in scattered] for unit in range(plain.units)])
+    _check_times(plain, schedule, [gathers[segment in scattered] for segment in range(plain.segments)])
 
 
-def _check_live(actions: tuple[Action, ...], unit_bytes: tuple[int, ...]) -> None:
+def _check_live(actions: tuple[Action, ...], segment_bytes: tuple[int, ...]) -> None:
     live: set[int] = set()
-    for index, (unit, kind, _) in enumerate(actions):
+    for index, (segment, kind, _) in enumerate(actions):
         if kind is Kind.UNSHARD:
-            live.add(unit)
+            live.add(segment)
         elif kind is Kind.RESHARD:
-            live.remove(unit)
-        elif kind in USES_WEIGHTS and unit_bytes[unit]:
-            later = (each.unit for each in actions[index:] if each.kind in USES_WEIGHTS and unit_bytes[each.unit])
+            live.remove(segment)
+        elif kind in USES_WEIGHTS and segment_bytes[segment]:
+            later = (
+                each.segment for each in actions[index:] if each.kind in USES_WEIGHTS and segment_bytes[each.segment]
+            )
             assert set(list(dict.fromkeys(later))[:2]) == live
 
 
@@ -195,11 +201,11 @@ def _check_times(plain: Schedule, shared: Schedule, costs: list[ChunkCost]) -> N
         for kinds in (ON_LINK, COMPUTE):
             done = [timed for timed in row if timed.action.kind in kinds]
             assert all(before.end <= after.start for before, after in zip(done, done[1:], strict=False))
-        there = {action.unit: 0.0 for action, *_ in row}
+        there = {action.segment: 0.0 for action, *_ in row}
         for action, start, end in row:
             if action.kind is Kind.UNSHARD:
-                there[action.unit] = end
-            assert action.kind not in USES_WEIGHTS or start >= there[action.unit]
+                there[action.segment] = end
+            assert action.kind not in USES_WEIGHTS or start >= there[action.segment]
 
 
 def test_replicas_with_other_numbers_of_micro_batches_are_refused() -> None:
@@ -210,8 +216,9 @@ def test_replicas_with_other_numbers_of_micro_batches_are_refused() -> None:
 
 
 def test_a_computation_waits_for_its_weights_and_they_for_the_link() -> None:
-    """One rank, two units of 10 and 20; forwards take 4, backwards 6; the gather of unit 0 takes 3, of unit 1 5."""
-    schedule = SharedWeights((10, 20), frozenset({0, 1})).insert(of_units("1f1b", 1, 1, 2))
+    """One rank, two segments of 10 and 20; forwards take 4, backwards 6; the gather of segment 0 takes 3, of segment 1
+    5."""
+    schedule = SharedWeights((10, 20), frozenset({0, 1})).insert(of_segments("1f1b", 1, 1, 2))
     result = simulate(
         schedule, [ChunkCost(4, 3, 3, unshard=3, reduce_scatter=1), ChunkCost(4, 3, 3, unshard=5, reduce_scatter=2)]
     )
@@ -230,19 +237,19 @@ def test_a_computation_waits_for_its_weights_and_they_for_the_link() -> None:
         ("0REDUCE_GRAD", 24, 24),
     ]
     assert result.makespan == 25 and result.busy == (20,) and result.idle == (5,)
-    assert weights_held(schedule, 0, (10, 20)) == [10, 30, 30, 30, 30, 10, 10, 10, 0, 0, 0, 0]
+    assert resident_weights(schedule, 0, (10, 20)) == [10, 30, 30, 30, 30, 10, 10, 10, 0, 0, 0, 0]
 
 
 def test_what_is_gathered_ahead_takes_no_time() -> None:
     """Nothing but the first gather of a step is waited for where the link keeps up."""
-    schedule = of_units("zb1p", 4, 8, 4)
-    costs = [ChunkCost(1, 1, 1, unshard=0.75)] * schedule.units
+    schedule = of_segments("zb1p", 4, 8, 4)
+    costs = [ChunkCost(1, 1, 1, unshard=0.75)] * schedule.segments
     without = simulate(schedule, costs).makespan
-    assert simulate(SharedWeights((1,) * schedule.units).insert(schedule), costs).makespan == without + 0.75
+    assert simulate(SharedWeights((1,) * schedule.segments).insert(schedule), costs).makespan == without + 0.75
 
 
 def test_planning_is_cheap() -> None:
-    """64 chunks of 4 units, 128 micro-batches, on one rank, on 32 and on 64."""
+    """64 chunks of 4 segments, 128 micro-batches, on one rank, on 32 and on 64."""
     for name, stages, chunks in (("interleaved", 1, 64), ("zbv", 32, 2), ("1f1b", 64, 1)):
         schedule = refine(generate(name, stages, 128, chunks), [4] * 64)
         start = time.process_time()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.schedule import Action, Kind, Schedule, ScheduleError, generate, plan_schedule, validate
+from megasnn.schedule import Action, Kind, Schedule, ScheduleError, generate, plan_schedule, validate_schedule
 from megasnn.schedule.actions import FINISHING, PROPAGATING, SENDS, USES_WEIGHTS
 from megasnn.schedule.passes import SharedWeights, complete, insert_recompute, refine
 from megasnn.schedule.validate import validate_weights
@@ -44,14 +44,14 @@ def test_an_action_that_is_lost_repeated_or_foreign_is_seen(schedule: Schedule, 
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     row = list(schedule.actions[rank])
     at = data.draw(st.integers(0, len(row) - 1))
-    foreign = Action(row[at].unit, Kind.FORWARD, schedule.micro_batches)
+    foreign = Action(row[at].segment, Kind.FORWARD, schedule.micro_batches)
     for mutant, named in (
         ([*row[:at], *row[at + 1 :]], f"rank {rank} at action"),
         ([*row, row[at]], str(row[at])),
         ([*row[:at], foreign, *row[at + 1 :]], rf"{foreign} .*rank {rank} at action {at}"),
     ):
         with pytest.raises(ScheduleError, match=named):
-            validate(with_row(schedule, rank, mutant))
+            validate_schedule(with_row(schedule, rank, mutant))
 
 
 def runs(schedule: Schedule) -> bool:
@@ -67,15 +67,15 @@ def runs(schedule: Schedule) -> bool:
                 continue
             action = order[at[rank]]
             if action.kind.is_receive:
-                queue = queues[schedule.placement[action.peer.unit], rank]
+                queue = queues[schedule.placement[action.peer.segment], rank]
                 if not queue:
                     continue
                 if queue.popleft() != action.peer:
                     return False
             elif action.kind in SENDS:
-                if Action(action.unit, Kind(action.kind.value[-1]), action.micro_batch) not in done[rank]:
+                if Action(action.segment, Kind(action.kind.value[-1]), action.micro_batch) not in done[rank]:
                     return False
-                queues[rank, schedule.placement[action.peer.unit]].append(action)
+                queues[rank, schedule.placement[action.peer.segment]].append(action)
             elif not ready(schedule, action, done[rank]):
                 return False
             done[rank].add(action)
@@ -86,14 +86,14 @@ def runs(schedule: Schedule) -> bool:
 
 def ready(schedule: Schedule, action: Action, done: set[Action]) -> bool:
     """For one chunk per rank."""
-    chunk, m = action.unit, action.micro_batch
+    chunk, m = action.segment, action.micro_batch
     backwards = [a.micro_batch for a in done if a.kind is Kind.BACKWARD]
     if action.kind is Kind.REDUCE_GRAD:
         return len(backwards) == schedule.micro_batches
     if action.kind is Kind.FORWARD:
         forwards = [a for a in done if a.kind is Kind.FORWARD]
         return len(forwards) == m and (chunk == 0 or Action(chunk, Kind.RECV_FORWARD, m) in done)
-    has_gradient = chunk == schedule.units - 1 or Action(chunk, Kind.RECV_BACKWARD, m) in done
+    has_gradient = chunk == schedule.segments - 1 or Action(chunk, Kind.RECV_BACKWARD, m) in done
     return has_gradient and Action(chunk, Kind.FORWARD, m) in done and len(backwards) == m
 
 
@@ -109,7 +109,7 @@ def test_a_disordered_schedule_is_valid_exactly_if_a_naive_run_gets_through(
         row[a], row[b] = row[b], row[a]
         schedule = with_row(schedule, rank, row)
     try:
-        validate(schedule)
+        validate_schedule(schedule)
     except ScheduleError:
         assert not runs(schedule)
     else:
@@ -130,13 +130,13 @@ def test_a_wrong_split_is_seen(row: str, named: str) -> None:
     (actions,) = parsed(row)
     micro_batches = 1 + max(action.micro_batch or 0 for action in actions)
     with pytest.raises(ScheduleError, match=named):
-        validate(complete(Schedule("wrong", (0,), micro_batches, (actions,))))
+        validate_schedule(complete(Schedule("wrong", (0,), micro_batches, (actions,))))
 
 
 def test_a_deadlock_shows_who_waits_where() -> None:
     rows = "0RECV_B0 0F0 0SEND_F0 0B0 0REDUCE_GRAD", "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD"
     with pytest.raises(ScheduleError) as error:
-        validate(Schedule("crossed", (0, 1), 1, parsed(*rows)))
+        validate_schedule(Schedule("crossed", (0, 1), 1, parsed(*rows)))
     text = str(error.value)
     assert "deadlock" in text
     assert "rank 0: >0RECV_B0< 0F0 0SEND_F0" in text and "rank 1: >1RECV_F0< 1F0" in text
@@ -145,9 +145,9 @@ def test_a_deadlock_shows_who_waits_where() -> None:
 def test_a_receive_out_of_turn_and_an_idle_rank_are_seen() -> None:
     rows = parsed("0F0 0F1 0SEND_F1 0SEND_F0", "1RECV_F0 1F0 1RECV_F1 1F1")
     with pytest.raises(ScheduleError, match="1RECV_F0 .* rank 0, .* 0SEND_F1"):
-        validate(Schedule("turn", (0, 1), 2, rows, forward_only=True))
+        validate_schedule(Schedule("turn", (0, 1), 2, rows, forward_only=True))
     with pytest.raises(ScheduleError, match=r"placement \(0,\)"):
-        validate(Schedule("idle", (0,), 1, parsed("0F0 0B0 0REDUCE_GRAD", "")))
+        validate_schedule(Schedule("idle", (0,), 1, parsed("0F0 0B0 0REDUCE_GRAD", "")))
 
 
 # --- single faults in schedules with gathered weights and recompute
@@ -157,15 +157,15 @@ EACH = 5  # mutants of each kind and schedule
 
 
 def shared(name: str) -> Schedule:
-    """Three units in each of two stages' chunks; all but the last micro-batch are computed again."""
+    """Three segments in each of two stages' chunks; all but the last micro-batch are computed again."""
     schedule = generate(name, 2, 4)
-    refined = insert_recompute(refine(schedule, [3] * schedule.units), lambda unit, m: m < 3)
-    return SharedWeights((1,) * refined.units, frozenset(range(refined.units))).insert(refined)
+    refined = insert_recompute(refine(schedule, [3] * schedule.segments), lambda segment, m: m < 3)
+    return SharedWeights((1,) * refined.segments, frozenset(range(refined.segments))).insert(refined)
 
 
 def prove(schedule: Schedule) -> None:
-    validate(schedule)
-    validate_weights(schedule, [1] * schedule.units, range(schedule.units))
+    validate_schedule(schedule)
+    validate_weights(schedule, [1] * schedule.segments, range(schedule.segments))
 
 
 def lost(row: Row, at: int) -> Row:
@@ -177,14 +177,14 @@ def twice(row: Row, at: int) -> Row:
 
 
 def behind(row: Row, at: int, ends: Callable[[Action], bool]) -> Row | None:
-    """The action right behind the next one of its unit that ends its time."""
-    end = next((n for n in range(at + 1, len(row)) if row[n].unit == row[at].unit and ends(row[n])), None)
+    """The action right behind the next one of its segment that ends its time."""
+    end = next((n for n in range(at + 1, len(row)) if row[n].segment == row[at].segment and ends(row[n])), None)
     return None if end is None else [*lost(row, at)[:end], row[at], *row[end + 1 :]]
 
 
 def before(row: Row, at: int, begins: Callable[[Action], bool]) -> Row:
-    """The action right before the last one of its unit that it must follow."""
-    begin = max(n for n in range(at) if row[n].unit == row[at].unit and begins(row[n]))
+    """The action right before the last one of its segment that it must follow."""
+    begin = max(n for n in range(at) if row[n].segment == row[at].segment and begins(row[n]))
     return [*row[:begin], row[at], *lost(row, at)[begin:]]
 
 
@@ -231,11 +231,11 @@ def test_single_faults_are_seen(name: str) -> None:
 def test_what_has_no_weights_and_what_is_not_scattered() -> None:
     schedule = shared("1f1b")
     with pytest.raises(ScheduleError, match=r"0UNSHARD .*rank 0 at action 0"):
-        validate_weights(schedule, [0, *[1] * (schedule.units - 1)])
+        validate_weights(schedule, [0, *[1] * (schedule.segments - 1)])
     with pytest.raises(ScheduleError, match=r"0REDUCE_SCATTER\d"):
-        validate_weights(schedule, [1] * schedule.units, scattered=range(1, schedule.units))
+        validate_weights(schedule, [1] * schedule.segments, scattered=range(1, schedule.segments))
     rows = tuple(tuple(each for each in row if "0REDUCE_SCATTER" not in str(each)) for row in schedule.actions)
     bare = replace(schedule, actions=rows)
-    validate(bare)
+    validate_schedule(bare)
     with pytest.raises(ScheduleError, match=rf"rank 0 lacks 0REDUCE_SCATTER \(rank 0 at action {len(rows[0])}\)"):
-        validate_weights(bare, [1] * schedule.units, scattered=range(schedule.units))
+        validate_weights(bare, [1] * schedule.segments, scattered=range(schedule.segments))

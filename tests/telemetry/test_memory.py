@@ -46,10 +46,10 @@ def test_bytes_of_tensors_are_counted_and_circles_from_before_stay() -> None:
         torch.zeros(500)
         lists = [[number] for number in range(100_000)]
         assert alive() is not None
-    assert (counter.held, counter.peak) == (4000, 6000)
+    assert (counter.allocated, counter.peak) == (4000, 6000)
     with counter.counting():
         del first
-    assert (counter.held, counter.peak) == (0, 4000)
+    assert (counter.allocated, counter.peak) == (0, 4000)
     gc.collect()
     assert alive() is None and gc.isenabled() and len(lists) == 100_000
 

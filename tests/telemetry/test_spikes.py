@@ -14,7 +14,7 @@ from megasnn.telemetry.spikes import (
     SpikeRecorder,
     describe_operations,
     mean_spikes,
-    place_in_model,
+    position_in_model,
     synaptic_operations,
 )
 
@@ -86,4 +86,4 @@ def test_rasters_have_a_few_neurons_of_the_first_samples() -> None:
     every = first[:, :RASTER_SAMPLES].flatten(2).permute(1, 2, 0).bool().numpy()
     assert (raster[:, 0] == every[:, 0]).all() and (raster[:, -1] == every[:, -1]).all()
     assert recorder.take() == {}
-    assert [place_in_model(name, ["a", "b"]) for name in ("a", "b.neuron", "bc")] == [0, 1, 2]
+    assert [position_in_model(name, ["a", "b"]) for name in ("a", "b.neuron", "bc")] == [0, 1, 2]

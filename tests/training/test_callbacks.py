@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import megasnn
 from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.config import parse
-from megasnn.models.build import describe
+from megasnn.models.build import describe_model
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
 from tests.small_disk import fill, small_disk
@@ -95,7 +95,7 @@ def test_a_trace_names_actions_and_layers_and_changes_no_bit(ranks, cache, tmp_p
         assert {f"{kind}{micro}" for kind in ("0F", "0I", "0W", "0SEND_F", "0RECV_B", "3F", "3RECV_F")} <= first
         assert {f"{kind}{micro}" for kind in ("1F", "1I", "1W", "1RECV_F", "2F", "2SEND_F", "1SEND_B")} <= second
     config = parse(run_config(Spikformer), list(TINY))
-    layers = [each.name for each in describe(config.model, config.neuron.spec).layers]
+    layers = [each.name for each in describe_model(config.model, config.neuron.spec).layers]
     assert [name in first for name in layers] == [name not in second for name in layers]
     assert layers[0] in first and layers[-1] in first and layers[3] in second
     events = EventAccumulator(str(folder)).Reload()

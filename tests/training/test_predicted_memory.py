@@ -25,7 +25,7 @@ from megasnn.parallel import gradient_buckets
 from megasnn.parallel.gradient_buckets import BUCKET_BYTES
 from megasnn.telemetry.records import RunOutline
 from megasnn.telemetry.reporter import Reporter
-from megasnn.training.memory import forecast_memory, layer_costs, peak_of
+from megasnn.training.memory import costs_of_run, forecast_memory, peak_of
 from tests.parity.ranks import forward_backward
 
 SPIKFORMER = Spikformer(embed_dim=64, depth=2, num_heads=4, image_size=32, in_channels=3, time_steps=4)
@@ -73,7 +73,7 @@ def predicted_and_counted(model: Model, flags: dict[str, Any], bucket_bytes: int
     small = mock.patch.object(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
     with small, Engine(model, **{**THREE, **flags}) as engine:
         distributed, samples = engine.distributed, engine.config.training.global_batch_size
-        predicted = peak_of(layer_costs(engine.config, distributed, engine.plan), distributed, engine.plan).total
+        predicted = peak_of(costs_of_run(engine.config, distributed, engine.plan), distributed, engine.plan).total
         batch = engine.batches.share(*batch_of(engine), samples, 0)
         micro_batches, peaks = engine.batches.inputs(batch, trains=True), []
         forward_backward(distributed, micro_batches, samples)

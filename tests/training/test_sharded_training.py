@@ -18,14 +18,14 @@ from megasnn.engine import Engine
 from megasnn.kernels.layout import flat_in_memory
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
-from megasnn.optim.build import held_state_bytes
+from megasnn.optim.build import resident_state_bytes
 from megasnn.parallel import fsdp, zero
 from megasnn.parallel.collectives import Exchange, start_exchange, traffic
 from megasnn.parallel.fsdp import FlatParameter, GatheredWeights
 from megasnn.parallel.replica_check import ReplicaError
 from megasnn.parallel_state import Group
 from megasnn.schedule import Kind
-from megasnn.schedule.costs import weights_held
+from megasnn.schedule.costs import resident_weights
 from megasnn.telemetry.records import StepResult
 from tests.training.runs import TINY, train
 
@@ -64,7 +64,7 @@ def state_accounts() -> tuple[int, int, int, int, int]:
             rows = len(parameter) if parameter.ndim else 1
             most += 2 * (parameter.nbytes // made.state.dp.size + parameter.nbytes // rows) + 4
         size = 4 * made.distributed.trained_parameters
-        return sum(received), size, held_state_bytes(made.step.optimizer), most, 2 * size + 4 * len(parameters)
+        return sum(received), size, resident_state_bytes(made.step.optimizer), most, 2 * size + 4 * len(parameters)
 
 
 def test_what_a_step_receives_and_a_rank_holds_of_the_optimizers_state(ranks) -> None:
@@ -88,8 +88,8 @@ def weight_accounts(*flags: str) -> dict[str, float]:
             super().__init__(*arguments)
             pieces.append(self)
 
-    def watched(self: GatheredWeights, unit: int) -> None:
-        wait_unshard(self, unit)
+    def watched(self: GatheredWeights, segment: int) -> None:
+        wait_unshard(self, segment)
         live.append(sum(piece.values[0].untyped_storage().nbytes() for piece in pieces))
 
     exact = mock.patch.object(fsdp, "aligned", int)  # no bytes that nobody sends
@@ -106,16 +106,16 @@ def weight_accounts(*flags: str) -> dict[str, float]:
         kept = [e.tensor for e in distributed.tensors if e.is_parameter]
         shares = made.state.dp_shard.size
         assert weights is not None
-        gathers = [action.unit for action in schedule.actions[0] if action.kind is Kind.UNSHARD]
+        gathers = [action.segment for action in schedule.actions[0] if action.kind is Kind.UNSHARD]
         return dict(
             gathered=gathered,
-            planned=sum(weights.unit_bytes[unit] for unit in gathers),
+            planned=sum(weights.segment_bytes[segment] for segment in gathers),
             parameters=4 * distributed.parameters,
             kept=sum(each.nbytes for each in kept),
             allowed=sum(each.nbytes / shares + each.nbytes / (len(each) if each.ndim else 1) for each in of_layers),
             live=max(live),
             left=sum(each.untyped_storage().nbytes() for each in of_layers),
-            limit=max(weights_held(schedule, made.state.pp.rank, weights.unit_bytes)),
+            limit=max(resident_weights(schedule, made.state.pp.rank, weights.segment_bytes)),
         )
 
 
@@ -125,7 +125,7 @@ def weight_accounts(*flags: str) -> dict[str, float]:
     ids=["sharded", "scattered", "bf16"],
 )
 def test_what_a_step_receives_and_a_rank_holds_of_the_weights(ranks, size: int, flags: tuple[str, ...]) -> None:
-    """Gathers receive what the schedule says: of a unit, each rank the rows of the others."""
+    """Gathers receive what the schedule says: of a segment, each rank the rows of the others."""
     found, shared = ranks(size, weight_accounts, *flags), int(flags[1])
     times = size // shared * (shared - 1)
     assert sum(each["gathered"] for each in found) == times * found[0]["planned"]
@@ -139,11 +139,11 @@ def built_by_layers() -> list[tuple[int, int]]:
     held, seen = list[tuple[int, int]](), list[nn.Module]()
     keep = GatheredWeights.shard
 
-    def watched(self: GatheredWeights, unit: int, layers: Sequence[nn.Module]) -> None:
+    def watched(self: GatheredWeights, segment: int, layers: Sequence[nn.Module]) -> None:
         seen.extend(layers)
         whole = sum(each.untyped_storage().nbytes() for layer in seen for each in layer.parameters())
         held.append((whole, sum(each.nbytes for layer in layers for each in layer.parameters())))
-        keep(self, unit, layers)
+        keep(self, segment, layers)
 
     with mock.patch.object(GatheredWeights, "shard", watched), engine(*BY_TWO):
         return held

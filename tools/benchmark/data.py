@@ -23,7 +23,7 @@ from megasnn.augment import AUGMENTATIONS
 from megasnn.commands.flags import name_in
 from megasnn.config import DataConfig
 from megasnn.config.checks import at_least
-from megasnn.data import BatchLoader, ShardDataset, Share, open_datasets
+from megasnn.data import BatchLoader, BatchShare, ShardDataset, open_datasets
 from megasnn.data.preprocess.sample import shards_of_sample
 from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, summary
 
@@ -130,7 +130,7 @@ class Samples(Dataset[tuple[Any, int]]):
 
 
 def our_batches(case: Loading, dataset: ShardDataset, workers: int) -> Batches:
-    loader = BatchLoader(dataset, Share(case.batch_size, case.batch_size), DataConfig(num_workers=workers), seed=1)
+    loader = BatchLoader(dataset, BatchShare(case.batch_size, case.batch_size), DataConfig(num_workers=workers), seed=1)
     with closing(loader.batches()) as batches:
         for batch in batches:
             yield batch.size

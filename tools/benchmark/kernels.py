@@ -17,7 +17,7 @@ from megasnn.commands.flags import name_in
 from megasnn.common.memory import keep_free_memory
 from megasnn.config.checks import at_least
 from megasnn.kernels import BACKENDS, NeuronSpec
-from megasnn.kernels.norm_neuron import BatchNorm, Unit, norm_pool_neuron
+from megasnn.kernels.norm_neuron import BatchNorm, NormNeuron, norm_pool_neuron
 from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, seconds, summary
 
 
@@ -104,5 +104,5 @@ class _Row:
 
     def _spikes(self) -> Tensor:
         case = self._case
-        unit = Unit(NeuronSpec(), 1e-5, case.pool, len(self._x))
-        return norm_pool_neuron(self._x, BatchNorm(*self._learned), unit, backend=case.neuron_backend).spikes
+        norm_neuron = NormNeuron(NeuronSpec(), 1e-5, case.pool, len(self._x))
+        return norm_pool_neuron(self._x, BatchNorm(*self._learned), norm_neuron, backend=case.neuron_backend).spikes

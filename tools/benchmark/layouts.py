@@ -15,10 +15,10 @@ from megasnn.config import ParallelConfig, TrainingConfig
 from megasnn.config.checks import at_least, refusal
 from megasnn.config.validate import cut_problems, layout_problems
 from megasnn.kernels import BACKENDS
-from megasnn.models.build import building_problems, describe
+from megasnn.models.build import building_problems, describe_model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
-from megasnn.schedule.named import AUTO, SCHEDULES
+from megasnn.schedule.named import AUTO_SCHEDULE, SCHEDULES
 from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, say, summary
 from tools.benchmark.ranks import RankProcesses, start_ranks
 from tools.benchmark.steps import SPIKINGJELLY, Dimensions, Facts, StepRank, Turn, Work
@@ -33,7 +33,7 @@ DIMENSIONS: dict[str, dict[str, Any]] = {
 MEGASNN = "megasnn"
 SIZES = {"dp": "", "tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "wp": "weight"}
 _NAME = re.compile(r"(?P<row>[^:@]+)(?::(?P<pieces>[1-9]\d*))?(?:@(?P<threads>all|[1-9]\d*))?")
-_SCHEDULES = sorted((AUTO, *SCHEDULES), key=len, reverse=True)
+_SCHEDULES = sorted((AUTO_SCHEDULE, *SCHEDULES), key=len, reverse=True)
 _PART = re.compile(rf"-?(?:(?P<axis>{'|'.join(SIZES)})(?P<size>[1-9]\d*)|(?P<option>rows|zero1|always)|"
                    rf"(?P<schedule>{'|'.join(map(re.escape, _SCHEDULES))}))")  # fmt: skip
 
@@ -146,7 +146,7 @@ calls, MB moved: of the busiest rank in a step: received in collectives, sent in
     """As training takes it, on a CPU."""
     neuron_backend: Annotated[str, name_in(BACKENDS)] = "auto"
     """Of MegaSNN's rows."""
-    pipeline_schedule: ScheduleName = AUTO
+    pipeline_schedule: ScheduleName = AUTO_SCHEDULE
     """Of rows with a pipeline that name none."""
     device: Literal["cpu", "cuda"] = "cpu"
     """cuda needs a GPU for each rank of a row."""
@@ -172,7 +172,7 @@ calls, MB moved: of the busiest rank in a step: received in collectives, sent in
         wrong = building_problems(model, model.neuron().spec, tensor)
         config = self.work(row).configuration()
         wrong = wrong or layout_problems(config, row.ranks)
-        wrong = wrong or cut_problems(config.parallel, [each.unit for each in describe(model).layers])
+        wrong = wrong or cut_problems(config.parallel, [each.layer_group for each in describe_model(model).layers])
         return [f"row {row.name}: {problem}" for problem in wrong]
 
     def parsed(self) -> list[Row]:
@@ -259,7 +259,7 @@ x one batch, x one rank: throughput against one rank with all samples in one go,
     anew = True
 
     def default_rows(self) -> tuple[str, ...]:
-        return MEGASNN, f"{MEGASNN}:{self.micro_batches}", *(f"pp2-{name}" for name in (*SCHEDULES, AUTO))
+        return MEGASNN, f"{MEGASNN}:{self.micro_batches}", *(f"pp2-{name}" for name in (*SCHEDULES, AUTO_SCHEDULE))
 
 
 def measured(case: Layouts, works: Mapping[Row, Work]) -> list[Figures]:

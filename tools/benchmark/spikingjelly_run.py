@@ -20,12 +20,12 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megasnn.config.optimizer import OPTIMIZERS
-from megasnn.data import BatchLoader, MicroBatch, Share, open_datasets
+from megasnn.data import BatchLoader, BatchShare, MicroBatch, open_datasets
 from megasnn.data.loader import epoch_samples
 from megasnn.data.preprocess.sample import shards_of_sample
 from megasnn.models.registry import MODELS
 from megasnn.optim.rates import learning_rate
-from megasnn.parallel.process_group import BACKENDS, choose_device
+from megasnn.parallel.process_group import COMMUNICATION_BACKENDS, choose_device
 from megasnn.pretraining import configuration
 from tools.benchmark.steps import spikingjelly_model
 
@@ -36,12 +36,12 @@ class Run:
     def __init__(self, argv: Sequence[str], compiled: bool) -> None:
         self.config = config = configuration(MODELS["vgg_dvs"], argv)
         self.device, _ = choose_device(config.parallel.device)
-        distributed.init_process_group(BACKENDS[self.device.type])
+        distributed.init_process_group(COMMUNICATION_BACKENDS[self.device.type])
         self.rank, ranks = distributed.get_rank(), distributed.get_world_size()
         data, training = config.data, config.training
         sets = open_datasets(data, config.model.input_shape, config.model.num_classes, shards_of_sample)
         self.length = training.length(epoch_samples(len(sets.train), training.global_batch_size, data.last_batch))
-        share = Share(training.global_batch_size, training.micro_batch_size, ranks, self.rank)
+        share = BatchShare(training.global_batch_size, training.micro_batch_size, ranks, self.rank)
         self.samples = BatchLoader(sets.train, share, data, training.seed)
         self.held_out = BatchLoader(sets.valid, share, data, training.seed, training=False) if sets.valid else None
         torch.manual_seed(training.seed)

@@ -26,7 +26,7 @@ from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs, parse_channels
 from megasnn.parallel.collectives import traffic
-from megasnn.parallel.process_group import BACKENDS
+from megasnn.parallel.process_group import COMMUNICATION_BACKENDS
 from megasnn.pipeline.cost_model import layers_per_chunk
 from tools.benchmark.harness import seconds
 from tools.benchmark.ranks import join_ranks
@@ -162,7 +162,7 @@ class StepRank:
             self._step = None
         if self._step is None:
             if self._work.ranks > 1 and not torch.distributed.is_initialized():
-                join_ranks(self._store, self._rank, self._work.ranks, BACKENDS[self._device.type])
+                join_ranks(self._store, self._rank, self._work.ranks, COMMUNICATION_BACKENDS[self._device.type])
             self._step = _step_of(self._work, self._device)
         return self._step
 

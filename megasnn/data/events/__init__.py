@@ -8,7 +8,7 @@ from megasnn.data.events.frames import SensorSize as SensorSize
 from megasnn.data.events.frames import check_recording as check_recording
 from megasnn.data.events.frames import make_frames as make_frames
 from megasnn.data.events.frames import resize_frames as resize_frames
-from megasnn.data.events.reading import SUFFIXES as SUFFIXES
+from megasnn.data.events.reading import RECORDING_SUFFIXES as RECORDING_SUFFIXES
 from megasnn.data.events.reading import read_recording as read_recording
 from megasnn.data.events.reading import recording_of_arrays as recording_of_arrays
 from megasnn.data.events.simulate import SACCADES as SACCADES

@@ -19,7 +19,7 @@ from megasnn.common.files import read_arrays, read_file, require_size
 from megasnn.data.events.aedat import decode_aedat2, decode_aedat3
 from megasnn.data.events.frames import LARGEST_SIDE, Events, Recording, RecordingError, SensorSize, check_recording
 
-SUFFIXES = (".aedat", ".aedat4", ".bin", ".bs2", ".npz", ".dat", ".raw")
+RECORDING_SUFFIXES = (".aedat", ".aedat4", ".bin", ".bs2", ".npz", ".dat", ".raw")
 """Endings of the files that `read_recording` recognises."""
 
 N_MNIST = SensorSize(34, 34)

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from megasnn.common.files import read_file
-from megasnn.data.events import SUFFIXES, FrameOptions, Recording, make_frames, read_recording
+from megasnn.data.events import RECORDING_SUFFIXES, FrameOptions, Recording, make_frames, read_recording
 from megasnn.data.formats import EVENTS, FRAMES, encode_events, encode_frames
 from megasnn.data.images import IMAGE_SUFFIXES, open_image
 from megasnn.data.preprocess.folders import class_names, files_of, split_folders
@@ -169,10 +169,10 @@ def list_tiny_imagenet(folder: Path) -> Listing:
 def list_event_folders(folder: Path) -> Listing:
     """`<split>/<class>/*`, or `<class>/*`: then the first 90 % of each class, in numeric order of the names, train."""
     if folders := split_folders(folder):
-        return _list_classes(folders, SUFFIXES)
+        return _list_classes(folders, RECORDING_SUFFIXES)
     classes = class_names(folder)
     splits: dict[str, list[Item]] = {"train": [], "test": []}
-    for name, items in zip(classes, _items(folder, classes, SUFFIXES), strict=True):
+    for name, items in zip(classes, _items(folder, classes, RECORDING_SUFFIXES), strict=True):
         count = round(_TRAIN_SHARE * len(items))
         if not 0 < count < len(items):
             raise ValueError(f"class {name!r} has {len(items)} recordings, too few to split them; make train and test")

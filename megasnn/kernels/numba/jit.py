@@ -106,18 +106,18 @@ _threads: dict[int, ThreadPoolExecutor] = {}
 os.register_at_fork(after_in_child=_threads.clear)  # threads do not survive a fork
 
 
-def run(kernel: Callable[..., None], units: int, *args: Any) -> None:
+def run_kernel(kernel: Callable[..., None], slices: int, *args: Any) -> None:
     """Calls ``kernel(*args, first, last)`` so that ``range(units)`` is covered.
 
     As many threads take part as torch would use. Which one does a unit does not change any result.
     """
-    threads = min(torch.get_num_threads(), units)
+    threads = min(torch.get_num_threads(), slices)
     if threads <= 1:
-        kernel(*args, 0, units)
+        kernel(*args, 0, slices)
         return
     if threads - 1 not in _threads:
         _threads[threads - 1] = ThreadPoolExecutor(threads - 1, thread_name_prefix="megasnn-kernel")
-    bounds = [units * part // threads for part in range(threads + 1)]
+    bounds = [slices * part // threads for part in range(threads + 1)]
     submit = _threads[threads - 1].submit
     others = [submit(kernel, *args, bounds[part], bounds[part + 1]) for part in range(1, threads)]
     kernel(*args, 0, bounds[1])

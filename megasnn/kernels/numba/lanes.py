@@ -20,7 +20,7 @@ from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, overload, register_model
 
-BYTES = 128  # of a value: two of the widest registers; with four, there are not enough of these for all values
+VECTOR_BYTES = 128  # of a value: two of the widest registers; with four, there are not enough of these for all values
 _LINE = 64  # bytes that come into a cache together
 _L2 = 2  # as the instruction names that cache
 
@@ -61,7 +61,7 @@ def repeated(builder: Any, value: Any, count: int) -> Any:
     return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), count), [0] * count))
 
 
-def constant(vector: Any, value: float) -> Any:
+def constant_lanes(vector: Any, value: float) -> Any:
     """A number that is known in each lane of an LLVM vector type."""
     return ir.Constant(vector, [value] * vector.count)
 
@@ -75,7 +75,7 @@ def _as_lanes(builder: Any, value: Any, kind: Any, count: int) -> Any:
 
 def _lanes_of(context, number):
     """A number in each of as many lanes as are computed at once."""
-    lanes = Lanes(number, BYTES * 8 // number.bitwidth)
+    lanes = Lanes(number, VECTOR_BYTES * 8 // number.bitwidth)
     return lanes(number), lambda context, builder, signature, args: repeated(builder, args[0], lanes.count)
 
 
@@ -102,7 +102,7 @@ def _count_of(context, lanes):
     return types.int64(lanes), lambda context, builder, signature, args: ir.IntType(64)(lanes.count)
 
 
-def _place(context: Any, builder: Any, kind: Any, vector: Any, array: Any, row: Any, column: Any, *_: Any) -> Any:
+def _address(context: Any, builder: Any, kind: Any, vector: Any, array: Any, row: Any, column: Any, *_: Any) -> Any:
     """Address at which lanes begin, as that of such a vector; from the array on, what an intrinsic was called with."""
     if kind.ndim != 2 or kind.layout != "C":
         raise TypeError(f"lanes are loaded from contiguous arrays of two dimensions, not from {kind}")
@@ -116,7 +116,7 @@ def _load(context, array, row, column, like):
 
     def generate(context, builder, signature, args):
         vector = context.get_value_type(like)
-        place = _place(context, builder, array, vector, *args)
+        place = _address(context, builder, array, vector, *args)
         return builder.load(place, align=array.dtype.bitwidth // 8)
 
     return like(array, types.intp, types.intp, like), generate
@@ -126,7 +126,7 @@ def _store(context, array, row, column, lanes):
     """Lanes, to where they begin in ``array[row, column]``."""
 
     def generate(context, builder, signature, args):
-        place = _place(context, builder, array, args[3].type, *args)
+        place = _address(context, builder, array, args[3].type, *args)
         builder.store(args[3], place, align=array.dtype.bitwidth // 8)
 
     return types.void(array, types.intp, types.intp, lanes), generate
@@ -139,7 +139,7 @@ def _stream(context, array, row, column, lanes, past):
     """
 
     def generate(context, builder, signature, args):
-        place = _place(context, builder, array, args[3].type, *args)
+        place = _address(context, builder, array, args[3].type, *args)
         align = array.dtype.bitwidth // 8
         if lanes.count * align % _LINE:
             builder.store(args[3], place, align=align)
@@ -171,7 +171,7 @@ def _prefetch(context, array, row, column, like):
     def generate(context, builder, signature, args):
         if like.count == 1:
             return
-        place = _place(context, builder, array, ir.IntType(8), *args)
+        place = _address(context, builder, array, ir.IntType(8), *args)
         function = ir.FunctionType(ir.VoidType(), [place.type, *[ir.IntType(32)] * 3])
         prefetch = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
         size = like.count * like.element.bitwidth // 8
@@ -288,8 +288,8 @@ def _power_of_two(context, t):
 
     def generate(context, builder, signature, args):
         integers = ir.VectorType(ir.IntType(width), t.count)
-        bits = builder.add(builder.bitcast(args[0], integers), constant(integers, exponent_bias))
-        return builder.bitcast(builder.shl(bits, constant(integers, mantissa_bits)), args[0].type)
+        bits = builder.add(builder.bitcast(args[0], integers), constant_lanes(integers, exponent_bias))
+        return builder.bitcast(builder.shl(bits, constant_lanes(integers, mantissa_bits)), args[0].type)
 
     return t(t), generate
 
@@ -301,7 +301,7 @@ def _exponential_series(context, r):
 
     def generate(context, builder, signature, args):
         vector = args[0].type
-        terms = [constant(vector, float(number(1.0 / math.factorial(k)))) for k in range(degree, -1, -1)]
+        terms = [constant_lanes(vector, float(number(1.0 / math.factorial(k)))) for k in range(degree, -1, -1)]
         result = terms[0]
         for term in terms[1:]:
             result = of_lanes(builder, "llvm.fma", result, args[0], term)

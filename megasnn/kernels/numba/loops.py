@@ -2,10 +2,10 @@
 
 A block is a whole number of pixels, so that coefficients of channels, repeated to its length, make the innermost loops
 long whatever the number of channels is. Sums are added side by side in a row, pixels of which are added at the end of
-a unit of work: their order does not depend on the number of threads.
+a slice of work: their order does not depend on the number of threads.
 
 Arguments: `x [X, M]` with X = T, or 1 for an input that is repeated; spikes and their gradients `[T, M]`; `first, last`
-the range of units of work to do, so that threads can share a call.
+the range of slices of work to do, so that threads can share a call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from megasnn.kernels.numba.jit import kernel, part
 from megasnn.kernels.numba.lanes import count_of, lane_of, lanes_of, load, store
-from megasnn.kernels.numba.time_loop import LANES, back, fire
+from megasnn.kernels.numba.time_loop import LANES, back, fire_run
 
 
 @part
@@ -63,88 +63,89 @@ def add_squares(x, centre, wide):
 
 
 @kernel
-def statistics(x, channels, width, rows, means, squares, first, last):
-    """Mean and sum of squared deviations of each channel, for each unit of work: `rows` rows of the flat `x`.
+def slice_statistics(x, channels, width, rows, means, squares, first, last):
+    """Mean and sum of squared deviations of each channel, for each slice of work: `rows` rows of the flat `x`.
 
     Two passes over a unit while it is in the cache; `merge` merges `means, squares [units, C]` exactly.
     """
     wide, centre = np.empty(width, x.dtype), np.empty(width, x.dtype)
-    for unit in range(first, last):
-        values = x[unit * rows * width : min((unit + 1) * rows * width, x.size)]
+    for index in range(first, last):
+        values = x[index * rows * width : min((index + 1) * rows * width, x.size)]
         wide[:] = 0
         add_rows(values, wide)
-        fold(wide, channels, means[unit])
+        fold(wide, channels, means[index])
         pixels = values.size // channels
         for c in range(channels):
-            means[unit, c] /= pixels
+            means[index, c] /= pixels
         for start in range(0, width, channels):
             for c in range(channels):
-                centre[start + c] = means[unit, c]
+                centre[start + c] = means[index, c]
         wide[:] = 0
         add_squares(values, centre, wide)
-        fold(wide, channels, squares[unit])
+        fold(wide, channels, squares[index])
 
 
 @kernel
 def merge(means, squares, length, pixels, merged, first, last):
     """Mean and variance of each channel, `merged [2, C]`, of units of `length` pixels, `pixels` in all."""
-    units, channels = means.shape
+    slices, channels = means.shape
     mean, variance = merged[0], merged[1]
     merged[:] = 0.0
-    for unit in range(units):
-        count = min(length, pixels - unit * length)
+    for index in range(slices):
+        count = min(length, pixels - index * length)
         for c in range(channels):
-            mean[c] += count * means[unit, c]
+            mean[c] += count * means[index, c]
     for c in range(channels):
         mean[c] /= pixels
-    for unit in range(units):
-        count = min(length, pixels - unit * length)
+    for index in range(slices):
+        count = min(length, pixels - index * length)
         for c in range(channels):
-            deviation = means[unit, c] - mean[c]
-            variance[c] += squares[unit, c] + count * (deviation * deviation)
+            deviation = means[index, c] - mean[c]
+            variance[c] += squares[index, c] + count * (deviation * deviation)
     for c in range(channels):
         variance[c] /= pixels
 
 
 @kernel
 def fire_block(x, norm, v_first, v_last, spikes, bits, p, length, first, last):
-    """Spikes `[T, M]`; the other arrays, and what may be None, as in `row.fire`. A unit of work is one block."""
+    """Spikes `[T, M]`; the other arrays, and what may be None, as in `time_loop.fire_run`. A slice of work is one
+    block."""
     for block in range(first, last):
         low = block * length
-        fire(x, low, norm, v_first, v_last, spikes, low, min(length, spikes.shape[1] - low), bits, p)
+        fire_run(x, low, norm, v_first, v_last, spikes, low, min(length, spikes.shape[1] - low), bits, p)
 
 
 @kernel
 def block_backward(x, norm, v_first, g_spikes, g_v, g_y, sums, channels, length, blocks, p, first, last):
     """The gradient `g_y [X, M]` of the neurons' input from `g_spikes [T, M]`; `g_v` as in `row.back`.
 
-    Each unit of `blocks` blocks fills one of `sums [units, 3, C]`: of g_y and g_y (x - mean), where there is a norm,
+    each slice of `blocks` blocks fills one of `sums [units, 3, C]`: of g_y and g_y (x - mean), where there is a norm,
     and of what `of_factor` gives, where that is learned.
     """
     size = x.shape[1]
     scratch, wide = np.empty((2 * g_spikes.shape[0], LANES), x.dtype), np.empty((3, length), x.dtype)
-    for unit in range(first, last):
+    for index in range(first, last):
         wide[:] = 0
-        sums[unit] = 0.0
-        for low in range(unit * blocks * length, min((unit + 1) * blocks * length, size), length):
+        sums[index] = 0.0
+        for low in range(index * blocks * length, min((index + 1) * blocks * length, size), length):
             back(x, low, norm, v_first, g_spikes, low, min(length, size - low), g_v, g_y, wide, p, scratch)
         if norm is not None:
-            fold(wide[0], channels, sums[unit, 0])
-            fold(wide[1], channels, sums[unit, 1])
+            fold(wide[0], channels, sums[index, 0])
+            fold(wide[1], channels, sums[index, 1])
         if p.learn:
-            fold(wide[2], channels, sums[unit, 2])
+            fold(wide[2], channels, sums[index, 2])
 
 
 @kernel
-def input_gradient(x, g, coefficients, width, first, last):
-    """Batch norm's input gradient, in place of `g`; `x, g [1, size]`, and a unit of work is `width` of them.
+def norm_input_gradient(x, g, coefficients, width, first, last):
+    """Batch norm's input gradient, in place of `g`; `x, g [1, size]`, and a slice of work is `width` of them.
 
     `coefficients [4, n]`: scale, mean, and of a channel's gradients the mean, and the mean per deviation of the input.
     """
     many, one = lanes_of(x[0, 0]), lane_of(x[0, 0])
     period = coefficients.shape[1]
-    for unit in range(first, last):
-        for low in range(unit * width, min((unit + 1) * width, x.shape[1]), period):
+    for index in range(first, last):
+        for low in range(index * width, min((index + 1) * width, x.shape[1]), period):
             n = min(period, x.shape[1] - low)
             whole = n - n % count_of(many)
             normalise_back(many, 0, whole, x, g, low, coefficients)

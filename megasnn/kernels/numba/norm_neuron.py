@@ -13,9 +13,9 @@ from torch import Tensor
 from megasnn.kernels.layout import empty_array
 from megasnn.kernels.neuron import neuron_by
 from megasnn.kernels.neuron_spec import NeuronSpec
-from megasnn.kernels.norm_neuron import Norm, Unit
+from megasnn.kernels.norm_neuron import Norm, NormNeuron
 from megasnn.kernels.numba import loops, pool
-from megasnn.kernels.numba.jit import run
+from megasnn.kernels.numba.jit import run_kernel
 from megasnn.kernels.numba.step import Constants, constants
 from megasnn.kernels.spike_codec import pack_bits
 from megasnn.kernels.torch_backend import REDUCED
@@ -33,31 +33,33 @@ def statistics(x: Tensor) -> Tensor:
     width = channels * pieces(_ROW, channels)
     pixels = data.size // channels
     run_length = _ROWS * width // channels
-    units = pieces(pixels, run_length)
-    means, squares = np.empty((units, channels)), np.empty((units, channels))
-    run(loops.statistics, units, data.reshape(-1), channels, width, _ROWS, means, squares)
+    slices = pieces(pixels, run_length)
+    means, squares = np.empty((slices, channels)), np.empty((slices, channels))
+    run_kernel(loops.slice_statistics, slices, data.reshape(-1), channels, width, _ROWS, means, squares)
     merged = np.empty((2, channels))
-    run(loops.merge, 1, means, squares, run_length, pixels, merged)
+    run_kernel(loops.merge, 1, means, squares, run_length, pixels, merged)
     return torch.from_numpy(merged)
 
 
-def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = False) -> tuple[Tensor, Tensor | None]:
+def fire(
+    x: Tensor, norm: Norm, w: Tensor | None, norm_neuron: NormNeuron, packed: bool = False
+) -> tuple[Tensor, Tensor | None]:
     data = _pixels(x)
     inputs, samples, *sides, channels = data.shape
-    space = unit.space_of_spikes(sides)
-    out = empty_array((unit.time_steps, samples, *space, channels), data.dtype)
-    flat = out.reshape(unit.time_steps, -1)
-    p = constants_of(unit.spec, data.dtype, w, learn=False)
-    length = space[1] * channels if unit.pool else _BLOCK * channels * pieces(_ROW, channels)
+    space = norm_neuron.space_of_spikes(sides)
+    out = empty_array((norm_neuron.time_steps, samples, *space, channels), data.dtype)
+    flat = out.reshape(norm_neuron.time_steps, -1)
+    p = constants_of(norm_neuron.spec, data.dtype, w, learn=False)
+    length = space[1] * channels if norm_neuron.pool else _BLOCK * channels * pieces(_ROW, channels)
     whole_bytes = packed and length % 8 == 0 and flat.shape[1] % 8 == 0
     bits = empty_array((flat.size // 8,), np.dtype(np.uint8)) if whole_bytes else no_bits()
-    mean, _, scale, shift = _affine(norm, unit.eps)
+    mean, _, scale, shift = _affine(norm, norm_neuron.eps)
     coefficients = _tiles(length, data.dtype, scale, shift, mean)
-    if unit.pool:
-        run(pool.fire_pooled, samples * space[0], data, unit.above, coefficients, flat, bits, p)
+    if norm_neuron.pool:
+        run_kernel(pool.fire_pooled, samples * space[0], data, norm_neuron.above, coefficients, flat, bits, p)
     else:
         rows = data.reshape(inputs, -1), coefficients, None, None, flat, bits
-        run(loops.fire_block, pieces(flat.shape[1], length), *rows, p, length)
+        run_kernel(loops.fire_block, pieces(flat.shape[1], length), *rows, p, length)
     spikes = torch.from_numpy(out).movedim(-1, 2).to(x.dtype)
     if not packed:
         return spikes, None
@@ -65,30 +67,30 @@ def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = Fal
 
 
 def no_bits() -> np.ndarray:
-    """For `row.fire`, where spikes are not wanted as bits."""
+    """For `time_loop.fire_run`, where spikes are not wanted as bits."""
     return np.empty(0, np.uint8)
 
 
 def backward_sums(
-    x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
+    x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, norm_neuron: NormNeuron, learn: bool
 ) -> tuple[Tensor, np.ndarray, None]:
     """Carries the gradient of the normalised input: computing it again would take longer than reading it."""
     data, upstream = _pixels(x), _pixels(g_spikes)
     inputs, channels = data.shape[0], data.shape[-1]
-    flat = upstream.reshape(unit.time_steps, -1)
+    flat = upstream.reshape(norm_neuron.time_steps, -1)
     g = empty_array(data.shape, data.dtype)
-    p = constants_of(unit.spec, data.dtype, w, learn)
+    p = constants_of(norm_neuron.spec, data.dtype, w, learn)
     width = channels * pieces(_ROW, channels)
-    length = upstream.shape[3] * channels if unit.pool else _BLOCK * width
-    mean, _, scale, shift = _affine(norm, unit.eps)
+    length = upstream.shape[3] * channels if norm_neuron.pool else _BLOCK * width
+    mean, _, scale, shift = _affine(norm, norm_neuron.eps)
     coefficients = _tiles(length, data.dtype, scale, shift, mean)
-    if unit.pool:
+    if norm_neuron.pool:
         sums = np.empty((data.shape[1], 3, channels))
-        run(pool.pooled_backward, len(sums), data, unit.above, flat, coefficients, g, sums, p)
+        run_kernel(pool.pooled_backward, len(sums), data, norm_neuron.above, flat, coefficients, g, sums, p)
     else:
         sums = np.empty((pieces(flat.shape[1], width * _ROWS), 3, channels))
         rows = data.reshape(inputs, -1), coefficients, None, flat, None, g.reshape(inputs, -1)
-        run(loops.block_backward, len(sums), *rows, sums, channels, length, _ROWS // _BLOCK, p)
+        run_kernel(loops.block_backward, len(sums), *rows, sums, channels, length, _ROWS // _BLOCK, p)
     return torch.from_numpy(sums.sum(axis=0)), g, None
 
 
@@ -97,7 +99,7 @@ def input_gradient(
     g_spikes: Tensor,
     norm: Norm,
     w: Tensor | None,
-    unit: Unit,
+    norm_neuron: NormNeuron,
     sums: Tensor | None,
     count: int,
     carried: np.ndarray,
@@ -105,12 +107,12 @@ def input_gradient(
     data = _pixels(x)
     channels = data.shape[-1]
     width = channels * pieces(_ROW, channels)
-    mean, inverse_deviation, scale, _ = _affine(norm, unit.eps)
+    mean, inverse_deviation, scale, _ = _affine(norm, norm_neuron.eps)
     sum_g, sum_gx = np.zeros((2, channels)) if sums is None else sums[:2].numpy()
     of_deviations = sum_gx * inverse_deviation**2
     coefficients = _tiles(width, data.dtype, scale, mean, sum_g / count, of_deviations / count)
     rows = data.reshape(1, -1), carried.reshape(1, -1), coefficients
-    run(loops.input_gradient, pieces(data.size, _ROWS * width), *rows, _ROWS * width)
+    run_kernel(loops.norm_input_gradient, pieces(data.size, _ROWS * width), *rows, _ROWS * width)
     return torch.from_numpy(carried).movedim(-1, 2).to(x.dtype)
 
 
@@ -175,9 +177,11 @@ def fire_alone(
     whole_bytes = packed and data.shape[1] % 8 == 0
     bits = empty_array((data.size // 8,), np.dtype(np.uint8)) if whole_bytes else no_bits()
     p = constants_of(spec, data.dtype, w, learn=False)
-    run(loops.fire_block, pieces(data.shape[1], _ROW_BLOCK), data, None, first, last, spikes, bits, p, _ROW_BLOCK)
-    given = torch.from_numpy(spikes).view(x.shape).to(x.dtype)
-    return given, torch.from_numpy(last).view(x.shape[1:]), torch.from_numpy(bits) if whole_bytes else None
+    run_kernel(
+        loops.fire_block, pieces(data.shape[1], _ROW_BLOCK), data, None, first, last, spikes, bits, p, _ROW_BLOCK
+    )
+    result = torch.from_numpy(spikes).view(x.shape).to(x.dtype)
+    return result, torch.from_numpy(last).view(x.shape[1:]), torch.from_numpy(bits) if whole_bytes else None
 
 
 def backward_alone(
@@ -192,9 +196,9 @@ def backward_alone(
     data, first, g_v = _rows(x), _potential(v0, x, spec.rest), _potential(g_last, x, 0.0).copy()
     g_x, sums = empty_array(data.shape, data.dtype), np.empty((pieces(data.shape[1], _ROW_BLOCK), 3, 1))
     p = constants_of(spec, data.dtype, w, learn)
-    run(loops.block_backward, len(sums), data, None, first, _rows(g_spikes), g_v, g_x, sums, 1, _ROW_BLOCK, 1, p)
-    given = torch.from_numpy(g_x).view(x.shape).to(x.dtype)
-    return given, torch.from_numpy(g_v).view(x.shape[1:]), torch.from_numpy(sums[:, 2]).sum() if learn else None
+    run_kernel(loops.block_backward, len(sums), data, None, first, _rows(g_spikes), g_v, g_x, sums, 1, _ROW_BLOCK, 1, p)
+    result = torch.from_numpy(g_x).view(x.shape).to(x.dtype)
+    return result, torch.from_numpy(g_v).view(x.shape[1:]), torch.from_numpy(sums[:, 2]).sum() if learn else None
 
 
 def _rows(x: Tensor) -> np.ndarray:

@@ -6,7 +6,7 @@ from typing import Any
 
 from numba import njit
 
-from megasnn.common.random import WORD, philox
+from megasnn.common.random import WORD_MASK, philox
 from megasnn.kernels.numba.jit import kernel, part
 
 # Inlined before LLVM sees it: only then are several counters computed at once. Numba does not notice when the other
@@ -22,11 +22,11 @@ def keep(kept, keys, stride, offset, threshold, first, last):
     ``((u // N) * runs + r) * stride + offset`` on.
     """
     runs = kept.shape[1]
-    for unit in range(first, last):
-        step, sample = unit // keys.shape[0], unit % keys.shape[0]
+    for index in range(first, last):
+        step, sample = index // keys.shape[0], index % keys.shape[0]
         for run in range(runs):
             _keep_run(
-                kept[unit, run], (step * runs + run) * stride + offset, keys[sample, 0], keys[sample, 1], threshold
+                kept[index, run], (step * runs + run) * stride + offset, keys[sample, 0], keys[sample, 1], threshold
             )
 
 
@@ -38,7 +38,7 @@ def _keep_run(kept, start, k0, k1, threshold):
     _keep_few(kept[:head], start, k0, k1, threshold)
     middle, base = kept[head : head + 4 * counters], (start + head) // 4
     for i in range(counters):
-        w0, w1, w2, w3 = _philox(base + i & WORD, base + i >> 32, 0, 0, k0, k1)
+        w0, w1, w2, w3 = _philox(base + i & WORD_MASK, base + i >> 32, 0, 0, k0, k1)
         middle[4 * i] = w0 >> 8 >= threshold
         middle[4 * i + 1] = w1 >> 8 >= threshold
         middle[4 * i + 2] = w2 >> 8 >= threshold
@@ -51,5 +51,5 @@ def _keep_run(kept, start, k0, k1, threshold):
 def _keep_few(kept, start, k0, k1, threshold):
     for i in range(kept.size):
         counter = (start + i) // 4
-        words = _philox(counter & WORD, counter >> 32, 0, 0, k0, k1)
+        words = _philox(counter & WORD_MASK, counter >> 32, 0, 0, k0, k1)
         kept[i] = words[(start + i) % 4] >> 8 >= threshold

@@ -10,7 +10,7 @@ import numpy as np
 
 from megasnn.kernels.numba.jit import kernel, part
 from megasnn.kernels.numba.loops import fold
-from megasnn.kernels.numba.time_loop import LANES, back, fire
+from megasnn.kernels.numba.time_loop import LANES, back, fire_run
 
 
 @part
@@ -142,24 +142,24 @@ def pool_row_backward(g, tap, middle, columns, g_image):
 
 @kernel
 def fire_pooled(x, above, norm, spikes, bits, p, first, last):
-    """`x [X, N, H, W, C]`, `norm [3, Wo * C]`, `spikes [T, N * Ho * Wo * C]`, `bits` as in `row.fire`.
+    """`x [X, N, H, W, C]`, `norm [3, Wo * C]`, `spikes [T, N * Ho * Wo * C]`, `bits` as in `time_loop.fire_run`.
 
-    A unit of work is one output row of one sample. `above`: the row of the input that is the first windows' middle.
+    A slice of work is one output row of one sample. `above`: the row of the input that is the first windows' middle.
     """
     inputs, width, rows = x.shape[0], norm.shape[1], (x.shape[2] - above + 1) // 2
     y, columns = np.empty((inputs, width), x.dtype), np.empty((2, width // x.shape[4], x.shape[4]), x.dtype)
-    for unit in range(first, last):
-        sample, row = unit // rows, unit % rows
+    for index in range(first, last):
+        sample, row = index // rows, index % rows
         for t in range(inputs):
             pool_row(x[t, sample], 2 * row + above, norm[0], norm[1], columns, y[t])
-        fire(y, 0, None, None, None, spikes, unit * width, width, bits, p)
+        fire_run(y, 0, None, None, None, spikes, index * width, width, bits, p)
 
 
 @kernel
 def pooled_backward(x, above, g_spikes, norm, g_y, sums, p, first, last):
-    """As `unit.block_backward`, with `g_y` shaped like `x [X, N, H, W, C]` and `g_spikes [T, M]`; `above` as above.
+    """As `loops.block_backward`, with `g_y` shaped like `x [X, N, H, W, C]` and `g_spikes [T, M]`; `above` as above.
 
-    A unit of work is one sample, because the windows of neighbouring output rows share inputs.
+    A slice of work is one sample, because the windows of neighbouring output rows share inputs.
     """
     inputs, channels = x.shape[0], x.shape[4]
     width, rows = norm.shape[1], (x.shape[2] - above + 1) // 2

@@ -24,7 +24,7 @@ HALF_LINE = 32  # bytes
 BLOCKS = (48, 24, 16, 12, 8, 6, 4, 2, 1)
 """How many half lines a block may have. The largest takes 24 of 32 registers of the widest kind."""
 _trailing_zeros: Any = numbers.trailing_zeros
-WORD = 64
+WORD_BITS = 64
 """Bits that are looked through at once."""
 
 
@@ -37,7 +37,7 @@ def sum_rows(like, rest, spikes, weight, out, column, band, sizes, steps, offset
     down, right = steps
     (taps, words), places, second = at_once, len(offsets), column + count_of(like)
     channels = weight.shape[0] // places
-    all_words = -(-channels // WORD)
+    all_words = -(-channels // WORD_BITS)
     for tap in range(0, places, taps):
         for word in range(0, all_words, words):
             last_word = min(all_words, word + words)
@@ -60,7 +60,7 @@ def sum_rows(like, rest, spikes, weight, out, column, band, sizes, steps, offset
 
 
 @part
-def add_rows(like, rest, spikes, padded, total, column, stride, offsets):
+def add_gradient_rows(like, rest, spikes, padded, total, column, stride, offsets):
     """To a block of columns of `total` what the gradients at spikes of some rows add up to."""
     ends, pixels, values = spikes
     channels, second = ends.size - 1, column + count_of(like)
@@ -109,14 +109,14 @@ def for_blocks(work: Any) -> Any:
     return call
 
 
-sum_block, add_block = for_blocks(sum_rows), for_blocks(add_rows)
+sum_block, add_block = for_blocks(sum_rows), for_blocks(add_gradient_rows)
 
 
 @kernel
 def outputs(words, x, weight, out, cuts, sizes, steps, offsets, rows, at_once, first, last):
     """`out [frames H' W', out]` of a convolution.
 
-    A unit of work are `rows` rows of the output of a frame. A part of the weight stays in the cache while all its
+    A slice of work are `rows` rows of the output of a frame. A part of the weight stays in the cache while all its
     pixels take their turns: `at_once` says how many places of the kernel it has, and how many words of channels, which
     are all where it has several places.
 
@@ -130,8 +130,8 @@ def outputs(words, x, weight, out, cuts, sizes, steps, offsets, rows, at_once, f
     starts = np.empty(most * words.shape[1] + 1, np.uint64)
     places, values = np.empty(most * channels, np.int32), np.empty(most * channels, out.dtype)
     zero = out.dtype.type(0)
-    for unit in range(first, last):
-        frame, low = unit // parts, unit % parts * rows
+    for index in range(first, last):
+        frame, low = index // parts, index % parts * rows
         high = min(out_height, low + rows)
         top, bottom = max(0, low * down - above), min(height, (high - 1) * down + below + 1)
         by_pixel(words, x, (frame * height + top) * width, (frame * height + bottom) * width, starts, places, values)
@@ -146,8 +146,8 @@ def weight_gradients(words, x, grad, total, seen, cuts, sizes, offsets, rows, fi
     """Adds to `total [kh kw C, out]` from the gradient of the output, `grad [frames H' W', out]`, where strides are 1.
 
     The terms of `rows` rows of the input of a frame are summed by themselves, and these sums are added one after the
-    other. A unit of work is a block of columns, `cuts[unit]`. sizes, offsets: as in `outputs`. To `seen [out]` is added
-    0 times each value of the gradient: it is no longer finite where one is not, even where there is no spike.
+    other. A slice of work is a block of columns, `cuts[unit]`. sizes, offsets: as in `outputs`. To `seen [out]` is
+    added 0 times each value of the gradient: it is no longer finite where one is not, even where there is no spike.
     """
     height, width, out_height, out_width = sizes
     channels, frames = total.shape[0] // len(offsets), words.shape[0] // (height * width)
@@ -163,8 +163,8 @@ def weight_gradients(words, x, grad, total, seen, cuts, sizes, offsets, rows, fi
             start = (frame * height + low) * width
             by_channel(words, x, start, (frame * height + high) * width, width, stride, ends, places, values)
             spikes = ends, places, values
-            for unit in range(first, last):
-                column, halves = cuts[unit]
+            for index in range(first, last):
+                column, halves = cuts[index]
                 columns = halves * HALF_LINE // grad.itemsize
                 for y in range(high - low + above):
                     at_y = low - down + y
@@ -206,7 +206,7 @@ def by_pixel(words, x, first, last, starts, channels, values):
             entry += 1
             left = words[pixel, i]
             while left != 0:
-                channel = WORD * i + lowest(left)
+                channel = WORD_BITS * i + lowest(left)
                 channels[count] = channel
                 values[count] = x[pixel, channel] if x.size > 0 else 1
                 count += 1
@@ -226,7 +226,7 @@ def by_channel(words, x, first, last, width, stride, ends, places, values):
         for i in range(words.shape[1]):
             left = words[pixel, i]
             while left != 0:
-                ends[WORD * i + lowest(left) + 1] += 1
+                ends[WORD_BITS * i + lowest(left) + 1] += 1
                 left = without_lowest(left)
     for channel in range(1, ends.size):
         ends[channel] += ends[channel - 1]
@@ -235,7 +235,7 @@ def by_channel(words, x, first, last, width, stride, ends, places, values):
         for i in range(words.shape[1]):
             left = words[pixel, i]
             while left != 0:
-                channel = WORD * i + lowest(left)
+                channel = WORD_BITS * i + lowest(left)
                 places[ends[channel]] = place
                 values[ends[channel]] = x[pixel, channel] if x.size > 0 else 1
                 ends[channel] += 1

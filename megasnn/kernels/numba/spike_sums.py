@@ -20,10 +20,10 @@ from torch import Tensor
 from megasnn.kernels.convolution import Geometry, output_space
 from megasnn.kernels.layout import empty
 from megasnn.kernels.numba import spike_sum_loops as loops
-from megasnn.kernels.numba.jit import run
+from megasnn.kernels.numba.jit import run_kernel
 from megasnn.kernels.spike_codec import bits_of, pack_where_not_zero
 
-TYPES = torch.float32, torch.float64
+SUMMED_TYPES = torch.float32, torch.float64
 
 # From this share on, each row is added so often that it is worth having all of them in an L1 cache: in narrow blocks of
 # columns, 64 channels or 64 pixels at a time. Otherwise blocks are wide, and their rows fit in most of an L2 cache.
@@ -73,7 +73,7 @@ def output(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
     return _sums(spikes, weight.detach(), geometry) if math.isfinite(weight.detach().sum()) else None
 
 
-def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor, geometry: Geometry) -> bool:
+def add_spike_weight_gradient(total: Tensor, grad: Tensor, x: Tensor, geometry: Geometry) -> bool:
     """total += the gradient of the weight; False, and nothing is done, where `output` would give None for such a
     weight, and where strides are not 1.
 
@@ -123,7 +123,12 @@ def _work(
     device: torch.device, dtype: torch.dtype, shape: torch.Size, weight: Tensor, geometry: Geometry
 ) -> Work | None:
     """None where loops do not take it; dense products then say what is wrong with shapes that do not fit."""
-    if device.type != "cpu" or weight.device != device or not dtype == weight.dtype in TYPES or geometry.groups != 1:
+    if (
+        device.type != "cpu"
+        or weight.device != device
+        or not dtype == weight.dtype in SUMMED_TYPES
+        or geometry.groups != 1
+    ):
         return None
     if not len(weight) or len(weight) % 8 or shape[1] % 8 or not shape.numel() or weight.shape[1] != shape[1]:
         return None
@@ -153,9 +158,9 @@ def _sums(spikes: Spikes, weight: Tensor, geometry: Geometry) -> Tensor:
     else:
         cuts = _cuts(columns, weight.dtype, _L2 // channels)
         at_once = max(1, _L2 // (channels * int(cuts[0, 1]) * loops.HALF_LINE)), channels
-    arrays = spikes.words, spikes.values, _by_place(weight).numpy(), out.numpy()
+    arrays = spikes.words, spikes.values, _by_pixel(weight).numpy(), out.numpy()
     where = sizes, geometry.stride, _offsets(weight, geometry)
-    run(loops.outputs, parts * -(-sizes[2] // lines), *arrays, cuts, *where, lines, at_once)
+    run_kernel(loops.outputs, parts * -(-sizes[2] // lines), *arrays, cuts, *where, lines, at_once)
     return out.view(frames, *space, columns).movedim(-1, 1)
 
 
@@ -171,7 +176,7 @@ def _add_sums(work: Work, total: Tensor, grad: Tensor, spikes: Spikes, geometry:
     cuts, lines = _cuts(columns, total.dtype, min(most, of_thread)), max(1, pixels // sizes[1])
     gradients, seen = grad.movedim(1, -1).reshape(-1, columns), np.zeros(columns, spikes.values.dtype)
     arrays = spikes.words, spikes.values, gradients.numpy(), by_place.numpy(), seen
-    run(loops.weight_gradients, len(cuts), *arrays, cuts, sizes, _offsets(total, geometry), lines)
+    run_kernel(loops.weight_gradients, len(cuts), *arrays, cuts, sizes, _offsets(total, geometry), lines)
     if not np.isfinite(seen).all():  # what a dense product would have multiplied with zeros
         by_place += torch.from_numpy(seen)
     turned = empty((columns, places), total.dtype, total.device).copy_(by_place.t())
@@ -196,7 +201,7 @@ def _offsets(weight: Tensor, geometry: Geometry) -> np.ndarray:
     return np.ascontiguousarray(far - np.array(geometry.padding))
 
 
-def _by_place(weight: Tensor) -> Tensor:
+def _by_pixel(weight: Tensor) -> Tensor:
     """`[out, C, k, k]` -> `[k k C, >= out]`, in rows that do not all fall on the same lines of a cache."""
     rows = weight.movedim(1, -1).reshape(len(weight), -1).t()
     columns, itemsize = len(weight), weight.element_size()

@@ -97,7 +97,7 @@ CHARGES = {
     "LEAK_DIVIDE": LeakDivided,
     "LEAK_SCALE": LeakScaled,
 }
-SURROGATES = {"SIGMOID": Sigmoid, "ATAN": ATan}
+SURROGATE_TYPES = {"SIGMOID": Sigmoid, "ATAN": ATan}
 
 
 class Constants(NamedTuple):
@@ -123,7 +123,7 @@ def constants(spec: NeuronSpec, dtype: np.dtype, learned_leak: float, learn: boo
         charge=CHARGES[n.charge](number(n.rest), number(n.factor)),
         reset=Hard(number(n.rest)) if n.hard else Soft(number(n.threshold)),
         path=Detached(number(0)) if spec.detach_reset else Attached(number(n.jump), number(n.slide)),
-        surrogate=SURROGATES[n.surrogate](number(n.slope), number(n.amplitude)),
+        surrogate=SURROGATE_TYPES[n.surrogate](number(n.slope), number(n.amplitude)),
         learn=learn,
         rest=number(n.rest),
         threshold=number(n.threshold),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from megasnn.kernels.numba.jit import part
 from megasnn.kernels.numba.lanes import (
-    BYTES,
+    VECTOR_BYTES,
     count_of,
     filled,
     lane_of,
@@ -30,7 +30,7 @@ from megasnn.kernels.numba.lanes import (
 )
 from megasnn.kernels.numba.step import charged, fired, of_factor, of_potential, of_spike, surrogate_gradient
 
-LANES = BYTES // 4  # at most, of a value
+LANES = VECTOR_BYTES // 4  # at most, of a value
 _AHEAD = 256  # neurons
 _LARGE = 4 * 2**20  # bytes: more than stays in an L2 cache until it is read
 
@@ -42,7 +42,7 @@ def large(array):
 
 
 @part
-def fire(x, from_x, norm, v_first, v_last, spikes, low, n, bits, p):
+def fire_run(x, from_x, norm, v_first, v_last, spikes, low, n, bits, p):
     """The `n` neurons whose inputs begin at column `from_x`, and whose potentials and spikes at column `low`.
 
     `bits`: all spikes packed, if every row of them begins in a byte of its own; otherwise empty.

@@ -71,19 +71,19 @@ def pack_counts_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
         tl.atomic_or(strange, tl.max(odd.to(tl.int32), axis=0))
 
 
-def pack_bits(flat: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
+def launch_pack_bits(flat: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
     """The bytes, and with `check` an int32 that is not 0 where a value is no spike; nothing waits for it here."""
     packed = flat.new_empty(-(-flat.numel() // 8), dtype=torch.uint8)
     return packed, _pack(pack_bits_kernel, flat, packed, check)
 
 
-def pack_counts(flat: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
+def launch_pack_counts(flat: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
     """The bytes, and with `check` an int32 that is not 0 where a value is no count."""
     packed = flat.new_empty(flat.numel(), dtype=torch.uint8)
     return packed, _pack(pack_counts_kernel, flat, packed, check)
 
 
-def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
+def launch_unpack_bits(packed: Tensor, out: Tensor) -> None:
     """Into `[rows, columns]`, neighbours in memory along the columns."""
     rows, columns = out.shape
     stride = columns if rows == 1 else out.stride(0)

@@ -32,7 +32,7 @@ def compute_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def lanes(dtype: torch.dtype) -> int:
+def lanes_of_type(dtype: torch.dtype) -> int:
     """Elements of a thread: as many as one load brings."""
     return _LOAD // dtype.itemsize
 
@@ -40,7 +40,7 @@ def lanes(dtype: torch.dtype) -> int:
 def lanes_of_backward(dtype: torch.dtype, time_steps: int) -> int:
     """Elements of a thread in a backward, which keeps their potentials: of 16 bits half as many, where registers then
     hold those of all time steps. On an H200 that is as fast, and before Hopper registers did not suffice."""
-    widest = lanes(dtype)
+    widest = lanes_of_type(dtype)
     fits = widest * time_steps > _REGISTERS >= widest // 2 * time_steps
     return widest // 2 if fits and dtype.itemsize == 2 else widest
 

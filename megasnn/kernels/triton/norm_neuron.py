@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megasnn.kernels.neuron import neuron_by
 from megasnn.kernels.neuron_spec import NeuronSpec, numbers
-from megasnn.kernels.norm_neuron import Norm, ParameterGradients, Unit
+from megasnn.kernels.norm_neuron import Norm, NormNeuron, ParameterGradients
 from megasnn.kernels.spike_codec import pack_bits
 from megasnn.kernels.triton.fire import fire_kernel, gradient_kernel
 from megasnn.kernels.triton.launch import (
@@ -24,8 +24,8 @@ from megasnn.kernels.triton.launch import (
     chunk,
     chunk_memory,
     compute_type,
-    lanes,
     lanes_of_backward,
+    lanes_of_type,
     launch,
 )
 from megasnn.kernels.triton.pool import pooled_gradient_kernel
@@ -44,7 +44,7 @@ neuron_multi_step = partial(neuron_by, sys.modules[__name__])
 
 def statistics(x: Tensor) -> Tensor:
     number, channels = compute_type(x.dtype), x.shape[2]
-    cut = _cut(x.numel(), channels, lanes(x.dtype))
+    cut = _cut(x.numel(), channels, lanes_of_type(x.dtype))
     partial = x.new_empty((3, cut.programs, cut.row), dtype=number)
     launch(
         statistics_kernel, cut.programs * (cut.row // COLUMNS),
@@ -60,47 +60,51 @@ def statistics(x: Tensor) -> Tensor:
     return found
 
 
-def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = False) -> tuple[Tensor, Tensor | None]:
-    sizes, number = _sizes(x.shape, unit), compute_type(x.dtype)
-    spikes = x.new_empty((unit.time_steps, *sizes.step))
+def fire(
+    x: Tensor, norm: Norm, w: Tensor | None, norm_neuron: NormNeuron, packed: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    sizes, number = _sizes(x.shape, norm_neuron), compute_type(x.dtype)
+    spikes = x.new_empty((norm_neuron.time_steps, *sizes.step))
     whole_bytes = packed and sizes.size % 8 == 0
-    bits = x.new_empty((unit.time_steps * sizes.size // 8,), dtype=torch.uint8) if whole_bytes else None
-    block, repeated = THREADS * lanes(x.dtype), len(x) < unit.time_steps
+    bits = x.new_empty((norm_neuron.time_steps * sizes.size // 8,), dtype=torch.uint8) if whole_bytes else None
+    block, repeated = THREADS * lanes_of_type(x.dtype), len(x) < norm_neuron.time_steps
     launch(
         fire_kernel, -(-sizes.size // block),
-        x, _coefficients(x, norm, unit.eps), None, factor(w, number), spikes, bits, None,
-        sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width, unit.above,
-        T=unit.time_steps, REPEATED=repeated, POOL=unit.pool, N=numbers(unit.spec), D=NUMBERS[number],
-        AT_ONCE=1 if unit.pool and not repeated else at_once(unit.time_steps), BLOCK=block,
+        x, _coefficients(x, norm, norm_neuron.eps), None, factor(w, number), spikes, bits, None,
+        sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width, norm_neuron.above,
+        T=norm_neuron.time_steps, REPEATED=repeated, POOL=norm_neuron.pool,
+        N=numbers(norm_neuron.spec), D=NUMBERS[number],
+        AT_ONCE=1 if norm_neuron.pool and not repeated else at_once(norm_neuron.time_steps), BLOCK=block,
     )  # fmt: skip
     spikes = spikes.movedim(-1, 2)
     return spikes, pack_bits(spikes) if packed and bits is None else bits
 
 
 def backward_sums(
-    x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
+    x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, norm_neuron: NormNeuron, learn: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None, ParameterGradients]:
-    sizes, number = _sizes(x.shape, unit), compute_type(x.dtype)
-    coefficients = _coefficients(x, norm, unit.eps)
-    g_pooled = x.new_empty((len(x), sizes.size)) if unit.pool else None
+    sizes, number = _sizes(x.shape, norm_neuron), compute_type(x.dtype)
+    coefficients = _coefficients(x, norm, norm_neuron.eps)
+    g_pooled = x.new_empty((len(x), sizes.size)) if norm_neuron.pool else None
     taps = None if g_pooled is None else torch.empty_like(g_pooled, dtype=torch.uint8)
-    cut = _cut(sizes.size, sizes.channels, lanes_of_backward(x.dtype, unit.time_steps))
+    cut = _cut(sizes.size, sizes.channels, lanes_of_backward(x.dtype, norm_neuron.time_steps))
     partial = x.new_empty((3 if learn else 2, cut.programs, cut.row), dtype=number)
     launch(
         backward_sums_kernel, cut.programs * (cut.row // COLUMNS),
         x, g_spikes, coefficients, factor(w, number), g_pooled, taps, partial,
-        chunk_memory(x, unit.time_steps, sizes.size),
-        sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width, unit.above,
+        chunk_memory(x, norm_neuron.time_steps, sizes.size),
+        sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width, norm_neuron.above,
         cut.row, cut.programs, cut.tiles,
-        T=unit.time_steps, CHUNK=chunk(x.dtype, unit.time_steps), REPEATED=len(x) < unit.time_steps, POOL=unit.pool,
-        LEARN=learn, N=numbers(unit.spec), D=NUMBERS[number], ROWS=cut.rows, COLUMNS=COLUMNS,
+        T=norm_neuron.time_steps, CHUNK=chunk(x.dtype, norm_neuron.time_steps),
+        REPEATED=len(x) < norm_neuron.time_steps, POOL=norm_neuron.pool, LEARN=learn,
+        N=numbers(norm_neuron.spec), D=NUMBERS[number], ROWS=cut.rows, COLUMNS=COLUMNS,
     )  # fmt: skip
     sums = x.new_empty((len(partial), sizes.channels), dtype=torch.float64)
     of_norm = ParameterGradients(*(None if each is None else torch.empty_like(each) for each in norm[2:]))
     launch(
         fold_sums_kernel, -(-sizes.channels // _FOLDED_COLUMNS),
         partial, norm.variance, sums, *of_norm, partial[0].numel() // sizes.channels, sizes.channels,
-        SUMS=len(partial), EPS=unit.eps, ROWS=_FOLDED_ROWS, COLUMNS=_FOLDED_COLUMNS,
+        SUMS=len(partial), EPS=norm_neuron.eps, ROWS=_FOLDED_ROWS, COLUMNS=_FOLDED_COLUMNS,
     )  # fmt: skip
     return sums, None if g_pooled is None or taps is None else (g_pooled, taps), of_norm
 
@@ -110,31 +114,32 @@ def input_gradient(
     g_spikes: Tensor,
     norm: Norm,
     w: Tensor | None,
-    unit: Unit,
+    norm_neuron: NormNeuron,
     sums: Tensor | None,
     count: int,
     carried: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    sizes, number = _sizes(x.shape, unit), compute_type(x.dtype)
-    coefficients = _coefficients(x, norm, unit.eps, sums, count)
+    sizes, number = _sizes(x.shape, norm_neuron), compute_type(x.dtype)
+    coefficients = _coefficients(x, norm, norm_neuron.eps, sums, count)
     g_x = torch.empty_like(x)  # as dense as x, and in its order
     if carried is not None:
-        block = THREADS * lanes(x.dtype)
+        block = THREADS * lanes_of_type(x.dtype)
         blocks = -(-sizes.in_size // block)
         launch(
             pooled_gradient_kernel, len(x) * blocks,
             x, *carried, g_x, coefficients,
-            sizes.size, sizes.in_size, blocks, sizes.channels, sizes.height, sizes.width, unit.above,
+            sizes.size, sizes.in_size, blocks, sizes.channels, sizes.height, sizes.width, norm_neuron.above,
             BATCH=sums is not None, D=NUMBERS[number], BLOCK=block,
         )  # fmt: skip
         return g_x
-    block = THREADS * lanes_of_backward(x.dtype, unit.time_steps)
+    block = THREADS * lanes_of_backward(x.dtype, norm_neuron.time_steps)
     launch(
         gradient_kernel, -(-sizes.size // block),
         x, g_spikes, g_x, coefficients, None, None, None, factor(w, number), None,
-        chunk_memory(x, unit.time_steps, sizes.size), sizes.size, sizes.channels,
-        T=unit.time_steps, CHUNK=chunk(x.dtype, unit.time_steps), REPEATED=len(x) < unit.time_steps,
-        BATCH=sums is not None, N=numbers(unit.spec), D=NUMBERS[number], BLOCK=block,
+        chunk_memory(x, norm_neuron.time_steps, sizes.size), sizes.size, sizes.channels,
+        T=norm_neuron.time_steps, CHUNK=chunk(x.dtype, norm_neuron.time_steps),
+        REPEATED=len(x) < norm_neuron.time_steps, BATCH=sums is not None,
+        N=numbers(norm_neuron.spec), D=NUMBERS[number], BLOCK=block,
     )  # fmt: skip
     return g_x
 
@@ -157,10 +162,10 @@ class _Sizes(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _sizes(shape: torch.Size, unit: Unit) -> _Sizes:
+def _sizes(shape: torch.Size, norm_neuron: NormNeuron) -> _Sizes:
     samples, channels, *space = shape[1:]
-    height, width = space if unit.pool else (0, 0)
-    step = (samples, *unit.space_of_spikes(space), channels)
+    height, width = space if norm_neuron.pool else (0, 0)
+    step = (samples, *norm_neuron.space_of_spikes(space), channels)
     return _Sizes(math.prod(step), math.prod(shape[1:]), channels, height, width, step)
 
 
@@ -195,7 +200,7 @@ def fire_alone(
     x: Tensor, v0: Tensor | None, w: Tensor | None, spec: NeuronSpec, packed: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `megasnn.kernels.neuron.neuron_by`."""
-    number, block, size = compute_type(x.dtype), THREADS * lanes(x.dtype), x[0].numel()
+    number, block, size = compute_type(x.dtype), THREADS * lanes_of_type(x.dtype), x[0].numel()
     spikes, last = torch.empty_like(x), torch.empty_like(x[0], dtype=number)
     bits = x.new_empty(spikes.numel() // 8, dtype=torch.uint8) if packed and size % 8 == 0 else None
     launch(

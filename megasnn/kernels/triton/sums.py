@@ -94,7 +94,7 @@ def fold_statistics_kernel(partial, out, rows, channels, pixels, ROWS: tl.conste
 def fold_sums_kernel(partial, variance, sums, g_weight, g_bias, rows, channels, SUMS: tl.constexpr, EPS: tl.constexpr,
                      ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """`partial [SUMS, rows, C]` of `backward_sums_kernel` -> `sums [SUMS, C]`, and the gradients of scale and shift, as
-    `unit.parameter_gradients` gives them, or None."""
+    `norm_neuron.parameter_gradients` gives them, or None."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.cast(rows, tl.int64) * channels
     for kind in tl.static_range(SUMS):
@@ -147,15 +147,15 @@ def coefficients_kernel(mean, variance, weight, bias, sums, out, count, channels
 
 
 @triton.jit
-def sums_of_chunk(given, g_spikes, place, inside, scale, shift, mean, start, g_v, summed, total, sum_g, sum_gx, q, size,
-                  STEPS: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, LEARN: tl.constexpr,
+def sums_of_chunk(source, g_spikes, place, inside, scale, shift, mean, start, g_v, summed, total, sum_g, sum_gx, q,
+                  size, STEPS: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, LEARN: tl.constexpr,
                   N: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Adds up the STEPS time steps that `given` and g_spikes point to; with POOL g takes the place of what was given.
+    """Adds up the STEPS time steps that `source` and g_spikes point to; with POOL g takes the place of what was given.
 
     Returns what goes on to the chunk before: the gradient of the potential, and the sums; `summed` is that of the
     gradients with REPEATED, which the caller adds to the others.
     """
-    h = recomputed(given, place, inside, scale, shift, start, q, size, 0, STEPS, REPEATED, N, D)
+    h = recomputed(source, place, inside, scale, shift, start, q, size, 0, STEPS, REPEATED, N, D)
     for i in tl.static_range(STEPS - 1, -1, -1):
         g_spike = tl.load(at_step(g_spikes, i, size, False) + place, mask=inside, other=0)
         g, g_v = step_backward(h[i], g_spike.to(D), g_v, q, N)
@@ -165,17 +165,17 @@ def sums_of_chunk(given, g_spikes, place, inside, scale, shift, mean, start, g_v
         if REPEATED:
             summed += g
         else:
-            sum_g, sum_gx = summed_up(at_step(given, i, size, False), g, place, inside, mean, sum_g, sum_gx, POOL, D)
+            sum_g, sum_gx = summed_up(at_step(source, i, size, False), g, place, inside, mean, sum_g, sum_gx, POOL, D)
     return g_v, summed, total, sum_g, sum_gx
 
 
 @triton.jit
-def summed_up(given, g, place, inside, mean, sum_g, sum_gx, POOL: tl.constexpr, D: tl.constexpr):
+def summed_up(source, g, place, inside, mean, sum_g, sum_gx, POOL: tl.constexpr, D: tl.constexpr):
     """The sums with one more gradient of a time step of the input."""
-    value = tl.load(given + place, mask=inside, other=0).to(D)
+    value = tl.load(source + place, mask=inside, other=0).to(D)
     if POOL:
         tl.debug_barrier()  # nobody still reads there
-        tl.store(given + place, g.to(given.dtype.element_ty), mask=inside)
+        tl.store(source + place, g.to(source.dtype.element_ty), mask=inside)
     return sum_g + g, sum_gx + g * (value - mean)  # g is exactly 0 for places outside
 
 
@@ -205,10 +205,10 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
     sum_g, sum_gx, total = tl.zeros(place.shape, D), tl.zeros(place.shape, D), tl.zeros(place.shape, D)
     for _ in range(tiles):
         inside = place < size - done
-        given = (g_pooled if POOL else x) + done  # one value for each neuron
+        source = (g_pooled if POOL else x) + done  # one value for each neuron
         g_tile = g_spikes + done
         if POOL:
-            x_t, g_t, taps_t = x, given, taps + done
+            x_t, g_t, taps_t = x, source, taps + done
             for _step in range(1 if REPEATED else T):
                 _best, winner, tap = pooled(x_t, done + place, inside, scale, shift, channels, height, width, above, D)
                 tl.store(g_t + place, winner.to(g_pooled.dtype.element_ty), mask=inside)
@@ -220,25 +220,25 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
         summed = tl.zeros(place.shape, D)
         last = first
         if kept is not None:
-            last = keep_chunk_starts(given, place, inside, scale, shift, first, q, size, kept + done, T, CHUNK,
+            last = keep_chunk_starts(source, place, inside, scale, shift, first, q, size, kept + done, T, CHUNK,
                                      REPEATED, N, D)  # fmt: skip
         BEFORE: tl.constexpr = (T - 1) // CHUNK  # the last chunk
-        given_c, g_c = at_step(given, BEFORE * CHUNK, size, REPEATED), at_step(g_tile, BEFORE * CHUNK, size, False)
+        source_c, g_c = at_step(source, BEFORE * CHUNK, size, REPEATED), at_step(g_tile, BEFORE * CHUNK, size, False)
         g_v, summed, total, sum_g, sum_gx = sums_of_chunk(
-            given_c, g_c, place, inside, scale, shift, mean, last, g_v, summed, total, sum_g, sum_gx, q, size,
+            source_c, g_c, place, inside, scale, shift, mean, last, g_v, summed, total, sum_g, sum_gx, q, size,
             T - BEFORE * CHUNK, REPEATED, POOL, LEARN, N, D,
         )  # fmt: skip
         if kept is not None:
             kept_c = at_step(kept + done, BEFORE, size, False)
             for _c in range(BEFORE):
-                given_c, g_c = at_step(given_c, -CHUNK, size, REPEATED), at_step(g_c, -CHUNK, size, False)
+                source_c, g_c = at_step(source_c, -CHUNK, size, REPEATED), at_step(g_c, -CHUNK, size, False)
                 kept_c = at_step(kept_c, -1, size, False)
                 g_v, summed, total, sum_g, sum_gx = sums_of_chunk(
-                    given_c, g_c, place, inside, scale, shift, mean, tl.load(kept_c + place, mask=inside, other=0),
+                    source_c, g_c, place, inside, scale, shift, mean, tl.load(kept_c + place, mask=inside, other=0),
                     g_v, summed, total, sum_g, sum_gx, q, size, CHUNK, REPEATED, POOL, LEARN, N, D,
                 )  # fmt: skip
         if REPEATED:
-            sum_g, sum_gx = summed_up(given, summed, place, inside, mean, sum_g, sum_gx, POOL, D)
+            sum_g, sum_gx = summed_up(source, summed, place, inside, mean, sum_g, sum_gx, POOL, D)
         done += ROWS * row
     out = partial + program.to(tl.int64) * row + column
     step = tl.cast(programs, tl.int64) * row

@@ -108,10 +108,10 @@ class ChannelWatch(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         frame = self._own_code(sys._getframe(1))
         if frame is not None:
-            given = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)]
+            tensors = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)]
             shape = result.shape if isinstance(result, Tensor) else torch.Size()
             is_known = getattr(function, "__name__", "").strip("_") in _ELEMENTWISE and not _has_own_backward(frame)
-            self.mixes |= not is_known or not all(_meets(x.shape, shape) for x in given)
+            self.mixes |= not is_known or not all(_meets(x.shape, shape) for x in tensors)
         return result
 
     def _own_code(self, frame: FrameType | None) -> FrameType | None:

@@ -20,10 +20,10 @@ from megasnn.layers.plain.refusals import (
     SEQUENCES,
     is_by_channel,
     is_stateful,
+    module_label,
     note_stepped,
-    place_of,
     problem_of,
-    refuse,
+    require_supported,
 )
 from megasnn.layers.plain.replicated import LayerCall, as_layer, folds_time, plain_layer, swapped
 from megasnn.layers.plain.table import Conversion, class_name, convert, in_table, is_multi_step, spec_of
@@ -56,10 +56,10 @@ class Sharded(LayerSource):
 
     def give(self) -> nn.Module:
         """The network, for a layer or several."""
-        refuse(self.network, "shard", *(["given"] if is_building() else []))
-        places: dict[nn.Module, str] = {}
+        require_supported(self.network, "shard", *(["given"] if is_building() else []))
+        paths: dict[nn.Module, str] = {}
         for path, module in self.network.named_modules(remove_duplicate=False):
-            if is_stateful(module) and (first := places.setdefault(module, path)) != path:
+            if is_stateful(module) and (first := paths.setdefault(module, path)) != path:
                 raise ValueError(f"{path} is that of {first}: neurons at two places are not supported")
         return self.network
 
@@ -97,8 +97,8 @@ def _is_flat(module: nn.Module) -> bool:
 def _flat(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module._modules.items():  # a module may stand at two places
         if child is not None:
-            place = _join(path, name)
-            yield from _flat(child, place) if _is_flat(child) else [(place, child)]
+            inner = _join(path, name)
+            yield from _flat(child, inner) if _is_flat(child) else [(inner, child)]
 
 
 def _join(*parts: str) -> str:
@@ -118,7 +118,7 @@ def convert_network(each: Layer, context: BuildContext) -> nn.Module:
     call, ours = LayerCall(context.time_steps, folds_time(network)), dict[nn.Module, nn.Module]()
     for path, part, conversion in _reached(network):
         if problem := problem_of(part, "kept" if conversion is None else "cut"):
-            raise ValueError(f"{place_of(path, part)} {problem}")
+            raise ValueError(f"{module_label(path, part)} {problem}")
         if conversion is not None and part not in ours:
             ours[part] = convert(part, conversion, context, each.initialise)
     return as_layer(swapped(network, ours), each.name, call)
@@ -144,7 +144,7 @@ def why_whole(network: nn.Module) -> str | None:
     """Reason why no rank can have a part of a network, and each computes all of it; None where sizes decide."""
     for path, part, conversion in _reached(network):
         if why := _why_not_cut(part, conversion):
-            return f"{place_of(path, part)} {why}"
+            return f"{module_label(path, part)} {why}"
     return None
 
 

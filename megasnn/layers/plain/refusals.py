@@ -14,7 +14,7 @@ from megasnn.layers.dropout import DropPath, ParallelDropout
 from megasnn.layers.init import own_tensors, tensors_of
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.norm import ParallelBatchNorm
-from megasnn.layers.plain.table import batch_norm, class_name, in_table, is_multi_step
+from megasnn.layers.plain.table import class_name, in_table, is_multi_step, sharded_batch_norm
 from megasnn.layers.row_context import row_group
 from megasnn.layers.weighted import ParallelLinear
 from megasnn.parallel.sharding import shards_of
@@ -68,7 +68,7 @@ PROBLEMS: Sequence[tuple[str, Callable[[Any], object], str]] = (
     ("shard", lambda each: isinstance(each, SHARDED), "is cut already; shard is for plain layers"),
     (
         "plain inside kept cut",
-        lambda each: isinstance(each, _BatchNorm) and in_table(each) is not batch_norm,
+        lambda each: isinstance(each, _BatchNorm) and in_table(each) is not sharded_batch_norm,
         "is a batch norm with a forward of its own, which ours would not have",
     ),
     ("plain", _is_single_step, _SINGLE),
@@ -99,14 +99,14 @@ def problem_of(module: nn.Module, *uses: str) -> str | None:
     return None
 
 
-def refuse(module: nn.Module, *uses: str) -> None:
+def require_supported(module: nn.Module, *uses: str) -> None:
     """Raises ValueError for a module, or one in it, that cannot be computed alike on every layout."""
     for path, each in module.named_modules():
         if problem := problem_of(each, *uses):
-            raise ValueError(f"{place_of(path, each)} {problem}")
+            raise ValueError(f"{module_label(path, each)} {problem}")
 
 
-def place_of(path: str, module: nn.Module) -> str:
+def module_label(path: str, module: nn.Module) -> str:
     kind = type(module).__name__
     return f"{path} ({kind})" if path else kind
 
@@ -137,7 +137,7 @@ def refuse_mixed_rows(layer: nn.Module, context: BuildContext) -> None:
     for path, each in layer.named_modules():
         if rows is not None and _mixes_rows(each):
             raise ValueError(
-                f"{place_of(path, each)} mixes rows of images, or does not say that it computes each by itself "
+                f"{module_label(path, each)} mixes rows of images, or does not say that it computes each by itself "
                 f"(mixes_rows = False in its class): it cannot be computed with --context-parallel-size "
                 f"{rows.size} by rows; use --context-parallel-cut samples"
             )

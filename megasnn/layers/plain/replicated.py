@@ -23,8 +23,8 @@ from megasnn.layers.dropout import drawing_for
 from megasnn.layers.init import ModuleInitialiser, own_tensors
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.plain.initial_values import initializer_from_module
-from megasnn.layers.plain.refusals import SEQUENCES, is_stateful, note_stepped, refuse
-from megasnn.layers.plain.table import ConvertedDropout, batch_norm, convert, in_table, spec_of
+from megasnn.layers.plain.refusals import SEQUENCES, is_stateful, note_stepped, require_supported
+from megasnn.layers.plain.table import ConvertedDropout, convert, in_table, sharded_batch_norm, spec_of
 from megasnn.layers.shape_inference import mark_spikes, max_of
 from megasnn.parallel.collectives import gather_alike, own_channels
 from megasnn.parallel.sharding import shards_of
@@ -82,7 +82,7 @@ def folds_time(module: nn.Module) -> bool:
     modules, and none of them works along the first dimension, as attention and recurrent layers do."""
     if not all(type(each).__module__.startswith("torch.nn.") for each in module.modules()):
         return False
-    refuse(module, "torch")
+    require_supported(module, "torch")
     return not any(
         isinstance(each, SEQUENCES) or getattr(each, "dim", None) == 0 or getattr(each, "start_dim", None) == 0
         for each in module.modules()
@@ -100,12 +100,12 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
         ValueError: what cannot be computed alike on every layout.
     """
     note_stepped(module)
-    refuse(module, "plain")
+    require_supported(module, "plain")
     call = LayerCall(context.time_steps, folds_time(module), context.dtype)
     ours = {
         each: convert(each, conversion, context, initialise)
         for each in module.modules()
-        if (conversion := in_table(each)) in (batch_norm, ConvertedDropout)
+        if (conversion := in_table(each)) in (sharded_batch_norm, ConvertedDropout)
     }
     module = swapped(module, ours)
     for each in module.modules():

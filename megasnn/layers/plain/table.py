@@ -68,7 +68,7 @@ def linear(module: nn.Linear, context: BuildContext, initialise: ModuleInitialis
     )
 
 
-def batch_norm(norm: _BatchNorm, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
+def sharded_batch_norm(norm: _BatchNorm, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
     """Stands for a batch norm. One in evaluation mode uses and keeps its running statistics in training too."""
     ours = ParallelBatchNorm(
         norm.num_features,
@@ -146,8 +146,8 @@ CONVERSIONS: Registry[Conversion] = Registry(
     {
         **dict.fromkeys(("Conv1d", "Conv2d"), convolution),
         "Linear": linear,
-        **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"), batch_norm),
-        **dict.fromkeys((f"ThresholdDependentBatchNorm{dims}d" for dims in (1, 2, 3)), batch_norm),
+        **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"), sharded_batch_norm),
+        **dict.fromkeys((f"ThresholdDependentBatchNorm{dims}d" for dims in (1, 2, 3)), sharded_batch_norm),
         "Dropout": ConvertedDropout,
         **dict.fromkeys(_KINDS, ConvertedNeuron),
     },

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic.dataclasses import dataclass as config_dataclass
 
 from megasnn.common.files import STRICT
-from megasnn.config.checks import Positive, Size, numbers, refusal
+from megasnn.config.checks import Positive, Size, parse_numbers, refusal
 from megasnn.config.neuron import NeuronConfig
 from megasnn.kernels import NEURONS
 from megasnn.models.model import Model
@@ -63,8 +63,10 @@ class ESpikeFormer(Model):
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
-        wrong += refusal(numbers, "embed_dims", self.embed_dims, 4) + refusal(numbers, "depths", self.depths, 2)
-        if not wrong and numbers("embed_dims", self.embed_dims, 4)[0] % 2:
+        wrong += refusal(parse_numbers, "embed_dims", self.embed_dims, 4) + refusal(
+            parse_numbers, "depths", self.depths, 2
+        )
+        if not wrong and parse_numbers("embed_dims", self.embed_dims, 4)[0] % 2:
             wrong.append(f'--embed-dims "{self.embed_dims}" must begin with an even number, whose half the stem has')
         return wrong
 
@@ -73,8 +75,8 @@ class ESpikeFormer(Model):
         from megasnn.layers.layer import layer
         from megasnn.models.e_spikeformer import blocks as e
 
-        first, second, third, last = numbers("embed_dims", self.embed_dims, 4)
-        dims, depths = (first // 2, first, second, third, last), (1, 1, 2, *numbers("depths", self.depths, 2))
+        first, second, third, last = parse_numbers("embed_dims", self.embed_dims, 4)
+        dims, depths = (first // 2, first, second, third, last), (1, 1, 2, *parse_numbers("depths", self.depths, 2))
         inputs = self.in_channels
         for stage, (dim, depth) in enumerate(zip(dims, depths, strict=True)):
             down, sizes, attends = f"downsample.{stage}", (inputs, dim), stage >= FIRST_WITH_ATTENTION
@@ -85,9 +87,9 @@ class ESpikeFormer(Model):
             wide: dict[str, Any] = {"dims": 1, "bias": True} if attends else {"kernel_size": 3}
             for block in range(depth):
                 name = f"stage{stage}.{block}"
-                yield layer(f"{name}.separable", e.SeparableConv(dim, 3 if attends else 7), unit=name)
+                yield layer(f"{name}.separable", e.SeparableConv(dim, 3 if attends else 7), layer_group=name)
                 if attends:
-                    yield layer(f"{name}.attention", e.CountAttention(dim, self.num_heads), unit=name)
-                yield layer(f"{name}.mlp", e.MLP(dim, int(dim * self.mlp_ratio), **wide), unit=name)
+                    yield layer(f"{name}.attention", e.CountAttention(dim, self.num_heads), layer_group=name)
+                yield layer(f"{name}.mlp", e.MLP(dim, int(dim * self.mlp_ratio), **wide), layer_group=name)
             inputs = dim
         yield layer("head", e.Head(inputs, self.num_classes))

@@ -20,11 +20,11 @@ class PatchEmbedding(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, begins: bool, small: bool) -> None:
         super().__init__()
-        unit = partial(ConvNormNeuron, kernel_size=3, bias=not small)
+        conv_norm_neuron = partial(ConvNormNeuron, kernel_size=3, bias=not small)
         middle = outputs // 2 if begins else inputs
-        self.begin = unit(inputs, middle, max_pool=not small) if begins else None
-        self.down = unit(middle, outputs, max_pool=not small)
-        self.last = None if begins and small else unit(outputs, outputs, max_pool=small)
+        self.begin = conv_norm_neuron(inputs, middle, max_pool=not small) if begins else None
+        self.down = conv_norm_neuron(middle, outputs, max_pool=not small)
+        self.last = None if begins and small else conv_norm_neuron(outputs, outputs, max_pool=small)
         self.shortcut = ConvNormNeuron(middle, outputs, bias=not small, stride=1 if begins and small else 2)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megasnn.config.checks import Positive, Size, numbers, refusal
+from megasnn.config.checks import Positive, Size, parse_numbers, refusal
 from megasnn.models.model import Model
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class QKFormer(Model):
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
-        wrong += refusal(numbers, "depths", self.depths, STAGES)
-        wrong += refusal(numbers, "num_heads", self.num_heads, STAGES)
+        wrong += refusal(parse_numbers, "depths", self.depths, STAGES)
+        wrong += refusal(parse_numbers, "num_heads", self.num_heads, STAGES)
         if not wrong and self.embed_dim % 8:
             wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of 8, for the first stage's first layer")
         return wrong
@@ -56,14 +56,14 @@ class QKFormer(Model):
         from megasnn.models.qkformer.blocks import PatchEmbedding
 
         inputs, small = self.in_channels, self.patch_embedding == "cifar"
-        depths, of_heads = (numbers(name, getattr(self, name), STAGES) for name in ("depths", "num_heads"))
+        depths, of_heads = (parse_numbers(name, getattr(self, name), STAGES) for name in ("depths", "num_heads"))
         for number, (depth, heads) in enumerate(zip(depths, of_heads, strict=True), start=1):
             dim = self.embed_dim // 2 ** (STAGES - number)
             yield layer(f"patch_embed{number}", PatchEmbedding(inputs, dim, begins=number == 1, small=small))
             attention = SpikingSelfAttention if number == STAGES else TokenAttention
             for block in range(depth):
                 name = f"stage{number}.{block}"
-                yield layer(f"{name}.attention", Residual(attention(dim, heads)), unit=name)
-                yield layer(f"{name}.mlp", ResidualMLP(dim, int(dim * self.mlp_ratio), bias=True), unit=name)
+                yield layer(f"{name}.attention", Residual(attention(dim, heads)), layer_group=name)
+                yield layer(f"{name}.mlp", ResidualMLP(dim, int(dim * self.mlp_ratio), bias=True), layer_group=name)
             inputs = dim
         yield layer("head", MeanLinear(inputs, self.num_classes))

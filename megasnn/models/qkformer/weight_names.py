@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from megasnn.models.weight_names import prefix_dialect, unit_prefixes
+from megasnn.models.weight_names import conv_norm_prefixes, prefix_dialect
 
 _EMBEDDINGS = {1: ("begin", "down", "last"), 2: ("down", "last"), 3: ("down", "last")}  # of each stage, in their order
 _ATTENTION = {"qk": "qk", "qkv": "qkv", "projection": "proj"}
-_UNITS = {
+_CONV_NORMS = {
     **{
-        f"patch_embed{stage}.{unit}": (f"patch_embed{stage}", (f"conv{i}", f"bn{i}", f"lif{i}"))
-        for stage, units in _EMBEDDINGS.items()
-        for i, unit in enumerate(units, start=1)
+        f"patch_embed{stage}.{conv_norm}": (f"patch_embed{stage}", (f"conv{i}", f"bn{i}", f"lif{i}"))
+        for stage, conv_norms in _EMBEDDINGS.items()
+        for i, conv_norm in enumerate(conv_norms, start=1)
     },
     "patch_embed{}.shortcut": ("patch_embed{}.shortcut", ("0", "1", "2")),
     **{
@@ -25,7 +25,7 @@ SPIKINGJELLY = prefix_dialect(
     "SpikingJelly's QKFormer",
     marker="stage1.0.attn.qk_conv_bn.0.weight",
     prefixes={
-        **unit_prefixes(_UNITS),
+        **conv_norm_prefixes(_CONV_NORMS),
         "stage{}.{}.attention.inner.neuron": "stage{}.{}.attn.attn_lif",
         "head": "head",
     },

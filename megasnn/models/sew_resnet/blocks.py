@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megasnn.layers import ConvNormNeuron
 from megasnn.layers.init import kaiming_normal
 
-_unit = partial(ConvNormNeuron, initialise=kaiming_normal)
+_conv_norm_neuron = partial(ConvNormNeuron, initialise=kaiming_normal)
 
 
 class SewBlock(nn.Module):
@@ -19,10 +19,10 @@ class SewBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int, connect: str) -> None:
         super().__init__()
         self.connect = connect
-        self.first = _unit(inputs, outputs, kernel_size=3, stride=stride)
-        self.second = _unit(outputs, outputs, kernel_size=3)
+        self.first = _conv_norm_neuron(inputs, outputs, kernel_size=3, stride=stride)
+        self.second = _conv_norm_neuron(outputs, outputs, kernel_size=3)
         changes = stride != 1 or inputs != outputs
-        self.shortcut = _unit(inputs, outputs, stride=stride) if changes else None
+        self.shortcut = _conv_norm_neuron(inputs, outputs, stride=stride) if changes else None
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.second(self.first(x))

@@ -40,7 +40,7 @@ class SewResNet(Model):
 
         inputs = self.width
         yield layer("stem", ConvNormNeuron(self.in_channels, inputs, 7, stride=2, initialise=kaiming_normal))
-        yield layer("pool", MaxPool(), unit="stem")
+        yield layer("pool", MaxPool(), layer_group="stem")
         for stage, blocks in enumerate(BLOCKS[self.depth]):
             width = self.width * 2**stage
             for block in range(blocks):

@@ -3,7 +3,7 @@ github.com/fangwei123456/Spike-Element-Wise-ResNet); the tensors are the same on
 
 from __future__ import annotations
 
-from megasnn.models.weight_names import prefix_dialect, unit_prefixes
+from megasnn.models.weight_names import conv_norm_prefixes, prefix_dialect
 
 _BLOCK = {
     "first": ("conv1", "bn1", "sn1"),
@@ -19,7 +19,7 @@ SPIKINGJELLY = prefix_dialect(
         "stem.conv": "conv1",
         "stem.norm": "bn1",
         "stem.neuron": "sn1",
-        **unit_prefixes({f"layer{{}}.{{}}.{ours}": ("layer{}.{}", theirs) for ours, theirs in _BLOCK.items()}),
+        **conv_norm_prefixes({f"layer{{}}.{{}}.{ours}": ("layer{}.{}", theirs) for ours, theirs in _BLOCK.items()}),
         "head": "fc",
     },
 )
@@ -33,7 +33,9 @@ PUBLISHED = prefix_dialect(
     prefixes={
         "stem.conv": "conv1",
         "stem.norm": "bn1",
-        **unit_prefixes({f"layer{{}}.{{}}.{a}": (f"layer{{}}.{{}}.{b}.module", ("0", "1")) for a, b in _NAMES.items()}),
+        **conv_norm_prefixes(
+            {f"layer{{}}.{{}}.{a}": (f"layer{{}}.{{}}.{b}.module", ("0", "1")) for a, b in _NAMES.items()}
+        ),
         "head": "fc",
     },
 )

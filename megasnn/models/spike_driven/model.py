@@ -56,14 +56,14 @@ class SpikeDrivenTransformer(Model):
         channels = [self.in_channels, *(dim // 2 ** (STEM_STAGES - 1 - stage) for stage in range(STEM_STAGES))]
         *first, last = (pooled == "1" for pooled in self.pooled_stages)
         for stage, pools in enumerate(first):
-            unit = ConvNormNeuron(channels[stage], channels[stage + 1], 3, bias=True)
-            yield layer(f"{stem}.stages.{stage}", unit, unit=stem)
+            conv_norm_neuron = ConvNormNeuron(channels[stage], channels[stage + 1], 3, bias=True)
+            yield layer(f"{stem}.stages.{stage}", conv_norm_neuron, layer_group=stem)
             if pools:
-                yield layer(f"{stem}.pools.{stage}", MaxPool(), unit=stem)
-        yield layer(f"{stem}.last", Potential(channels[-2], dim, last), unit=stem)
-        yield layer(f"{stem}.positional_encoding", Residual(NeuronConvNorm(dim, dim, 3)), unit=stem)
+                yield layer(f"{stem}.pools.{stage}", MaxPool(), layer_group=stem)
+        yield layer(f"{stem}.last", Potential(channels[-2], dim, last), layer_group=stem)
+        yield layer(f"{stem}.positional_encoding", Residual(NeuronConvNorm(dim, dim, 3)), layer_group=stem)
         for block in range(self.depth):
             name = f"blocks.{block}"
-            yield layer(f"{name}.attention", Residual(SpikeDrivenAttention(dim)), unit=name)
-            yield layer(f"{name}.mlp", MLP(dim, int(dim * self.mlp_ratio)), unit=name)
+            yield layer(f"{name}.attention", Residual(SpikeDrivenAttention(dim)), layer_group=name)
+            yield layer(f"{name}.mlp", MLP(dim, int(dim * self.mlp_ratio)), layer_group=name)
         yield layer("head", Head(dim, self.num_classes))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megasnn.models.weight_names import prefix_dialect, unit_prefixes
+from megasnn.models.weight_names import conv_norm_prefixes, prefix_dialect
 
-_UNITS = {
+_CONV_NORMS = {
     "patch_embed.stages.{}": ("patch_embed.stages.{}", ("0", "1", "2")),
     "patch_embed.positional_encoding.inner": ("patch_embed", ("rpe_conv", "rpe_bn", "final_lif")),
     **{f"blocks.{{}}.attention.inner.{x}": ("blocks.{}.attn", (f"{x}_conv", f"{x}_bn", f"{x}_lif")) for x in "qkv"},
@@ -16,7 +16,7 @@ SPIKINGJELLY = prefix_dialect(
     "SpikingJelly's Spike-driven Transformer",
     marker="patch_embed.rpe_conv.weight",
     prefixes={
-        **unit_prefixes(_UNITS),
+        **conv_norm_prefixes(_CONV_NORMS),
         "patch_embed.last.conv": "patch_embed.final_stage.0",
         "patch_embed.last.norm": "patch_embed.final_stage.1",
         "blocks.{}.attention.inner.neuron": "blocks.{}.attn.shortcut_lif",

@@ -61,12 +61,16 @@ class Spikformer(Model):
         for stage in range(STEM_STAGES):
             pools = stage >= (2 if self.patch_size == 4 else 0)
             sizes = channels[stage], channels[stage + 1], 3
-            unit = ConvNormNeuron(*sizes, max_pool=pools, initialise=trunc_normal)
-            yield layer(f"{stem}.stages.{stage}", unit, unit=stem)
+            conv_norm_neuron = ConvNormNeuron(*sizes, max_pool=pools, initialise=trunc_normal)
+            yield layer(f"{stem}.stages.{stage}", conv_norm_neuron, layer_group=stem)
         positional = PositionalEncoding(dim, dim, kernel_size=3, initialise=trunc_normal)
-        yield layer(f"{stem}.positional_encoding", positional, unit=stem)
+        yield layer(f"{stem}.positional_encoding", positional, layer_group=stem)
         for block in range(self.depth):
             name = f"blocks.{block}"
-            yield layer(f"{name}.attention", AttentionHalf(dim, self.num_heads, initialise=trunc_normal), unit=name)
-            yield layer(f"{name}.mlp", ResidualMLP(dim, int(dim * self.mlp_ratio), initialise=trunc_normal), unit=name)
+            yield layer(
+                f"{name}.attention", AttentionHalf(dim, self.num_heads, initialise=trunc_normal), layer_group=name
+            )
+            yield layer(
+                f"{name}.mlp", ResidualMLP(dim, int(dim * self.mlp_ratio), initialise=trunc_normal), layer_group=name
+            )
         yield layer("head", MeanLinear(dim, self.num_classes, initialise=trunc_normal, initialise_bias=zeros))

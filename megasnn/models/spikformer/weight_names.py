@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from megasnn.models.spikformer.model import STEM_STAGES
-from megasnn.models.weight_names import NORM_TENSORS, Dialect, Made, NameMap, prefix_dialect, unit_prefixes
+from megasnn.models.weight_names import NORM_TENSORS, Dialect, Made, NameMap, conv_norm_prefixes, prefix_dialect
 
 _PARTS_OF_STEM = ("conv_bn.block.0", "conv_bn.block.1", "neuron")
-_UNITS = {
+_CONV_NORMS = {
     **{f"patch_embed.{x}": (f"patch_embed.{x}", _PARTS_OF_STEM) for x in ("stages.{}", "positional_encoding")},
     **{
         f"blocks.{{}}.attention.{ours}": ("blocks.{}.attn", (f"{x}_conv_bn.0", f"{x}_conv_bn.1", f"{x}_lif"))
@@ -41,7 +41,7 @@ SPIKINGJELLY = prefix_dialect(
     "SpikingJelly's Spikformer",
     marker="patch_embed.stages.0.conv_bn.block.0.weight",
     prefixes={
-        **unit_prefixes(_UNITS),
+        **conv_norm_prefixes(_CONV_NORMS),
         "blocks.{}.attention.neuron": "blocks.{}.attn.attn_lif",
         "head": "head",
     },
@@ -56,28 +56,28 @@ _IN_BLOCK = {
 }
 
 
-def _units(names: Collection[str]) -> dict[str, list[tuple[str, str]]]:
+def _conv_norms(names: Collection[str]) -> dict[str, list[tuple[str, str]]]:
     """Our path of each unit -> theirs of its convolution and norm; three of each for q, k and v."""
-    units = {"patch_embed.positional_encoding": [("patch_embed.rpe_conv", "patch_embed.rpe_bn")]}
+    conv_norms = {"patch_embed.positional_encoding": [("patch_embed.rpe_conv", "patch_embed.rpe_bn")]}
     for stage in range(STEM_STAGES):
         conv, norm = (f"patch_embed.proj_{part}{stage or ''}" for part in ("conv", "bn"))
-        units[f"patch_embed.stages.{stage}"] = [(conv, norm)]
+        conv_norms[f"patch_embed.stages.{stage}"] = [(conv, norm)]
     kind = "linear" if "block.0.attn.q_linear.weight" in names else "conv"
     blocks = {match[1] for name in names if (match := re.match(r"block\.(\d+)\.", name))}
     for block in range(len(blocks)):  # counted: a stranger's numbers may be of any size
         for ours, theirs in _IN_BLOCK.items():
             paths = [f"block.{block}.{path}" for path in theirs]
-            units[f"blocks.{block}.{ours}"] = [(f"{path}_{kind}", f"{path}_bn") for path in paths]
-    return units
+            conv_norms[f"blocks.{block}.{ours}"] = [(f"{path}_{kind}", f"{path}_bn") for path in paths]
+    return conv_norms
 
 
 def _incoming(names: Collection[str]) -> NameMap:
     recipe = {name: Made((name,)) for name in ("head.weight", "head.bias")}
-    for ours, units in _units(names).items():
-        weights, biases = (tuple(f"{conv}.{tensor}" for conv, _ in units) for tensor in ("weight", "bias"))
+    for ours, conv_norms in _conv_norms(names).items():
+        weights, biases = (tuple(f"{conv}.{tensor}" for conv, _ in conv_norms) for tensor in ("weight", "bias"))
         recipe[f"{ours}.conv.weight"] = Made(weights, _joined_pointwise if ours.startswith("blocks.") else None)
         for tensor in NORM_TENSORS:
-            recipe[f"{ours}.norm.{tensor}"] = Made(tuple(f"{norm}.{tensor}" for _, norm in units), _joined)
+            recipe[f"{ours}.norm.{tensor}"] = Made(tuple(f"{norm}.{tensor}" for _, norm in conv_norms), _joined)
         if biases[0] in names:
             means = recipe[f"{ours}.norm.running_mean"].sources
             recipe[f"{ours}.norm.running_mean"] = Made(means + biases, _without_biases)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic.dataclasses import dataclass as config_dataclass
 
 from megasnn.common.files import STRICT
-from megasnn.config.checks import ShareBelowOne, Size, refusal
-from megasnn.config.neuron import NeuronConfig, Surrogate
+from megasnn.config.checks import FractionBelowOne, Size, refusal
+from megasnn.config.neuron import NeuronConfig, SurrogateName
 from megasnn.models.model import Model
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class VggNeuronConfig(NeuronConfig):
 
     tau: float = 1.333
     decay_input: bool = False
-    surrogate: Surrogate = "atan"
+    surrogate: SurrogateName = "atan"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class VggDvs(Model):
     """The samples are recordings of event cameras; --no-event-frames takes images, shown at every time step."""
     time_steps: Size = 10
     """Frames of a sample, T: one at each simulated time step."""
-    dropout: ShareBelowOne = 0.25
+    dropout: FractionBelowOne = 0.25
     """Share of the classifier's inputs that are left out in training, drawn anew for each sample and time step."""
 
     def problems(self, tensor_parallel: int) -> list[str]:
@@ -95,8 +95,10 @@ class VggDvs(Model):
         for index, (channels, pools) in enumerate(convolutions):
             pool = 2 if pools else 1
             size //= pool
-            unit = ConvNormNeuron(inputs, channels, 3, bias=True, average_pool=pool, initialise=kaiming_normal)
-            yield layer(f"features.{index}", unit)
+            conv_norm_neuron = ConvNormNeuron(
+                inputs, channels, 3, bias=True, average_pool=pool, initialise=kaiming_normal
+            )
+            yield layer(f"features.{index}", conv_norm_neuron)
             inputs = channels
         pool = 2 if pools_last else 1
         features = inputs * (size // pool) ** 2

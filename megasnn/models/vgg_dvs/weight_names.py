@@ -24,9 +24,9 @@ def _prefixes(pools: Sequence[bool], dropout: bool) -> dict[str, str]:
     """Our path of each module -> SpikingJelly's. Args: pools: whether pooling comes before each convolution."""
     prefixes = {"classifier.linear": f"classifier.{int(dropout)}"}
     for index, pool in enumerate(pools):
-        unit = f"features.{index}"
+        conv_norm = f"features.{index}"
         parts = {"conv": f"proj_bn.{int(pool)}", "norm": f"proj_bn.{int(pool) + 1}", "neuron": "neuron"}
-        prefixes |= {f"{unit}.{ours}": f"{unit}.{theirs}" for ours, theirs in parts.items()}
+        prefixes |= {f"{conv_norm}.{ours}": f"{conv_norm}.{theirs}" for ours, theirs in parts.items()}
     return prefixes
 
 
