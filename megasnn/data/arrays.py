@@ -63,9 +63,9 @@ class ArrayFormat(SampleFormat):
                 for member in archive
                 if member.isreg() and (content := archive.extractfile(member))
             }
-        return {each.name: self._decoded(each, files) for each in self.arrays}
+        return {each.name: self._array(each, files) for each in self.arrays}
 
-    def _decoded(self, array: ArrayFile, files: Mapping[str, bytes]) -> NDArray[Any]:
+    def _array(self, array: ArrayFile, files: Mapping[str, bytes]) -> NDArray[Any]:
         if not array.ending:
             assert self.image is not None
             return self.image.decode(_image_of(files, array.name))
@@ -101,7 +101,8 @@ class ArrayFormat(SampleFormat):
         if (turn := orientation(file)) is not None:
             file = file.transpose(turn)
         if self.image is not None:
-            size = upright_size(open_image(_image_of(files, array.name)))
+            image = open_image(_image_of(files, array.name))
+            size = upright_size(image, orientation(image))
             if file.size != size:
                 raise ValueError(
                     f".{array.ending} has {file.width} x {file.height} pixels, and its image {size[0]} x {size[1]}"

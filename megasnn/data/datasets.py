@@ -197,14 +197,13 @@ def _class_names(shards: Sequence[TarFile]) -> tuple[str, ...]:
 
 def _used_twice(train: Sequence[Address], valid: Sequence[Address] = ()) -> Iterator[str]:
     """Warnings of shards that have several names, and of those that are trained and evaluated on."""
-    names: dict[object, Address] = {}
-    for address in train:
-        first = names.setdefault(_identity(address), address)
-        if first != address:
-            yield f"WARNING: --data-path names one shard twice, {shown_path(str(first))} and {shown_path(str(address))}"
-    for address in valid:
-        if (first := names.get(_identity(address))) is not None:
-            yield f"WARNING: the shard {shown_path(str(first))} is in --data-path and in --valid-data-path"
+    seen: dict[object, tuple[str, Address]] = {}
+    for flag, addresses in (("--data-path", train), ("--valid-data-path", valid)):
+        for address in addresses:
+            first_flag, first = seen.setdefault(_identity(address), (flag, address))
+            if first is not address:
+                first_name, name = shown_path(str(first)), shown_path(str(address))
+                yield f"WARNING: {first_name} of {first_flag} and {name} of {flag} are one shard"
 
 
 def _identity(address: Address) -> object:

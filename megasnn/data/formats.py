@@ -99,8 +99,7 @@ class EventFormat(SampleFormat):
                 f"--time-steps {len(sample)}, or preprocess again (with --keep-events, any number goes)"
             )
         elif size is not None and sample.shape[2:] != (size, size):
-            sample = resize_frames(require_finite(sample, "frames"), size)
-        sample = require_finite(sample, "frames")
+            sample = resize_frames(sample, size)
         return self.augment.change(sample, *key) if key else sample
 
 
@@ -116,7 +115,7 @@ def decode_events(data: bytes) -> Recording | NDArray[Any]:
     """The recording of an events.npz, or the array `[T, 2, H, W]` of a frames.npz, which is read-only.
 
     Raises:
-        ValueError: damaged, neither, or too large; events out of order or outside their sensor.
+        ValueError: damaged, neither, too large, or not finite; events out of order or outside their sensor.
     """
     arrays = read_arrays(data)
     if "frames" not in arrays:
@@ -124,7 +123,7 @@ def decode_events(data: bytes) -> Recording | NDArray[Any]:
     frames = arrays["frames"]
     if frames.ndim != 4 or frames.shape[1] != 2 or not frames.size or frames.dtype.kind not in "iuf":
         raise ValueError(f"frames are numbers [T, 2, H, W], not {frames.dtype} {list(frames.shape)}")
-    return frames
+    return require_finite(frames, "frames")
 
 
 def encode_frames(frames: NDArray[Any]) -> bytes:

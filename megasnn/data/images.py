@@ -43,16 +43,21 @@ _ONE_BYTE_MODES = ("1", "L", "P")  # Pillow keeps four bytes for a pixel of all 
 
 
 def orientation(file: Image.Image) -> Image.Transpose | None:
-    """How a file's pixels are turned to stand upright, by its EXIF data; None where they do, or it is not known."""
+    """How a file's pixels are turned to stand upright, by its EXIF data; None where they do, or it is not known.
+
+    Raises as Pillow for a PNG that cannot be decoded.
+    """
+    if file.format == "PNG":  # EXIF data may stand behind the pixels
+        file.load()
     try:
         return _TURNS.get(file.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # damaged EXIF data, as of some of ImageNet's photographs: Pillow has no common class
         return None
 
 
-def upright_size(file: Image.Image) -> tuple[int, int]:
-    """Width and height of a file's image when it stands upright."""
-    return file.size[::-1] if orientation(file) in _ON_THEIR_SIDE else file.size
+def upright_size(file: Image.Image, turn: Image.Transpose | None) -> tuple[int, int]:
+    """Width and height of a file's image after a turn."""
+    return file.size[::-1] if turn in _ON_THEIR_SIDE else file.size
 
 
 def open_image(data: bytes, other_format: str | None = None) -> Image.Image:
@@ -115,7 +120,8 @@ class ImageFormat(SampleFormat):
         return self._changed(pixels, key) if key else pixels
 
     def _scaled(self, file: Image.Image, key: SampleKey | None) -> Image.Image:
-        width, height = upright_size(file)
+        turn = orientation(file)
+        width, height = upright_size(file, turn)
         side = self.center * min(width, height)
         left, top = (width - side) / 2, (height - side) / 2
         right, bottom, resample = left + side, top + side, Image.Resampling.BILINEAR
@@ -124,9 +130,9 @@ class ImageFormat(SampleFormat):
             draws, resample = keyed_numbers(seed, "crop", epoch, sample), Image.Resampling.BICUBIC
             left, top, right, bottom = random_box((width, height), self.recipe.crop_scale, CROP_SHAPE, draws)
         shorter = min(right - left, bottom - top)
-        turn, scale = orientation(file), self.size / shorter
-        if scale <= 0.5:  # JPEG: decode at 1/2, 1/4 or 1/8
-            file.draft(_MODES[self.channels], (int(file.width * scale), int(file.height * scale)))
+        if shorter >= 2 * self.size:  # JPEG: decode at 1/2, 1/4 or 1/8
+            smaller = int(file.width * self.size / shorter), int(file.height * self.size / shorter)
+            file.draft(_MODES[self.channels], smaller)
         image = file.convert(_MODES[self.channels])
         image = image if turn is None else image.transpose(turn)
         x, y = image.width / width, image.height / height  # below 1 where a JPEG was decoded smaller

@@ -45,7 +45,7 @@ _ADVICE = "make the shards again, or remove it"
 LABEL = "cls"
 SAMPLE_SUFFIXES = (*IMAGE_SUFFIXES, FRAMES, EVENTS)
 """Endings of a sample's data."""
-_INDEX_VERSION = "7"
+_INDEX_VERSION = "8"
 _LABEL_BYTES = 32
 _AGAIN = "copy or download it again"
 FileState = tuple[int, int, int]
@@ -86,6 +86,11 @@ class ShardRecord:
     size: StoredCount
     broken: list[str]
     members: Members
+
+    def __post_init__(self) -> None:
+        ends = [offset + size for offset, size in zip(self.members.offsets, self.members.sizes, strict=True)]
+        if max(ends, default=0) > self.size or max(self.members.ends, default=0) > self.size:
+            raise ValueError(f"a sample ends behind the {self.size} bytes of {self.file}")
 
 
 @with_config(STRICT)

@@ -107,6 +107,16 @@ def test_lists_of_different_lengths_are_refused(tmp_path, name):
         open_shard(path)
 
 
+@pytest.mark.parametrize("name", ["offsets", "sizes", "ends"])
+def test_a_sample_behind_the_end_of_its_shard_is_refused(tmp_path, name):
+    path = write_folder(tmp_path, numbered(range(4)))
+    index = json.loads((tmp_path / INDEX_NAME).read_text())
+    index["shards"][0]["members"][name][2] = path.stat().st_size + 1
+    (tmp_path / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"{INDEX_NAME}: .*ends behind the {path.stat().st_size} bytes of a.tar"):
+        open_shard(path)
+
+
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
 def test_an_index_that_is_no_file_is_refused(tmp_path, kind):
     path = write_shard(tmp_path / "a.tar", numbered(range(2)))
