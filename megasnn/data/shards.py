@@ -287,7 +287,10 @@ def _agree(found: Members, listed: Members) -> bool:
 
 
 def _is_older(source: Path) -> bool:
-    """True where a shard is as it was when the index.json beside it was written, by the times that no program sets."""
+    """True where a shard is as it was when the index.json beside it was written.
+
+    The inode's time of change tells it: no program sets it, other than the time of the content.
+    """
     return source.stat().st_ctime_ns < (source.parent / INDEX_NAME).stat().st_ctime_ns
 
 
