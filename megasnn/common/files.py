@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import json
 import math
 import os
 import re
@@ -99,16 +100,31 @@ def described(
         file: where it comes from, for the error.
         advice: what to do when it is wrong, for the error.
     Raises:
-        DescriptionError: it is no JSON, or a field is missing, unknown, or of another type or range.
+        DescriptionError: it is no JSON, or a field is missing, unknown, there twice, or of another type or range.
     """
     try:
-        return _adapter(kind).validate_json(content)  # type: ignore[arg-type]
+        value: _T = _adapter(kind).validate_json(content)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         text = f"{'.'.join(in_message(part) for part in first['loc']) or 'the file'}: {first['msg']}"
         if first["type"] not in ("missing", "json_invalid"):
             text += f", found {in_message(reprlib.repr(first['input']))}"
         raise DescriptionError(f"{file}: {text}; {advice}") from None
+    try:
+        json.loads(content, object_pairs_hook=unique)  # pydantic takes the last of several
+    except ValueError as error:
+        raise DescriptionError(f"{file}: {error}; {advice}") from None
+    return value
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, for `object_pairs_hook`. Raises ValueError where a name stands twice."""
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"{in_message(name)} stands twice in one object; the second is {in_message(value)}")
+        values[name] = value
+    return values
 
 
 def require_regular(path: Path) -> None:
@@ -167,12 +183,14 @@ def read_array(data: bytes) -> NDArray[Any]:
 
 
 def read_arrays(data: bytes) -> dict[str, NDArray]:
-    """Arrays of an .npz, which is given whole, by name. Python objects are refused.
+    """Arrays of an .npz by name, or that of an .npy as "array"; the file is given whole. Python objects are refused.
 
     Raises:
         ValueError: it is none, cut, damaged, or too large, or an array is not of numbers.
     """
     try:
+        if data.startswith(npy.MAGIC_PREFIX):
+            return {"array": read_array(data)}
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
             require_size("its arrays", sum(member.file_size for member in members))

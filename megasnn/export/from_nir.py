@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from math import isclose
-from typing import Any
+from typing import Any, NamedTuple
 
 import nir
 import numpy as np
@@ -51,15 +51,20 @@ class Network:
         return name
 
 
-def from_nir(graph: nir.NIRGraph, dt: float = DT, neuron: NeuronSpec | None = None) -> Network:
+def from_nir(
+    graph: nir.NIRGraph, dt: float = DT, neuron: NeuronSpec | None = None, soft_reset: bool = False
+) -> Network:
     """Reads a graph without cycles, of one input and one output.
 
     Args:
         dt: seconds of a time step.
         neuron: whose surrogate and `detach_reset` the neurons get.
+        soft_reset: True where the threshold is subtracted after a spike. A graph does not say it: snnTorch 1.0.0 writes
+            equal graphs for every kind of reset.
     Raises:
         CheckpointError: a node that has no layer here, or whose neurons differ from each other; names it.
     """
+    options = _Options(dt, neuron or NeuronSpec(), soft_reset)
     sources: dict[str, list[str]] = {name: [] for name in graph.nodes}
     for source, target in graph.edges:
         sources[target].append(source)
@@ -83,7 +88,7 @@ def from_nir(graph: nir.NIRGraph, dt: float = DT, neuron: NeuronSpec | None = No
         if type(node) not in _READERS or not takes:
             raise CheckpointError(f"{name}: nir.{type(node).__name__} has no layer here")
         try:
-            names[name] = network.append(name, _READERS[type(node)](node, dt, neuron or NeuronSpec()), takes)
+            names[name] = network.append(name, _READERS[type(node)](node, options), takes)
         except ValueError as error:
             raise CheckpointError(f"{name}: {error}") from None
         tensors = {kind: getattr(node, kind, None) for kind in ("weight", "bias")}
@@ -94,7 +99,15 @@ def from_nir(graph: nir.NIRGraph, dt: float = DT, neuron: NeuronSpec | None = No
 # --- nodes
 
 
-def _conv(node: nir.Conv2d, dt: float, neuron: NeuronSpec) -> Make:
+class _Options(NamedTuple):
+    """Facts that a graph does not hold: the arguments of `from_nir`."""
+
+    dt: float
+    neuron: NeuronSpec
+    soft_reset: bool
+
+
+def _conv(node: nir.Conv2d, options: _Options) -> Make:
     outputs, inputs, *kernel = node.weight.shape
     stride, dilation, groups, padding = _pair(node.stride), _pair(node.dilation), int(node.groups), node.padding
     if isinstance(padding, str | bytes):
@@ -102,43 +115,58 @@ def _conv(node: nir.Conv2d, dt: float, neuron: NeuronSpec) -> Make:
         if is_same and not all(side % 2 for side in kernel):
             raise ValueError(f"padding 'same' of a kernel of {kernel}: give numbers")
         padding = [is_same * far * (side // 2) for far, side in zip(dilation, kernel, strict=True)]
-    options: dict[str, Any] = {"stride": stride, "padding": _pair(padding), "dilation": dilation, "groups": groups}
-    return partial(ParallelConv, inputs * groups, outputs, kernel, bias=True, **options)
+    geometry: dict[str, Any] = {"stride": stride, "padding": _pair(padding), "dilation": dilation, "groups": groups}
+    return partial(ParallelConv, inputs * groups, outputs, kernel, bias=True, **geometry)
 
 
-def _linear(node: nir.Affine | nir.Linear, dt: float, neuron: NeuronSpec) -> Make:
+def _linear(node: nir.Affine | nir.Linear, options: _Options) -> Make:
     outputs, inputs = node.weight.shape
     return partial(ParallelLinear, inputs, outputs, bias=isinstance(node, nir.Affine))
 
 
-def _pool(node: nir.AvgPool2d, dt: float, neuron: NeuronSpec) -> Make:
-    return partial(nn.AvgPool2d, _pair(node.kernel_size), _pair(node.stride), _pair(node.padding))
+def _pool(node: nir.AvgPool2d | nir.SumPool2d, options: _Options) -> Make:
+    divisor = 1 if isinstance(node, nir.SumPool2d) else None  # a sum is the average times the window's size
+    sizes = _pair(node.kernel_size), _pair(node.stride), _pair(node.padding)
+    return partial(nn.AvgPool2d, *sizes, divisor_override=divisor)
 
 
-def _flatten(node: nir.Flatten, dt: float, neuron: NeuronSpec) -> Make:
+def _flatten(node: nir.Flatten, options: _Options) -> Make:
     start, end = int(node.start_dim), int(node.end_dim)  # without samples, which torch's modules have
     return partial(nn.Flatten, start + (start >= 0), end + (end >= 0))
 
 
-def _if(node: nir.IF, dt: float, neuron: NeuronSpec) -> Make:
-    if not isclose(r := _only(node, "r"), 1 / dt, rel_tol=1e-6):
+def _if(node: nir.IF, options: _Options) -> Make:
+    r, dt = _only(node, "r"), options.dt
+    if not isclose(r, 1 / dt, rel_tol=1e-6):
         raise ValueError(f"r is {r}, and must be 1 / dt, {1 / dt}: give from_nir(..., dt=...) the step of the graph")
-    return _neuron(node, replace(neuron, kind="if"))
+    return _neuron(node, replace(options.neuron, kind="if"), options)
 
 
-def _lif(node: nir.LIF, dt: float, neuron: NeuronSpec) -> Make:
-    tau, r = round(_only(node, "tau") / dt, 12), _only(node, "r")  # 1.333 * dt / dt is 1.3330000000000002
+def _lif(node: nir.LIF, options: _Options) -> Make:
+    seconds, r = _only(node, "tau"), _only(node, "r")
+    tau = round(seconds / options.dt, 12)  # 1.333 * dt / dt is 1.3330000000000002
+    if tau <= 1:
+        raise ValueError(
+            f"tau is {seconds} s, {tau} time steps of dt = {options.dt} s, and must be more than one: give "
+            "from_nir(..., dt=...) the step of the graph (of one that norse 1.1.0 wrote, the square of its step)"
+        )
     decays = isclose(r, 1, rel_tol=1e-6)
     if not decays and not isclose(r, tau, rel_tol=1e-6):
-        raise ValueError(f"r is {r}, and must be 1 or tau / dt, {tau}")
-    if not isclose(v_leak := _only(node, "v_leak"), _only(node, "v_reset"), rel_tol=1e-6, abs_tol=1e-12):
-        raise ValueError(f"v_leak is {v_leak}, and must be v_reset, {_only(node, 'v_reset')}")
-    return _neuron(node, replace(neuron, kind="lif", tau=tau, decay_input=decays))
+        raise ValueError(
+            f"r is {r}, and must be 1 or tau / dt, {tau}: give from_nir(..., dt=...) the step of the graph"
+        )
+    v_leak, v_reset = _only(node, "v_leak"), _only(node, "v_reset")
+    if not isclose(v_leak, v_reset, rel_tol=1e-6, abs_tol=1e-12):
+        raise ValueError(f"v_leak is {v_leak}, and must be v_reset, {v_reset}")
+    return _neuron(node, replace(options.neuron, kind="lif", tau=tau, decay_input=decays), options)
 
 
-def _neuron(node: nir.IF | nir.LIF, spec: NeuronSpec) -> Make:
+def _neuron(node: nir.IF | nir.LIF, spec: NeuronSpec, options: _Options) -> Make:
     v_threshold, v_reset = _only(node, "v_threshold"), _only(node, "v_reset")
-    return partial(make_neuron, replace(spec, v_threshold=v_threshold, v_reset=v_reset))
+    if options.soft_reset and v_reset != 0:
+        raise ValueError(f"v_reset is {v_reset}, and must be 0 for from_nir(..., soft_reset=True)")
+    reset = None if options.soft_reset else v_reset
+    return partial(make_neuron, replace(spec, v_threshold=v_threshold, v_reset=reset))
 
 
 def _only(node: Any, name: str) -> float:
@@ -154,11 +182,12 @@ def _pair(value: Any) -> tuple[int, int]:
     return int(first), int(second)
 
 
-_READERS: dict[type, Callable[[Any, float, NeuronSpec], Make]] = {
+_READERS: dict[type, Callable[[Any, _Options], Make]] = {
     nir.Conv2d: _conv,
     nir.Affine: _linear,
     nir.Linear: _linear,
     nir.AvgPool2d: _pool,
+    nir.SumPool2d: _pool,
     nir.Flatten: _flatten,
     nir.IF: _if,
     nir.LIF: _lif,

@@ -68,7 +68,8 @@ def to_nir(model: TrainedModel, dt: float = DT) -> nir.NIRGraph:
     layers = zip(model.description.layers, model.chunk.layers, strict=True)
     for number, (described, module) in enumerate(layers):
         outputs[number] = graph.follow(described.name, module, [outputs[source] for source in described.inputs])
-    graph.add("output", nir.Output(np.array(outputs[number].shape)), outputs[number], outputs[number].shape)
+    last = graph.joined(outputs[number])
+    graph.add("output", nir.Output(np.array(last.shape)), last, last.shape)
     return nir.NIRGraph(graph.nodes, graph.edges)
 
 
@@ -135,6 +136,16 @@ class _Graph:
         self._used.update(a.nodes + b.nodes)
         return Value(a.nodes + b.nodes, a.shape, a.folds_time)
 
+    def joined(self, x: Value) -> Value:
+        """The same tensor as the output of one node.
+
+        Readers take two edges into an output for two outputs (SpikingJelly 2.0.0, snnTorch 1.0.0). Flattening the first
+        dimension alone changes nothing, and has a node for every shape.
+        """
+        if len(x.nodes) == 1:
+            return x
+        return self.add("sum", nir.Flatten(np.array(x.shape), 0, 0), x, x.shape)
+
     def call(self, path: str, target: Any, x: Any, *args: Any, **options: Any) -> Any:
         """Adds the node of a function, or of a method by its name."""
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
@@ -168,6 +179,10 @@ class _Graph:
         else:
             self.refuse(f"the padding {module.padding_mode} {module.padding}")
         weight = module.weight[(..., *[None] * (4 - module.weight.ndim))].numpy()
+        if options.groups > 1:
+            self.refuse(
+                f"a convolution of {options.groups} groups (nir 1.0 takes it for one of {weight.shape[1]} inputs)"
+            )
         if weight.shape[2] != weight.shape[3]:
             self.refuse("a kernel that is not square (nir 1.0 takes it for one)")
         bias = np.zeros(len(weight), weight.dtype) if module.bias is None else module.bias.numpy()
@@ -210,15 +225,16 @@ class _Graph:
         node = nir.LIF(tau=full(tau * self.dt), r=full(r), v_leak=full(spec.v_reset), **ends)
         return self.add(name, node, x, x.shape)
 
-    def average_pool(self, name: str, x: Value, size: Any, stride: Any = None) -> Value:
+    def average_pool(self, name: str, x: Value, size: Any, stride: Any = None, pool: Any = nir.AvgPool2d) -> Value:
         kernel, step = (np.array(np.broadcast_to(each, 2)) for each in (size, stride or size))
         sides = (np.array(x.shape[1:]) - kernel) // step + 1
-        return self.add(name, nir.AvgPool2d(kernel, step, np.zeros(2, int)), x, (x.shape[0], *sides))
+        return self.add(name, pool(kernel, step, np.zeros(2, int)), x, (x.shape[0], *sides))
 
     def pool(self, name: str, module: nn.AvgPool2d, x: Value) -> Value:
-        if module.ceil_mode or module.divisor_override is not None or np.any(module.padding):
-            self.refuse("average pooling with ceil_mode, divisor_override or padding")
-        return self.average_pool(name, x, module.kernel_size, module.stride)
+        if module.ceil_mode or module.divisor_override not in (None, 1) or np.any(module.padding):
+            self.refuse("average pooling with ceil_mode, a divisor_override above 1 or padding")
+        pool = nir.AvgPool2d if module.divisor_override is None else nir.SumPool2d
+        return self.average_pool(name, x, module.kernel_size, module.stride, pool)
 
     def mean(self, name: str, module: nn.Module, x: Value) -> Value:
         return self.flatten(f"{name}.flatten", self.average_pool(f"{name}.mean", x, x.shape[1:]), 2 - x.folds_time, -1)
@@ -262,6 +278,7 @@ class _Walk(fx.Interpreter):
 
     def __init__(self, traced: fx.GraphModule, graph: _Graph, name: str) -> None:
         super().__init__(traced)
+        self.extra_traceback = False  # an error is a refusal, and torch.fx would write its own lines behind it
         self._graph, self._name = graph, name
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -130,6 +130,7 @@ class ParallelConv(WeightedLayer):
             ProductOptions(group, communication, Products(geometry=geometry), pool=pool),
         )
         self.in_channels, self.out_channels, self.dims = in_channels, out_channels, dims
+        self.groups = groups
         self._kernel, self._geometry = torch.Size(kernel), geometry  # that of the plan may be without rows of padding
         self._rows, self._row_above = rows, row_above
         self._move: RowMove | None = None
@@ -149,6 +150,7 @@ class ParallelConv(WeightedLayer):
         if self._rows is not None and self._move is not None:
             x = move_rows(x, self._move, self._rows, self.options.content)
             bits = pack_bits(x) if holds_spikes else None
+        self.tell_observer(x)
         y = self.product(x, bits)
         # After a row style's sum each rank holds its own channels, so the bias is added once, to those.
         return y if self.bias is None or not add_bias else y + self.bias.to(y.dtype).view(-1, 1, 1)
@@ -186,6 +188,10 @@ class ParallelConv(WeightedLayer):
         if self._move is not None:
             geometry = replace(geometry, padding=(0, geometry.padding[1]))
         self.options = replace(self.options, products=replace(self.options.products, geometry=geometry))
+
+    def own_outputs(self, images: Tensor) -> Tensor:
+        is_doubled = self._row_above and self._rows is not None and self._rows.rank > 0
+        return images[:, :, 1:] if is_doubled else images
 
     def split_row_above(self, y: Tensor) -> tuple[Tensor | None, Tensor]:
         """The row above this rank's of an output with `row_above`, and the others; None where there is none."""

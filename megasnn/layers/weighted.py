@@ -8,7 +8,7 @@ A linear layer, on `[..., features_local]`, is a convolution of images of one pi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -19,7 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasnn.common.recompute import cached_collective
-from megasnn.kernels.convolution import average_pool, average_pool_gradient, convolution_input_gradient, pooled_space
+from megasnn.kernels.convolution import (
+    average_pool,
+    average_pool_gradient,
+    convolution_input_gradient,
+    convolve,
+    pooled_space,
+)
 from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import Content, bits_of, encode, may_be_sparse, remember_bits
 from megasnn.layers.context import BuildContext, context_for
@@ -36,8 +42,9 @@ from megasnn.parallel.collectives import (
     sum_and_scatter_columns,
     to_matrix,
 )
-from megasnn.parallel.sharding import Initialiser, Shard, declare
+from megasnn.parallel.sharding import Initialiser, Shard, declare, shards_of
 from megasnn.parallel_state import Group
+from megasnn.telemetry.operations import times_used
 
 
 class Communication(Enum):
@@ -77,11 +84,22 @@ class ProductOptions:
         return payloads[0] if is_kept and self.products.sparse else None
 
 
+ProductObserver = Callable[[Tensor, int], None]
+"""Takes images that are multiplied, `[frames, C, H, W]`, and the number of time steps that each frame stands for."""
+
+
 class WeightedLayer(nn.Module):
-    """A layer with a weight and perhaps a bias."""
+    """A layer with a weight and perhaps a bias.
+
+    Attributes:
+        groups: of the whole weight, as in torch.
+        observer: called with the input of every product when set, on ranks whose products count: of ranks that all
+            compute the same, the first one's do.
+    """
 
     weight: Tensor
     bias: Tensor | None
+    groups = 1
 
     def __init__(self, context: BuildContext, weight: Shard, bias: Shard | None, options: ProductOptions) -> None:
         super().__init__()
@@ -93,6 +111,29 @@ class WeightedLayer(nn.Module):
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         self._cast_weights, self._traceable = context.cast_weights, context.traceable
         self._sparse, self._has_whole_input = context.sparse_products, False
+        self.observer: ProductObserver | None = None
+        self._time_steps = context.time_steps
+        self._counts = context.held_by is None or context.held_by.rank == 0
+
+    def tell_observer(self, x: Tensor) -> None:
+        """Tells the observer, if there is one, of an input `[T, N, C, H, W]`."""
+        if self.observer is not None and self._counts:
+            steps = self._time_steps if len(x) == 1 else 1
+            self.observer(average_pool(x.flatten(0, 1), self.options.pool), steps)
+
+    def times_used(self, space: Sequence[int]) -> Tensor:
+        """Number of outputs that a value at each pixel of an observed image goes into, `[H, W]`; on all tensor parallel
+        ranks together, where it is a value of one of them."""
+        outputs, _, *sides = shards_of(self)["weight"].global_shape
+        kernel = torch.ones((1, 1, *sides, *[1] * (2 - len(sides))), dtype=torch.float64)
+        geometry = replace(self.options.products.geometry, groups=1)
+        of_a_channel = times_used(lambda image: self.own_outputs(convolve(image, kernel, geometry)), space)
+        is_shared = self.options.communication is Communication.WHOLE_INPUT
+        return of_a_channel * (outputs // self.groups) / (self.options.group.size if is_shared else 1)
+
+    def own_outputs(self, images: Tensor) -> Tensor:
+        """Of outputs `[frames, C, H, W]`, those that no other rank computes, too."""
+        return images
 
     def product(self, x: Tensor, bits: Tensor | None) -> Tensor:
         """The product with the weight, of `[T, N, C, H, W]`. Args: bits: of the same spikes, where they are packed."""
@@ -258,6 +299,7 @@ class ParallelLinear(WeightedLayer):
             ProductOptions(group, communication if group.size > 1 else Communication.NONE, Products()),
         )
         self.in_features, self.out_features, self.style = in_features, out_features, style
+        self._counts = self._counts and context.counts_logits  # where rows were shared out, space is gone
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta:
@@ -266,6 +308,7 @@ class ParallelLinear(WeightedLayer):
             return F.linear(x, self.weight, self.bias)
         if self._has_whole_input and self.style == "row":
             x = own_channels(x, self.options.group)
+        self.tell_observer(x.reshape(len(x), -1, x.shape[-1], 1, 1))
         bits = bits_of(x) if self.options.content is Content.SPIKES and x.is_contiguous() else None
         y = self.product(x.reshape(1, -1, x.shape[-1], 1, 1), bits).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -12,6 +12,7 @@ from typing import Any
 
 from megasnn.telemetry.callback import Callback
 from megasnn.telemetry.log import BestEffort, Console, JsonLog
+from megasnn.telemetry.operations import LayerOperations, describe_operations, operation_scalars
 from megasnn.telemetry.records import (
     EvaluationRecord,
     IterationRecord,
@@ -22,7 +23,7 @@ from megasnn.telemetry.records import (
     record_values,
     scalars_of,
 )
-from megasnn.telemetry.spikes import LayerSpikes, LayerWork, describe_operations, mean_spikes, synaptic_operations
+from megasnn.telemetry.spikes import LayerSpikes, mean_spikes
 from megasnn.telemetry.tensorboard import TensorBoard
 
 _NAMES = {"top1": "accuracy"}  # of training
@@ -39,7 +40,7 @@ class Reporter:
         best_effort: contexts for other code that only reports.
         board: takes texts and pictures for TensorBoard.
         asked_to_stop: True once a callback has asked for the end of the run.
-        work: multiply-adds of the model's layers, for the operations and energy told beside an evaluation.
+        multiply_adds: of the model in a sample's forward, told beside the operations of an evaluation.
     """
 
     def __init__(self, outline: RunOutline, is_writer: bool, callbacks: Sequence[Callback] = ()) -> None:
@@ -51,8 +52,7 @@ class Reporter:
         directory = outline.directory if is_writer else None
         self.board = TensorBoard(directory, self.best_effort, done if outline.resumed else None)
         self._done = self._iteration = done
-        self.work: Sequence[LayerWork] = ()
-        self._spikes: Sequence[LayerSpikes] = ()  # of the last log line
+        self.multiply_adds = 0
         self.begin()
 
     def begin(self) -> None:
@@ -95,7 +95,7 @@ class Reporter:
             samples: consumed up to here.
             more: scalars for TensorBoard and log.jsonl only. layers: spikes, for the same.
         """
-        record, self._spikes = self._record(iteration, samples, skipped_samples), layers or self._spikes
+        record = self._record(iteration, samples, skipped_samples)
         self._console.line(format_iteration(record))
         spikes = {layer.name: {k: v for k, v in asdict(layer).items() if k != "name"} for layer in layers}
         self.entry("iteration", {**record_values(record), **more, "layers": spikes})
@@ -135,14 +135,15 @@ class Reporter:
             self._pace, self._has_logged = (now, iteration), True
         return (self._outline.iterations - iteration) * (now - then) / max(iteration - before, 1)
 
-    def evaluation(self, record: EvaluationRecord) -> None:
+    def evaluation(self, record: EvaluationRecord, operations: Sequence[LayerOperations] = ()) -> None:
+        """Writes an evaluation, and the operations of each layer, in the model's order."""
         self._console.line(format_evaluation(record))
-        operations: dict[str, float] = {}
-        with self.best_effort("counting synaptic operations"):
-            if self.work and (operations := synaptic_operations(self.work, self._spikes)):
-                self._console.line(describe_operations(self.work, operations))
-        self.entry("validation", {**record_values(record), **operations})
-        self.board.scalars({**scalars_of(record), **operations}, record.iteration)
+        if operations:
+            self._console.line(describe_operations(operations, self.multiply_adds))
+        scalars = operation_scalars(operations)
+        layers = {each.name: {"macs": each.effective_macs, "acs": each.effective_acs} for each in operations}
+        self.entry("validation", {**record_values(record), **scalars, "layers": layers})
+        self.board.scalars({**scalars_of(record), **scalars}, record.iteration)
         self.board.flush()
         self._call("evaluation", record)
 

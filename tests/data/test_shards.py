@@ -229,8 +229,15 @@ def test_braces_keep_their_order_and_globs_are_sorted(folder):
         ("{folder}", "is a folder"),
         ("{folder}/${{NOT_SET}}/1.tar", r"--data-path .*\$\{NOT_SET\}.*WDS_NOT_SET is not set"),
         ("http://me:secret@host/{{0..9999999}}.tar", "--data-path 'http://host/.*more than 100,000 shards"),
+        ("file:pipe:touch x", "becomes the command 'pipe:touch x'"),
+        ("file://file:pipe:touch x", "becomes the command"),
+        ("a.tar::{{p,p}}ipe:touch x", "becomes the command"),
+        ("${{COMMAND}}touch x", "becomes the command"),
     ],
 )
-def test_paths_that_cannot_be_meant_are_refused(folder, path, named):
+def test_paths_that_cannot_be_meant_are_refused(folder, path, named, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("WDS_COMMAND", "pipe:")
+    (folder / "a.tar").touch()
     with pytest.raises(ValueError, match=named):
         expand_shards(path.format(folder=folder))

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megasnn.telemetry import reporter as module
 from megasnn.telemetry.log import BestEffort, Console, JsonLog
+from megasnn.telemetry.operations import LayerOperations
 from megasnn.telemetry.records import (
     EvaluationRecord,
     IterationRecord,
@@ -24,7 +25,7 @@ from megasnn.telemetry.records import (
     format_iteration,
 )
 from megasnn.telemetry.reporter import Reporter
-from megasnn.telemetry.spikes import LayerSpikes, LayerWork
+from megasnn.telemetry.spikes import LayerSpikes
 
 NOW = datetime(2026, 2, 3, 4, 5, 6)
 RECORD = dict(
@@ -121,10 +122,12 @@ def test_an_interval_is_summed_up(tmp_path, clock, capsys) -> None:
     clock[0] += 0.5
     reporter.step(StepResult(nan, {"top1": 0}, 10, nan, 0.1))
     reporter.log(5, 50, {})
-    reporter.work = [LayerWork("input", 8, False), LayerWork("a", 100, True)]
-    reporter.evaluation(EvaluationRecord(5, 50, 5, 1.0, {"top1": 0.5, "iou": 1.0}))
+    operations = [LayerOperations("input", 8.0, 0.0), LayerOperations("a", 0.0, 50.0)]
+    reporter.evaluation(EvaluationRecord(5, 50, 5, 1.0, {"top1": 0.5, "iou": 1.0}), operations)
     reporter.close()
-    assert entries(tmp_path, "validation")[0]["validation/effective_acs"] == 50
+    (evaluation,) = entries(tmp_path, "validation")
+    assert evaluation["validation/effective_acs"] == 50 and evaluation["validation/effective_macs"] == 8
+    assert evaluation["layers"] == {"input": {"macs": 8, "acs": 0}, "a": {"macs": 0, "acs": 50}}
     line, after = entries(tmp_path, "iteration")
     assert line["loss"] == 1.625 and line["accuracy"] == 6 / 40 and line["samples_per_second"] == 20.0
     assert line["elapsed_ms"] == 500 and line["epoch"] == 0.8 and line["skipped_iterations"] == 1

@@ -8,14 +8,10 @@ import torch
 from megasnn.telemetry.spikes import (
     RASTER_NEURONS,
     RASTER_SAMPLES,
-    LayerSpikes,
-    LayerWork,
     RasterRecorder,
     SpikeRecorder,
-    describe_operations,
     mean_spikes,
     position_in_model,
-    synaptic_operations,
 )
 
 
@@ -55,19 +51,6 @@ def test_counts_are_exact_in_every_type_and_forgotten_once_they_are_taken(dtype)
     (layer,) = recorder.reduce(None, ())
     assert layer.firing_rate == pytest.approx(2399 / 2400, rel=1e-12) and layer.saturated == 0.5
     assert recorder.reduce(None, ()) == []
-
-
-def test_synaptic_operations_are_counted_where_neurons_fire() -> None:
-    """A dense layer, one behind its neuron, and a block with two products, between which another neuron fires."""
-    layers = [LayerWork("conv", 1000, False), LayerWork("next", 200, True), LayerWork("block", 50, True)]
-    rates = {"conv.neuron": 0.5, "next.neuron": 0.1, "block.first": 0.3, "block.last": 0.4}
-    spikes = [LayerSpikes(name, rate, 0.0, 0.0) for name, rate in rates.items()]
-    found = synaptic_operations(layers, spikes)
-    acs = 200 * (0.5 + 0.1) / 2 + 50 * (0.1 + 0.3 + 0.4) / 3
-    assert found["validation/effective_macs"] == 1000
-    assert found["validation/effective_acs"] == pytest.approx(acs)
-    assert found["validation/energy_mj"] == pytest.approx(1e3 * (1000 * 4.6e-12 + acs * 0.9e-12))
-    assert synaptic_operations(layers, []) == {} and "1250 MACs" in describe_operations(layers, found)
 
 
 def test_rasters_have_a_few_neurons_of_the_first_samples() -> None:

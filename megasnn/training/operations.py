@@ -1,0 +1,84 @@
+"""Synaptic operations of an evaluation: observes the convolutions and linear layers of all ranks while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megasnn.engine.model import DistributedModel
+from megasnn.kernels.spike_codec import Content
+from megasnn.layers.weighted import WeightedLayer
+from megasnn.parallel.agreement import gather
+from megasnn.telemetry.operations import LayerOperations, OperationCounter, add_ranks, times_used
+from megasnn.telemetry.spikes import position_in_model
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+class Operations:
+    """Counts the operations of the products on this rank, inside `counting`."""
+
+    def __init__(self, distributed: DistributedModel) -> None:
+        self._state = distributed.state
+        self._order = [layer.name for layer in distributed.description.layers]
+        self._counter = OperationCounter()
+        self._modules: dict[nn.Module, str] = {}
+        for chunk in distributed.chunks.values():
+            for layer_name, layer in chunk.named_layers():
+                for name, module in layer.named_modules(prefix=layer_name):
+                    self._modules.setdefault(module, name)  # of one that two layers share, the first name
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Around an evaluation."""
+        hooks = []
+        for module, name in self._modules.items():
+            if isinstance(module, WeightedLayer):
+                module.observer = partial(self._of_ours, name, module)
+            # A module of torch's is whole on every tensor parallel rank.
+            elif isinstance(module, nn.Linear | Convolution) and self._state.tp.rank == 0:
+                hooks.append(module.register_forward_pre_hook(partial(self._of_torch, name)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module in self._modules:
+                if isinstance(module, WeightedLayer):
+                    module.observer = None
+
+    def of_sample(self, samples: int) -> list[LayerOperations]:
+        """Returns the operations of each product, means over so many samples, in the model's order. Collective."""
+        of_ranks = gather(self._state.world.handle, self._counter.take())
+        found = add_ranks(of_ranks, samples)
+        return sorted(found, key=lambda each: position_in_model(each.name, self._order))
+
+    def _of_ours(self, name: str, layer: WeightedLayer, images: Tensor, steps: int) -> None:
+        are_spikes = layer.options.content is Content.SPIKES and layer.options.pool == 1
+        self._counter.observe(name, images, layer.times_used, steps, are_spikes)
+
+    def _of_torch(self, name: str, module: Any, inputs: tuple[Tensor, ...]) -> None:
+        """Observes one of torch's modules, or of SpikingJelly's, which take all time steps too."""
+        x = inputs[0].detach()
+        if isinstance(module, nn.Linear):
+            rows = x.reshape(-1, x.shape[-1], 1)
+            self._counter.observe(name, rows, partial(torch.full, fill_value=float(module.out_features)))
+            return
+        images = x.flatten(0, x.ndim - len(module.kernel_size) - 2)
+        self._counter.observe(name, images, partial(_times_used, module))
+
+
+def _times_used(module: Convolution, space: Sequence[int]) -> Tensor:
+    """Number of outputs that a value at each pixel goes into, in a convolution of torch's."""
+    kinds: dict[int, Callable[..., Convolution]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+    options = module.kernel_size, module.stride, module.padding, module.dilation
+    of_a_channel = kinds[len(space)](
+        1, 1, *options, bias=False, padding_mode=module.padding_mode, dtype=torch.float64, device="cpu"
+    )
+    nn.init.ones_(of_a_channel.weight)
+    return times_used(of_a_channel, space) * (module.out_channels // module.groups)
