@@ -172,13 +172,13 @@ def read_array(data: bytes) -> NDArray[Any]:
         shape, is_fortran, dtype = read_header(file)
     except Exception as error:  # NumPy has no common class for what damaged headers make it raise
         raise ValueError(f"not a sound .npy file of {len(data)} bytes: {error}") from error
+    if dtype.hasobject:
+        raise ValueError("holds Python objects, which are not read")
     count, begin = math.prod(shape), file.tell()
     size = count * dtype.itemsize
     if min(shape, default=0) < 0 or size > len(data) - begin:
         raise ValueError(f"cut or damaged: its header says {size:,} bytes, and {len(data) - begin:,} are there")
     require_size("its array", size)
-    if dtype.hasobject:
-        raise ValueError("holds Python objects, which are not read")
     return np.frombuffer(data, dtype, count, begin).reshape(shape, order="F" if is_fortran else "C")
 
 
