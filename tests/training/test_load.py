@@ -249,13 +249,14 @@ def test_class_names_go_with_a_checkpoint_and_are_compared(cache, tmp_path):
         shards[name] = path = write_shard(tmp_path / name / "a.tar", numbered(range(12)))
         record = ShardRecord(path.name, "train", path.stat().st_size, [], scan(path, name))
         (tmp_path / name / "index.json").write_bytes(json_bytes(asdict(Index(classes, [record]))))
+    paths = {name: ("--data-path", str(path), "--valid-data-path", str(path)) for name, path in shards.items()}
     run = tmp_path / "run"
-    train(cache, "--train-iters", "1", "--data-path", str(shards["one"]), "--save", str(run))
+    train(cache, "--train-iters", "1", *paths["one"], "--save", str(run))
     assert load_model(run).about.samples["class_names"] == names["one"]
     load_model(run).save_pretrained(tmp_path / "pretrained")
     assert '"c9"' in (tmp_path / "pretrained" / "README.md").read_text()
     for flags in (("--evaluate-only",), ("--train-iters", "2")):
         with pytest.raises(CheckpointError, match="class 0 is 'c0' and 'c9' when it was saved and in the data now"):
-            train(cache, *flags, "--load", str(run), "--data-path", str(shards["other"]))
+            train(cache, *flags, "--load", str(run), *paths["other"])
     (tmp_path / "other" / "index.json").unlink()
-    train(cache, "--evaluate-only", "--load", str(run), "--data-path", str(shards["other"]))
+    train(cache, "--evaluate-only", "--load", str(run), *paths["other"])
