@@ -282,8 +282,9 @@ def _record_beside(source: Path) -> tuple[ShardRecord | None, tuple[str, ...]]:
 
 def _agree(found: Members, listed: Members) -> bool:
     """True where a shard holds the listed samples. Old folders say no starts and ends."""
-    bounds = {} if listed.starts else {"starts": [], "ends": []}
-    return replace(found, **bounds) == listed
+    if not listed.starts:
+        found = replace(found, starts=[], ends=[])
+    return found == listed
 
 
 def _is_older(source: Path) -> bool:
