@@ -24,6 +24,8 @@ _NAMES = {
 }
 _ORDERS = ("txyp", "xytp", "xypt")
 """Columns of arrays [N, 4] that are in use."""
+_NUMBERS = "iubf"  # kinds of NumPy's types
+_BOUNDS = {"x": (0, LARGEST_SIDE - 1), "y": (0, LARGEST_SIDE - 1), "p": (-1, 1)}
 _LATEST = 1 << 61  # in microseconds, so that no sum of two overflows
 _MICROSECONDS: dict[TimeUnit, tuple[int, int]] = {"s": (10**6, 1), "ms": (1000, 1), "us": (1, 1), "ns": (1, 1000)}
 _UNITS = "--time-unit s, ms, us or ns"
@@ -46,33 +48,39 @@ def recording_of_arrays(
     columns = _columns(arrays, sensor)
     require_size("its events", EVENT_BYTES * columns["t"].size)
     for name, values in columns.items():
-        if values.dtype.kind not in "iubf" or values.ndim != 1 or len(values) != len(columns["t"]):
+        if values.dtype.kind not in _NUMBERS or values.ndim != 1 or len(values) != len(columns["t"]):
             raise ValueError(
                 f"{name} must be numbers of one dimension and as many as t, not {values.dtype} {list(values.shape)}"
             )
     t = _microseconds(columns["t"], time_unit)
-    x, y = (_whole_numbers(name, columns[name], 0, LARGEST_SIDE - 1) for name in ("x", "y"))
-    p = _whole_numbers("p", columns["p"], -1, 1)
+    for name, (least, most) in _BOUNDS.items():
+        _require_whole(name, columns[name], least, most)
     sensor = _sensor_of(arrays) or sensor
     if sensor is None:
         raise ValueError(NO_SIZE)
-    return Recording(Events.make(t, x, y, p > 0), sensor)
+    return Recording(Events.make(t, columns["x"], columns["y"], columns["p"] > 0), sensor)
 
 
 def _columns(arrays: Mapping[str, NDArray], sensor: SensorSize | None) -> dict[str, NDArray]:
     """t, x, y and p of arrays, of a structured array, or of an array [N, 4]."""
-    if not (missing := _missing(arrays)):
+    missing = _missing(arrays)
+    if not missing:
         return _by_name(arrays)
-    tables = [array for array in arrays.values() if array.dtype.names or array.ndim == 2 and array.shape[1] == 4]
+    tables = [array for array in arrays.values() if array.dtype.names or _is_table(array)]
     if len(tables) != 1:
         raise ValueError(f"has no array {missing[0]}; it has {', '.join(arrays) or 'none'}")
-    (table,) = tables
+    table = tables[0]
     if table.dtype.names is None:
         return dict(zip(_order_of(table, sensor), table.T, strict=True))
     fields = {name: table[name] for name in table.dtype.names}
-    if missing := _missing(fields):
+    missing = _missing(fields)
+    if missing:
         raise ValueError(f"has no field {missing[0]} in its structured array; it has {', '.join(fields)}")
     return _by_name(fields)
+
+
+def _is_table(array: NDArray) -> bool:
+    return array.dtype.kind in _NUMBERS and array.ndim == 2 and array.shape[1] == len(_NAMES)
 
 
 def _missing(arrays: Mapping[str, NDArray]) -> list[str]:
@@ -102,7 +110,7 @@ def _order_of(table: NDArray, sensor: SensorSize | None) -> str:
 
 def _fits(columns: Mapping[str, NDArray], sensor: SensorSize | None) -> bool:
     height, width = sensor or (LARGEST_SIDE, LARGEST_SIDE)
-    bounds = {"x": (0, width - 1), "y": (0, height - 1), "p": (-1, 1)}
+    bounds = _BOUNDS | {"x": (0, width - 1), "y": (0, height - 1)}
     inside = (_is_whole(columns[name], *bound).all() for name, bound in bounds.items())
     return all(inside) and bool((columns["t"][1:] >= columns["t"][:-1]).all())
 
@@ -113,14 +121,13 @@ def _is_whole(values: NDArray, least: int, most: int) -> NDArray[np.bool_]:
     return inside & (values == np.floor(values)) if values.dtype.kind == "f" else inside
 
 
-def _whole_numbers(name: str, values: NDArray, least: int, most: int, advice: str = "") -> NDArray[np.int64]:
+def _require_whole(name: str, values: NDArray, least: int, most: int, advice: str = "") -> None:
     wrong = ~_is_whole(values, least, most)
     if wrong.any():
         index = int(wrong.argmax())
         raise ValueError(
             f"{name} = {values[index]} ({values.dtype}) at event {index} is no whole number in {least}..{most}{advice}"
         )
-    return values.astype(np.int64)
 
 
 def _microseconds(t: NDArray, unit: TimeUnit | None) -> NDArray[np.int64]:
@@ -128,10 +135,11 @@ def _microseconds(t: NDArray, unit: TimeUnit | None) -> NDArray[np.int64]:
     times, parts = _MICROSECONDS[unit or "us"]
     latest = _LATEST // times
     if t.dtype.kind == "f" and unit is not None:
-        _whole_numbers("t", np.floor(t), -latest, latest)
+        _require_whole("t", np.floor(t), -latest, latest)
         return np.rint(t.astype(np.float64) * times / parts).astype(np.int64)
     advice = f"; if t does not count microseconds, give its unit ({_UNITS})" if unit is None else ""
-    whole = _whole_numbers("t", t, -latest, latest, advice)
+    _require_whole("t", t, -latest, latest, advice)
+    whole = t.astype(np.int64)
     return whole * times if parts == 1 else (whole + parts // 2) // parts
 
 

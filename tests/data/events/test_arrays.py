@@ -152,6 +152,7 @@ def test_structured_arrays_and_files_that_are_no_events(tmp_path) -> None:
     assert "no array t; it has one, two" in refusal(path, sensor_size=(34, 34))
     np.save(tmp_path / "a.npy", np.array([{}], object), allow_pickle=True)
     assert "not a sound NumPy file" in refusal(tmp_path / "a.npy")
+    assert "no array t; it has words" in refusal(saved(tmp_path, words=np.full((5, 4), "t")))
     np.save(tmp_path / "a.npy", np.array(3))
     assert "no array t" in refusal(tmp_path / "a.npy")
 

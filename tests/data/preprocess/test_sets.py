@@ -140,6 +140,26 @@ def test_files_as_spikingjelly_writes_them(tmp_path, data_set, side) -> None:
     assert decode_events(found["test"]["1_a"][1]).shape == (3, 2, 130, 140)
 
 
+def test_times_of_another_unit(tmp_path, capsys) -> None:
+    """Structured arrays with times in milliseconds, as floats."""
+    events = recording(3)
+    array = np.empty(len(events), [("x", "<u2"), ("y", "<u2"), ("t", "<f8"), ("p", "?")])
+    for name in "xyp":
+        array[name] = getattr(events, name)
+    array["t"] = events.t / 1000
+    for split in ("train", "test"):
+        path = tmp_path / "in" / split / "cat" / "a.npy"
+        path.parent.mkdir(parents=True)
+        np.save(path, array)
+    assert "--time-unit s, ms, us or ns" in refusal(tmp_path, capsys, "dvs128-gesture")
+    found = shards(tmp_path, "dvs128-gesture", "--time-unit", "ms", "--keep-events")
+    kept = decode_events(found["test"]["cat_a"][1]).events
+    assert equal(kept, Events(events.t - events.t[0], events.x, events.y, events.p))
+    put(path.with_suffix(".bin"), files.atis(recording(1, 34)))
+    (tmp_path / "out").rename(tmp_path / "before")
+    assert "--time-unit is for .npz and .npy files" in refusal(tmp_path, capsys, "dvs128-gesture", "--time-unit", "ms")
+
+
 def test_image_folders(tmp_path) -> None:
     """As ImageNet has them: files are taken over as they are; hidden ones are none; folders have any name."""
     expected, tmp_path = {}, tmp_path / os.fsdecode(b"caf\xe9")
