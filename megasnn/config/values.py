@@ -25,6 +25,8 @@ from megasnn.config.run import PretrainConfig
 _Config = TypeVar("_Config")
 ABOUT = "about"
 """Beside the parts in a file: of which model the values are. A file need not say it."""
+CLASS_NAMES = "class_names"
+"""Entry beside a checkpoint's tensors: names of the classes by number; empty where they are not known."""
 SAMPLES_KEY = "samples"
 """Under which a checkpoint keeps how samples were made."""
 Identity = dict[str, dict[str, object]]

@@ -188,7 +188,7 @@ class Batches:
                 inputs = None if inputs is None else {name: mix.images(x, first)[part] for name, x in inputs.items()}
                 targets = None if targets is None else mix.labels(targets, first)[part]
                 first, size = first + own.start, len(own)
-            whole.append(MicroBatchInput(inputs, targets, size, range(first, first + size)))
+            whole.append(MicroBatchInput(inputs, targets, size, range(first, first + size), left_out=micro.left_out))
         whole += padding
         if self._windows == 1:
             return whole

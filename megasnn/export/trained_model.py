@@ -32,7 +32,7 @@ from megasnn.common.files import (
     read_regular,
     write_whole,
 )
-from megasnn.config.values import SAMPLES_KEY
+from megasnn.config.values import CLASS_NAMES, SAMPLES_KEY
 from megasnn.data.images import NORMALISATIONS
 from megasnn.layers import BuildContext
 from megasnn.models.arrays import not_finite
@@ -50,7 +50,8 @@ class About:
 
     Attributes:
         model: its name. config: its dimensions and its neuron, {"model": {...}, "neuron": {...}}.
-        samples: how pixels become inputs: mean and standard deviation of a channel, of values from 0 to 1.
+        samples: how pixels become inputs: mean and standard deviation of a channel, of values from 0 to 1; names of the
+            classes by number, "class_names", where the data told them.
         training: iteration, flags of the run, and accuracy where it is known.
         crc32: checksum of the file of weights; none of a model that is in no folder.
         format: number of this shape of the file.
@@ -242,6 +243,8 @@ def _samples(metadata: Metadata) -> dict[str, Any]:
     samples = dict(found) if isinstance(found, dict) else {}
     if (constants := samples.get("normalize_images")) in NORMALISATIONS:
         samples["mean"], samples["std"] = map(list, NORMALISATIONS[constants])
+    if names := metadata.extra.get(CLASS_NAMES):
+        samples[CLASS_NAMES] = names
     return samples
 
 
