@@ -137,6 +137,12 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     if not saved:
         return flags
     config = parse(run_config(model), argv, console_outputs, model.recipes(), saved)
+    before = from_dict(run_config(model), {"model": saved["model"]}).model.input_shape
+    now = config.model.input_shape
+    if (len(before), before[-3:-2]) != (len(now), now[-3:-2]):
+        # Events after images, or other channels: how the checkpoint's samples were made says nothing of these.
+        saved = {part: values for part, values in saved.items() if part != "data"}
+        config = parse(run_config(model), argv, console_outputs, model.recipes(), saved)
     from_checkpoint = [each for of_part in flags_between(flags, config).values() for each in of_part]
     if from_checkpoint and os.environ.get("RANK", "0") == "0":
         print(f"--load {in_message(flags.checkpoint.load)} gives {' '.join(map(in_message, from_checkpoint))}")

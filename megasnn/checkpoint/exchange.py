@@ -49,6 +49,11 @@ def weights_as(source: Source, names: Names, averaged: bool = False) -> Source:
     return derived(ours, dialect_for(names, weights, ours.metadata.model).from_ours(weights, ours.dimensions))
 
 
+def has_average(source: Source) -> bool:
+    """True where a source holds the average of its weights."""
+    return any(name.startswith(AVERAGE) for name in source.tensors)
+
+
 def export_weights(source: Source, output: Path, names: Names, averaged: bool = False) -> Source:
     """Writes the model's tensors, or their averages, to a new file, and returns them: safetensors where its name ends
     so; otherwise a state_dict of torch.save, for programs that read nothing else.

@@ -20,7 +20,6 @@ checkpoints, not from the one of --load.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -30,12 +29,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from megasnn.checkpoint.format import METADATA, Metadata, read_metadata, size_problem, to_text
-from megasnn.common.files import CheckpointError, NoCheckpointError, sync, write_whole
+from megasnn.checkpoint.format import METADATA, STEP_FOLDER, Metadata, read_metadata, size_problem, to_text
+from megasnn.common.files import CheckpointError, NoCheckpointError, read_regular, sync, write_whole
 
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
-_STEP_FOLDER = re.compile(r"iter_([0-9]{7,18})")
 LOCK = ".lock"
 NOTE = ".job"
 _PATIENCE_SECONDS = 20.0  # a restarted run may be faster than the end of the one before
@@ -47,7 +45,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """All checkpoints in a folder by iteration, ascending; empty without such a folder."""
-    names = ((_STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("iter_*"))
+    names = ((STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("iter_*"))
     return dict(sorted((int(match[1]), path) for match, path in names if match))
 
 
@@ -100,6 +98,21 @@ def go_back(folder: Path, step: int) -> None:
     _name(folder, LATEST, step)
 
 
+def forget_best_after(folder: Path, step: int, best: int | None) -> None:
+    """Takes the name of the best from a checkpoint after this iteration, from which a run goes on.
+
+    Args:
+        best: iteration of the best until then. Its checkpoint gets the name, where it is still there.
+    """
+    named = _best(folder)
+    if named is None or named <= step:
+        return
+    if best is not None and best in checkpoints(folder):
+        _name(folder, BEST, best)
+    else:
+        (folder / BEST).unlink(missing_ok=True)
+
+
 def name_best(folder: Path, step: int) -> None:
     """Names the checkpoint of this iteration the best by validation, which stays."""
     _name(folder, BEST, step)
@@ -144,7 +157,7 @@ def resolve(folder: Path, step: int | None) -> list[Path]:
     if not folder.is_dir():
         raise NoCheckpointError(f"there is no folder {folder} to load a checkpoint from; check its path (--load)")
     if (folder / METADATA).is_file():
-        if step is not None and folder.name != step_folder(folder, step).name:
+        if step is not None and read_metadata(folder).iteration != step:
             raise CheckpointError(f"{folder} is a checkpoint itself, and not of {step} (--ckpt-step)")
         return [folder]
     found = checkpoints(folder)
@@ -203,7 +216,7 @@ def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[
 def _best(folder: Path) -> int | None:
     """Iteration that `BEST` names; None where it names none."""
     with suppress(OSError, ValueError):
-        return int((folder / BEST).read_text())
+        return int(read_regular(folder / BEST))
     return None
 
 
@@ -265,7 +278,7 @@ class FolderLock:
 def _read(file: Path) -> tuple[str, str]:
     """Last holder of the lock, and torchrun's name of its job; "" where it was refused."""
     try:
-        holder, job = file.read_text().splitlines()
+        holder, job = read_regular(file).decode().splitlines()
         return holder, job
     except (OSError, ValueError):  # there is none
         return "unknown", ""

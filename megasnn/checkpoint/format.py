@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import reprlib
 import zlib
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from math import prod
@@ -20,13 +22,25 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, with_config
 
-from megasnn.common.files import STRICT, DamagedError, DescriptionError, StoredCount, described
+from megasnn.common.files import (
+    STRICT,
+    DamagedError,
+    DescriptionError,
+    StoredCount,
+    described,
+    raise_problems,
+    read_regular,
+)
 
 METADATA = "metadata.json"
+STEP_FOLDER = re.compile(r"iter_([0-9]{7,18})")
+"""Name of a checkpoint's folder in the folder of its run: the iteration."""
 OPTIMIZER = "optimizer."
 """Names of an optimizer's state begin so; the kind of state and the parameter's name follow."""
 AVERAGE = "ema."
 """Names of a running average of the model's tensors begin so; the tensor's name follows."""
+AVERAGED_STEPS = "averaged_steps"
+"""Under which a checkpoint keeps how many steps its average has followed."""
 BESIDE = (OPTIMIZER, AVERAGE)
 """Beginnings of names of what is no tensor of the model itself."""
 DTYPES = {
@@ -146,20 +160,54 @@ def read_metadata(path: Path) -> Metadata:
     """Reads the description of one checkpoint (`.../iter_0000100`); its files are not looked at.
 
     Raises:
-        DamagedError: it is unreadable, was altered, or of another format.
+        DamagedError: it is unreadable, was altered, of another format, its files cannot hold its tensors, or it is of
+            another iteration than the folder's name says.
     """
     file = path / METADATA
     try:
-        content = file.read_bytes()
+        content = read_regular(file)
     except OSError as error:
         raise DamagedError(f"cannot read {file}: {error.strerror}") from None
     text = content[: -len(_ending(b""))]
     if content != text + _ending(text).encode():
         raise DamagedError(f"{file} is cut or was altered: its checksum differs")
     try:
-        return described(Metadata, text + b"}", file)
+        metadata = described(Metadata, text + b"}", file)
     except DescriptionError as error:
         raise DamagedError(str(error)) from None
+    named = STEP_FOLDER.fullmatch(path.name)
+    if named is not None and int(named[1]) != metadata.iteration:
+        raise DamagedError(
+            f"{path} holds the checkpoint of iteration {metadata.iteration}: it was renamed or copied; give it back "
+            f"its name, iter_{metadata.iteration:07d}, or one that does not begin with iter_"
+        )
+    wrong = [*_file_problems(metadata)] or [
+        f"{name}: {problem}" for name, saved in metadata.tensors.items() if (problem := uncovered(saved)) is not None
+    ]
+    raise_problems(f"{file} is no description of its files:", wrong, DamagedError)
+    return metadata
+
+
+def _file_problems(metadata: Metadata) -> Iterator[str]:
+    """One line for each file that is not listed, and for each that is smaller than the tensors in it."""
+    needed = Counter[str]()
+    for saved in metadata.tensors.values():
+        for box in saved.boxes:
+            needed[box.file] += prod(box.sizes) * DTYPES[saved.dtype][1]
+    for file, size in needed.items():
+        if file not in metadata.files:
+            yield f"{file}: not among the files, so that nothing checks it"
+        elif size > metadata.files[file].bytes:
+            yield f"{file}: its tensors take {size} bytes, and it has {metadata.files[file].bytes}"
+
+
+def uncovered(saved: SavedTensor) -> str | None:
+    """Says that boxes do not hold each element of their tensor once; None where they do. Copies count once."""
+    held = {(box.offsets, box.sizes) for box in saved.boxes}
+    elements = sum(prod(sizes) for _, sizes in held)
+    if elements == prod(saved.shape) and covers_once(saved.shape, held):
+        return None
+    return f"its boxes hold {elements} elements of {prod(saved.shape)}, or some twice"
 
 
 def size_problem(path: Path, saved: SavedFile) -> str | None:
@@ -191,9 +239,9 @@ def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Seque
     boxes = list(boxes)
     if boxes == [((0,) * len(shape), tuple(shape))]:  # nearly always
         return True
-    filled = [(offsets, sizes) for offsets, sizes in boxes if all(sizes)]
-    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in filled):
+    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
         return False
+    filled = [(offsets, sizes) for offsets, sizes in boxes if all(sizes)]
     spans = [[(offset, offset + size) for offset, size in zip(*box, strict=True)] for box in filled]
     if any(last > length for box in spans for (_, last), length in zip(box, shape, strict=True)):
         return False

@@ -23,6 +23,7 @@ from torch import Tensor
 from megasnn.checkpoint.folder import resolve
 from megasnn.checkpoint.format import (
     AVERAGE,
+    AVERAGED_STEPS,
     BESIDE,
     OPTIMIZER,
     Metadata,
@@ -48,7 +49,7 @@ class LoadedState:
     Attributes:
         path: the checkpoint that was loaded.
         remarks: why it is not the one that was to be expected; the user must see them.
-        averaged: True when averages were loaded.
+        averaged_steps: steps that the averages have followed which were loaded; None where none were.
     """
 
     iteration: int
@@ -56,7 +57,7 @@ class LoadedState:
     extra: dict[str, Any]
     path: Path
     remarks: tuple[str, ...] = ()
-    averaged: bool = False
+    averaged_steps: int | None = None
 
 
 def load_checkpoint(
@@ -67,6 +68,7 @@ def load_checkpoint(
     process_group: dist.ProcessGroup | None = None,
     check: Callable[[Metadata], Iterable[str]] = lambda metadata: (),
     leave: Callable[[Metadata], Collection[str]] = lambda metadata: (),
+    average: bool = False,
 ) -> LoadedState:
     """Loads the checkpoint of iteration `step`, or the latest that is intact, into this rank's tensors and optimizer.
 
@@ -78,6 +80,7 @@ def load_checkpoint(
             averages are loaded where the checkpoint has them.
         check: problems that the caller sees with a checkpoint, like `model_differences`.
         leave: tensors that stay as they are, whatever the checkpoint has of their names; the same on every rank.
+        average: the average of the weights is loaded in their place, where there is one; without an optimizer.
 
     Raises:
         NoCheckpointError: on every rank, when there is no checkpoint at all.
@@ -90,8 +93,10 @@ def load_checkpoint(
         metadata = broadcast_result(process_group, lambda: read_metadata(path))
         title = f"the checkpoint {path} does not fit this run:"
         left = leave(metadata)
-        saved = {name: described for name, described in metadata.tensors.items() if name not in left}
-        averaged = state.averages is not None and any(name.startswith(AVERAGE) for name in saved)
+        has_average = any(name.startswith(AVERAGE) for name in metadata.tensors)
+        source = of_average(metadata.tensors) if average and has_average else metadata.tensors
+        saved = {name: described for name, described in source.items() if name not in left}
+        averaged = state.averages is not None and has_average
 
         def prepare() -> tuple[list[ShardedTensor], OptimizerStates]:
             if wrong := [*check(metadata), *_optimizer_difference(metadata, kind_of(state.optimizer))]:
@@ -112,10 +117,22 @@ def load_checkpoint(
         run_on_all_ranks(process_group, lambda: read_boxes(path, saved, wanted), f"cannot load {path}:")
         if state.optimizer is not None:
             state.optimizer.state.update(states)
-        return LoadedState(metadata.iteration, metadata.consumed_samples, metadata.extra, path, (), averaged)
+        steps = averaged_steps(metadata) if averaged or (average and has_average) else None
+        return LoadedState(metadata.iteration, metadata.consumed_samples, metadata.extra, path, (), steps)
 
     loaded, remarks = _first_intact(folder, step, process_group, load)
     return replace(loaded, remarks=remarks)
+
+
+def of_average(tensors: Mapping[str, _T]) -> dict[str, _T]:
+    """The averages of the weights, by the names of the weights."""
+    return {name.removeprefix(AVERAGE): value for name, value in tensors.items() if name.startswith(AVERAGE)}
+
+
+def averaged_steps(metadata: Metadata) -> int:
+    """Steps that the average in a checkpoint has followed; in old ones, those of the run."""
+    steps = metadata.extra.get(AVERAGED_STEPS)
+    return steps if isinstance(steps, int) and steps >= 0 else metadata.iteration
 
 
 def _first_intact(

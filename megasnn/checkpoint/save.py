@@ -17,7 +17,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.folder import name_best, prune
-from megasnn.checkpoint.format import Metadata, Progress, SavedFile, SavedTensor, covers_once
+from megasnn.checkpoint.format import Metadata, Progress, SavedFile, SavedTensor, uncovered
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.tensor_io import FileContent, boxes_of, write_safetensors
 from megasnn.common.files import CheckpointError, raise_problems
@@ -84,7 +83,7 @@ def write_checkpoint(
     content = run_on_all_ranks(process_group, make, "this run cannot be saved:")
     versions = {"megasnn": VERSION, "torch": str(torch.__version__), "python": platform.python_version()}
     metadata = Metadata(**vars(progress), optimizer=optimizer, versions=versions)
-    aside = broadcast_result(process_group, lambda: folders.begin(root, progress.iteration))
+    aside = broadcast_result(process_group, lambda: _on_disk(lambda: folders.begin(root, progress.iteration)))
 
     def write() -> Written | None:
         try:
@@ -95,11 +94,22 @@ def write_checkpoint(
     try:
         mine = run_on_all_ranks(process_group, write, f"cannot write the checkpoint {aside}:")
         written = gather(process_group, mine)
-        return broadcast_result(process_group, lambda: commit_checkpoint(root, metadata, list(filter(None, written))))
-    except CheckpointError:
+        files = list(filter(None, written))
+        return broadcast_result(process_group, lambda: _on_disk(lambda: commit_checkpoint(root, metadata, files)))
+    except Exception:
         if rank == 0:
             folders.discard(root, progress.iteration)
         raise
+
+
+def _on_disk(work: Callable[[], Path]) -> Path:
+    """Raises CheckpointError where the file system refuses, or JSON lacks a value."""
+    try:
+        return work()
+    except CheckpointError:
+        raise
+    except (OSError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{type(error).__name__}: {error}") from None
 
 
 def write_file(aside: Path, rank: int, content: FileContent) -> Written:
@@ -125,9 +135,8 @@ def commit_checkpoint(root: Path, metadata: Metadata, written: Sequence[Written]
         tensors[name] = saved = SavedTensor(shape, dtype, tuple(box for each in parts[name] for box in each.boxes))
         if len(described) > 1:
             problems.append(f"{name}: ranks describe it as {' and as '.join(map(str, sorted(described)))}")
-        elif not covers_once(shape, held := {(box.offsets, box.sizes) for box in saved.boxes}):
-            elements = sum(prod(sizes) for _, sizes in held)
-            problems.append(f"{name}: ranks would write {elements} elements of {prod(shape)}, or some twice")
+        elif (problem := uncovered(saved)) is not None:
+            problems.append(f"{name}: {problem}")
     raise_problems(f"cannot write the checkpoint of iteration {metadata.iteration}:", problems)
     files = {file: facts for file, facts, _ in written}
     return folders.commit_folder(root, Metadata(**{**vars(metadata), "tensors": tensors, "files": files}))

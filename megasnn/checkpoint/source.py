@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import zipfile
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from megasnn.checkpoint.folder import resolve
 from megasnn.checkpoint.format import Metadata, read_metadata
 from megasnn.checkpoint.tensor_io import read_full
-from megasnn.common.files import CheckpointError
+from megasnn.common.files import CheckpointError, in_message
 from megasnn.models.registry import dialect_of, model_of
 from megasnn.models.weight_names import NameMap
 
@@ -102,20 +105,24 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     try:
         content = load_file(path) if path.suffix == ".safetensors" else _load(path)
     except Exception as error:  # which one depends on what is in the file
-        # Torch says first how to let the file run what it likes.
-        reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
-        raise CheckpointError(f"cannot read weights from {path}: {reason.splitlines()[0][:300]}") from None
+        raise CheckpointError(f"cannot read weights from {path}: {_reason(error)}") from None
     found = dict(_state_dicts(content))
     usual = [name for name in _USUAL if name in found]
     if not found:
-        others = ", ".join(sorted(map(str, content))[:5]) if isinstance(content, Mapping) else type(content).__name__
+        others = type(content).__name__
+        if isinstance(content, Mapping):
+            others = ", ".join(map(in_message, sorted(map(str, content))[:5]))
         raise CheckpointError(f"{path} holds no state_dict: expected names with tensors, found {others}")
     if not usual and len(found) > 1:
-        several = ", ".join(sorted(found))
+        several = in_message(", ".join(sorted(found)))
         raise CheckpointError(
             f"{path} holds several state_dicts ({several}): save the one to take in a file of its own"
         )
     values = dict(found[usual[0]] if usual else next(iter(found.values())))
+    for name, value in values.items():
+        if value.is_meta or value.is_quantized or value.layout != torch.strided:
+            kind = "without values" if value.is_meta else "quantized" if value.is_quantized else "sparse"
+            raise CheckpointError(f"{path}: {in_message(name)} is {kind}; save its values as a plain tensor")
     for prefix in _PREFIXES:
         if all(name.startswith(prefix) for name in values):
             values = {name.removeprefix(prefix): value for name, value in values.items()}
@@ -130,12 +137,27 @@ def _load(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
 
 
-def _state_dicts(content: Any, at: str = "") -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+def _reason(error: Exception) -> str:
+    """Our words for an error of `_load`: torch's own advise to let the file run code."""
+    text = str(error)
+    if isinstance(error, OSError | SafetensorError):
+        return text
+    if code := re.search(r"GLOBAL ([\w.]+)", text):
+        return f"it holds {code[1][:100]}, which would run code when read: save model.state_dict() alone"
+    if "TorchScript" in text:
+        return "it is a TorchScript program: save its state_dict()"
+    return f"it is no file of torch.save, or is cut or damaged ({type(error).__name__})"
+
+
+def _state_dicts(content: Any) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
     """All dictionaries of tensors by names, and their keys; those of an optimizer have numbers."""
-    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
-        return
-    if content and all(isinstance(value, Tensor) for value in content.values()):
-        yield at, content
-        return
-    for name, value in content.items():
-        yield from _state_dicts(value, f"{at}.{name}" if at else name)
+    waiting, opened = deque([("", content)]), set[int]()
+    while waiting:
+        at, found = waiting.popleft()
+        if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+            continue
+        if found and all(isinstance(value, Tensor) for value in found.values()):
+            yield at, found
+        elif id(found) not in opened:  # a file may hold a dictionary within itself
+            opened.add(id(found))
+            waiting += [(f"{at}.{name}" if at else name, value) for name, value in found.items()]

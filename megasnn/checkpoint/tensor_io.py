@@ -12,13 +12,14 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megasnn.checkpoint.format import DTYPES, Box, Metadata, SavedFile, SavedTensor, size_problem
-from megasnn.common.files import CheckpointError, DamagedError
+from megasnn.common.files import CheckpointError, DamagedError, require_regular
 from megasnn.parallel.sharding import Shard, ShardedTensor
 
 _BLOCK = 4 << 20
@@ -88,6 +89,7 @@ def _write(handle: int, memory: memoryview, crc32: int, thread: Executor) -> int
 
 def file_checksum(path: Path) -> str:
     """CRC-32 of a file, 8 hexadecimal digits. Raises OSError."""
+    require_regular(path)
     crc32, memory = 0, memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as stream:
         while count := stream.readinto(memory):
@@ -143,13 +145,19 @@ def read_boxes(path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[S
     for overlaps in sorted(_overlaps(saved, entries), key=len):
         file = max(overlaps, key=lambda file: needed[file])
         wanted[file].append(overlaps[file])
-        needed[file] += overlaps[file][2].numel()
+        needed[file] += overlaps[file].target.numel()
     with _utf8_name(path) as openable:
         for file, parts in sorted(wanted.items()):
             try:
                 with safe_open(openable / file, framework="pt") as content:
-                    for name, slices, target in parts:
-                        target.copy_(content.get_slice(name)[slices])
+                    for box, dtype, slices, target in parts:
+                        part = content.get_slice(box.name)
+                        if (part.get_dtype(), tuple(part.get_shape())) != (dtype, box.sizes):
+                            raise ValueError(
+                                f"{box.name} should be {dtype} {list(box.sizes)}, and is {part.get_dtype()} "
+                                f"{part.get_shape()} in the file"
+                            )
+                        target.copy_(part[slices])
             except (OSError, SafetensorError, ValueError, RuntimeError) as error:
                 raise DamagedError(f"cannot read {path / file}: {error}") from None
 
@@ -167,12 +175,19 @@ def _utf8_name(folder: Path) -> Iterator[Path]:
         os.close(handle)
 
 
-_Overlap = tuple[str, tuple[slice, ...], Tensor]  # name of a saved box, part of it, and the memory that this goes to
+class _Overlap(NamedTuple):
+    """Part of a saved box, whose type has this name in safetensors, and the memory that the part goes to."""
+
+    box: Box
+    dtype: str
+    slices: tuple[slice, ...]
+    target: Tensor
 
 
 def _overlaps(saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor]) -> Iterator[dict[str, _Overlap]]:
     """Everything that entries have in common with saved boxes: for each such part, by file, its overlap."""
     for entry in entries:
+        dtype = DTYPES[saved[entry.name].dtype][0]
         for piece in entry.shard.pieces():
             found = defaultdict[tuple[tuple[int, ...], tuple[int, ...]], dict[str, _Overlap]](dict)
             for box in saved[entry.name].boxes:
@@ -184,5 +199,5 @@ def _overlaps(saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor]
                 for dim, (first, last) in enumerate(spans):
                     target = target.narrow(dim, first - piece.global_offset[dim], last - first)
                 slices = (slice(a - start, b - start) for (a, b), start in zip(spans, box.offsets, strict=True))
-                found[box.offsets, box.sizes][box.file] = box.name, tuple(slices), target
+                found[box.offsets, box.sizes][box.file] = _Overlap(box, dtype, tuple(slices), target)
             yield from found.values()

@@ -23,7 +23,15 @@ from typing import Annotated
 
 import tyro
 
-from megasnn.checkpoint.exchange import Names, as_text, export_weights, import_weights, size_text, tensor_differences
+from megasnn.checkpoint.exchange import (
+    Names,
+    as_text,
+    export_weights,
+    has_average,
+    import_weights,
+    size_text,
+    tensor_differences,
+)
 from megasnn.checkpoint.reshard import Target, reshard
 from megasnn.checkpoint.source import Source, in_our_names, open_source
 from megasnn.checkpoint.tensor_io import damage
@@ -100,7 +108,7 @@ def _reshard(
     return False
 
 
-def _export(load: Path, output: Path, names: Names = "spikingjelly", ema: bool = False) -> Differs:
+def _export(load: Path, output: Path, names: Names = "spikingjelly", ema: bool = True) -> Differs:
     """Write a model's weights to a file for another program: safetensors where the file's name ends so, otherwise a
     state_dict of torch.save.
 
@@ -108,9 +116,12 @@ def _export(load: Path, output: Path, names: Names = "spikingjelly", ema: bool =
         load: checkpoint or file to read.
         output: file to write.
         names: whose names the tensors get.
-        ema: write the running average of the weights (--ema-decay) in their place.
+        ema: write the average of the weights where the run kept one (--ema-decay); otherwise the weights.
     """
-    print(f"{output}: {_counts(export_weights(open_source(load), output, names, ema))}")
+    source = open_source(load)
+    averaged = ema and has_average(source)
+    of_what = ", the average of the weights (--no-ema: the weights)" if averaged else ""
+    print(f"{output}: {_counts(export_weights(source, output, names, averaged))}{of_what}")
     return False
 
 
@@ -127,13 +138,14 @@ def _import(input: Path, save: Path) -> Differs:
     return False
 
 
-def _nir(load: Path, output: Path, dt: float = 1e-4) -> Differs:
+def _nir(load: Path, output: Path, dt: float = 1e-4, ema: bool = True) -> Differs:
     """Write a model as a graph of NIR, which simulators and chips read: convolutions, linear layers, LIF and IF.
 
     Args:
-        load: checkpoint to read; the average of the weights is taken where the run kept one.
+        load: checkpoint to read.
         output: file to write.
         dt: seconds of a time step.
+        ema: write the average of the weights where the run kept one (--ema-decay); otherwise the weights.
     """
     try:
         import nir
@@ -143,7 +155,7 @@ def _nir(load: Path, output: Path, dt: float = 1e-4) -> Differs:
         raise CheckpointError("nir writes these graphs: pip install megasnn[nir]") from error
     if output.exists():
         raise CheckpointError(f"{output} exists already; remove it or give another --output")
-    graph = to_nir(load_model(load), dt)
+    graph = to_nir(load_model(load, ema=ema), dt)
     nir.write(output, graph)
     print(f"{output}: {len(graph.nodes)} nodes, {len(graph.edges)} edges")
     return False

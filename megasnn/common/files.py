@@ -5,8 +5,10 @@ The cache folder holds files that can be made again: indexes, fetched and unpack
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
+import json
 import os
 import re
 import reprlib
@@ -18,6 +20,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from tokenize import TokenError
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
@@ -40,6 +43,8 @@ SAMPLE_LIMIT = "MEGASNN_MAX_SAMPLE_MB"
 _SHOWN = 200  # characters of a value in a message
 _PROBLEMS = 30  # lines of one error
 _ZIP_ERRORS = OSError, ValueError, EOFError, KeyError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error
+# NumPy splits the header of an array into Python's tokens.
+_NUMPY_ERRORS = (*_ZIP_ERRORS, SyntaxError, TokenError)
 FOLDER = "MEGASNN_CACHE"
 """Environment variable: the cache folder, instead of megasnn in XDG_CACHE_HOME or ~/.cache."""
 MACHINE_CODE = "numba"
@@ -94,16 +99,43 @@ def described(
         file: where it comes from, for the error.
         advice: what to do when it is wrong, for the error.
     Raises:
-        DescriptionError: it is no JSON, or a field is missing, unknown, or of another type or range.
+        DescriptionError: it is no JSON, or a field is missing, unknown, there twice, or of another type or range.
     """
     try:
-        return _adapter(kind).validate_json(content)  # type: ignore[arg-type]
+        value: _T = _adapter(kind).validate_json(content)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         text = f"{'.'.join(in_message(part) for part in first['loc']) or 'the file'}: {first['msg']}"
         if first["type"] not in ("missing", "json_invalid"):
             text += f", found {in_message(reprlib.repr(first['input']))}"
         raise DescriptionError(f"{file}: {text}; {advice}") from None
+    try:
+        json.loads(content, object_pairs_hook=unique)  # pydantic takes the last of several
+    except ValueError as error:
+        raise DescriptionError(f"{file}: {error}; {advice}") from None
+    return value
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, for `object_pairs_hook`. Raises ValueError where a name stands twice."""
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"{in_message(name)} stands twice in one object; the second is {in_message(value)}")
+        values[name] = value
+    return values
+
+
+def require_regular(path: Path) -> None:
+    """Raises OSError for a folder, a pipe, which would wait, and a device, which might never end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, and should be a file", str(path))
+
+
+def read_regular(path: Path) -> bytes:
+    """Reads a regular file, or what a link leads to. Raises OSError, for anything else too."""
+    require_regular(path)
+    return path.read_bytes()
 
 
 # --- sizes
@@ -128,17 +160,19 @@ def read_file(path: Path) -> bytes:
 
 
 def read_arrays(data: bytes) -> dict[str, NDArray]:
-    """Arrays of an .npz, which is given whole, by name. Python objects are refused.
+    """Arrays of an .npz by name, or that of an .npy as "array"; the file is given whole. Python objects are refused.
 
     Raises:
         ValueError: it is none, cut, damaged, or too large, or an array is not of numbers.
     """
     try:
+        if data.startswith(np.lib.format.MAGIC_PREFIX):
+            return {"array": np.load(io.BytesIO(data), allow_pickle=False)}
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             require_size("its arrays", sum(member.file_size for member in archive.infolist()))
         loaded = np.load(io.BytesIO(data), allow_pickle=False)
         return {name: loaded[name] for name in loaded.files}
-    except _ZIP_ERRORS as error:
+    except _NUMPY_ERRORS as error:
         raise ValueError(f"not a sound NumPy file of {len(data)} bytes: {error}") from error
 
 

@@ -35,6 +35,9 @@ class ConfigError(ValueError):
         lines = [f"{len(self.problems)} problems in the configuration:", *(f"  - {each}" for each in self.problems)]
         super().__init__(self.problems[0] if len(self.problems) == 1 else "\n".join(lines))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:  # so that other ranks rebuild it
+        return type(self), (self.problems,)
+
 
 def flag(name: str) -> str:
     """Command line flag of a field."""

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from megasnn.common.files import in_message
+from megasnn.common.files import in_message, unique
 from megasnn.config.checks import ConfigError, flag, help_texts, registry_of
-from megasnn.config.data import PATHS
+from megasnn.config.data import PATHS, names_command
 from megasnn.config.values import ABOUT, from_dict, shown_value
 
 _Config = TypeVar("_Config")
@@ -187,7 +187,8 @@ def _read_value_file(config_class: type[Any], name: str, recipes: Mapping[str, P
             raise ConfigError(
                 [f"neither a file nor the name of a recipe of this model ({', '.join(recipes) or 'none'})"]
             )
-        values = json.loads(path.read_bytes())  # takes names of files that are not UTF-8, as pydantic does not
+        # Takes names of files that are not UTF-8, as pydantic does not.
+        values = json.loads(path.read_bytes(), object_pairs_hook=unique)
         mine, about = config_class().model.name, values.pop(ABOUT, {}) if isinstance(values, dict) else None
         if not isinstance(about, dict):
             raise ConfigError(["it should hold a dictionary for each part, as config.json of a run does"])
@@ -207,7 +208,7 @@ def _refuse_commands(values: dict[str, Any], arguments: argparse.Namespace) -> N
     """Raises ConfigError where a file names a command to be run, unless a flag replaces it: files are strangers'."""
     for name in PATHS:
         paths = values.get("data", {}).get(name) or ""
-        if not hasattr(arguments, name) and any(part.startswith("pipe:") for part in paths.split("::")):
+        if not hasattr(arguments, name) and names_command(paths):
             raise ConfigError(
                 [
                     f"--config {in_message(arguments.config)}: data.{name} is {in_message(paths)}, a command that "

@@ -17,11 +17,19 @@ SAMPLE = "sample"
 """As a path it stands for scikit-learn's digits."""
 PATHS = ("data_path", "valid_data_path")
 """Fields that name shards, or commands whose output is one."""
+PIPE = "pipe:"
+"""Begins a command whose output is a shard. Only a command line may give one."""
 CHANGES = (
     *("crop_scale", "rand_augment", "random_erasing", "normalize_images"),
     *("center_crop", "mixup_alpha", "cutmix_alpha", "mixup_off_epoch"),
 )
 """Fields that change samples beside `augment`, all of them for images alone."""
+
+
+def names_command(data_path: str) -> bool:
+    """True where a data path holds a command, written out: what it expands to may hold none then either."""
+    return any(part.startswith(PIPE) for part in data_path.split("::"))
+
 
 FractionAboveZero = Annotated[float, Field(gt=0, le=1)]
 

@@ -47,6 +47,9 @@ class CheckpointConfig:
     finetune: bool = False
     """Take only the weights from --load, except a last layer of another shape; start at iteration 0."""
 
+    ema: bool = True
+    """With --evaluate-only and --finetune take the average of the weights where --load has one; --no-ema never."""
+
     @property
     def saves_where_it_loads(self) -> bool:
         """True when --save and --load are one folder, however the two flags spell it."""

@@ -135,8 +135,12 @@ class TrainingConfig:
     label_smoothing: FractionBelowOne = 0.0
     """Share of the target spread evenly over all classes."""
 
-    def length(self, epoch_samples: int) -> Length:
+    def length(self, epoch_samples: int, iteration: int = 0, consumed_samples: int = 0) -> Length:
         """Length of a training on data with so many samples in an epoch; 0 iterations with --evaluate-only.
+
+        Args:
+            iteration: steps that are done, maybe in batches of another size.
+            consumed_samples: of these steps. Epochs are counted by them.
 
         Raises:
             ValueError: it is less than one iteration.
@@ -144,7 +148,10 @@ class TrainingConfig:
         epoch = Fraction(epoch_samples, self.global_batch_size)
         if self.evaluate_only:
             return Length(0, epoch, epoch_samples)
-        iterations = self.train_iters if self.train_epochs is None else int(self.train_epochs * epoch)
+        iterations = self.train_iters
+        if self.train_epochs is not None:
+            samples_to_go = max(self.train_epochs * epoch_samples - consumed_samples, 0)
+            iterations = iteration + samples_to_go // self.global_batch_size
         if not iterations:
             raise ValueError(
                 f"--train-epochs {self.train_epochs} of {epoch_samples} training samples is less than one "

@@ -156,6 +156,8 @@ def _evaluation_problems(config: PretrainConfig) -> Iterator[str]:
         asked = {"--evaluate-only": "", **asked}
     elif options.keep_best and logging.eval_interval is None:
         yield "--keep-best needs --eval-interval: the best of what is evaluated on the way"
+    if not (options.ema or config.training.evaluate_only or options.finetune):
+        yield "--no-ema is for --evaluate-only and --finetune: a run that goes on takes the weights and their average"
     if data.data_path != "sample" and data.valid_data_path is None:
         for name, value in asked.items():
             if value or value == "":

@@ -220,5 +220,5 @@ def samples_from(saved: Mapping[str, object], evaluates: bool) -> dict[str, obje
 def changed_samples(saved: Mapping[str, object], config: PretrainConfig) -> list[str]:
     """One line for a user where an evaluation or --finetune makes samples otherwise than the training that saved."""
     before, now = samples_from(saved, config.training.evaluate_only), samples(config)
-    changed = {flag(name): (value, now.get(name)) for name, value in before.items() if value != now.get(name)}
+    changed = {flag(name): (value, now[name]) for name, value in before.items() if name in now and value != now[name]}
     return _line("samples are made otherwise than those that the checkpoint was trained on: ", changed)

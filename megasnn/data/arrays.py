@@ -28,7 +28,7 @@ class ArrayFile(NamedTuple):
 
     Attributes:
         ending: of the file; "" for the image of the sample.
-        shape, dtype, below: of one sample, as of `megasnn.ArraySpec`.
+        shape, dtype, below, void: of one sample, as of `megasnn.ArraySpec`.
     """
 
     name: str
@@ -36,6 +36,7 @@ class ArrayFile(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     below: int | None = None
+    void: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,11 @@ class ArrayFormat(SampleFormat):
                 f"has {found.dtype} {list(found.shape)} in .{array.ending}, and {array.name!r} is {array.dtype} "
                 f"{list(array.shape)}"
             )
-        if array.below is not None and not 0 <= found.min() <= found.max() < array.below:
+        classes = found if array.void is None else found[found != array.void]
+        if array.below is not None and classes.size and not 0 <= classes.min() <= classes.max() < array.below:
             raise FormatMismatch(
-                f"has {found.min()} to {found.max()} in .{array.ending}, and {array.name!r} is below {array.below}"
+                f"has {classes.min()} to {classes.max()} in .{array.ending}, and {array.name!r} is below {array.below}"
+                f"{'' if array.void is None else f' or {array.void}'} (`below`, and `void` for pixels of no class)"
             )
         return found.astype(np.int64 if is_whole else np.float32)
 

@@ -26,6 +26,7 @@ import requests
 from tqdm.contrib.concurrent import thread_map
 
 from megasnn.common.files import build_once, cache_folder, name_in_cache
+from megasnn.config.data import PIPE, names_command
 from megasnn.data.shards import TarFile, open_shard
 
 _HTTP = ("http://", "https://")
@@ -34,8 +35,6 @@ _TRIES, _PAUSE_SECONDS = 3, 1.0
 _SILENCE_SECONDS = 60.0  # of an http server
 _FINAL = (FileNotFoundError, ImportError, ValueError)  # not tried again
 _T = TypeVar("_T")
-PIPE = "pipe:"
-"""Begins a command whose output is a shard. Only a command line may give one."""
 Address = Path | str
 """A shard: a file, or the text of a URL."""
 
@@ -172,7 +171,7 @@ def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:
     with braces. Several are joined with ``::``, as in webdataset.
 
     Raises:
-        ValueError: a shard is missing or named twice, or nothing matches.
+        ValueError: a shard is missing or named twice, nothing matches, or what is no command becomes one.
     """
     from webdataset.shardlists import expand_urls  # imports torch
 
@@ -184,6 +183,12 @@ def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:
     for part in parts:
         part = part.removeprefix("file://").removeprefix("file:")
         shards += [part] if is_url(part) else _expand_files(part, flag)
+    commands = [each for each in shards if isinstance(each, str) and each.startswith(PIPE)]
+    if commands and not names_command(data_path):  # a file of --config has been searched for commands by its text
+        raise ValueError(
+            f"{flag} {data_path!r} becomes the command {commands[0]!r}: write {PIPE} out on the command line, and not "
+            "by a variable, braces or file:"
+        )
     if len(set(shards)) < len(shards):
         raise ValueError(f"{flag} {shown_path(data_path)} names a shard more than once")
     return shards

@@ -26,7 +26,7 @@ import numpy as np
 from pydantic import Field, with_config
 from pydantic_core import to_json
 
-from megasnn.common.files import STRICT, StoredCount, build_once, cache_folder, cached_name, described
+from megasnn.common.files import STRICT, StoredCount, build_once, cache_folder, cached_name, described, read_regular
 from megasnn.data.formats import EVENTS, FRAMES
 from megasnn.data.images import IMAGE_SUFFIXES
 
@@ -88,7 +88,7 @@ class Index:
 def read_index(folder: Path) -> Index | None:
     """Index of a folder of shards; None where there is none. Raises ValueError, naming the first wrong field."""
     path = folder / INDEX_NAME
-    return described(Index, path.read_bytes(), path, advice=_ADVICE) if path.exists() else None
+    return described(Index, read_regular(path), path, advice=_ADVICE) if path.exists() else None
 
 
 @dataclass(frozen=True)

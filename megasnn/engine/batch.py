@@ -16,8 +16,9 @@ from megasnn.config import PretrainConfig
 from megasnn.config.training import LOSSES
 from megasnn.data import BatchShare, GlobalBatch, MicroBatch
 from megasnn.engine.model import DistributedModel
+from megasnn.engine.windows import windows_of
 from megasnn.models.build import task_of
-from megasnn.parallel.agreement import gather
+from megasnn.parallel.agreement import gather, sum_over_ranks
 from megasnn.parallel.sharding import own_span
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 
@@ -39,7 +40,9 @@ class Batches:
 
     def __init__(self, config: PretrainConfig, distributed: DistributedModel, mixing: Mixing | None) -> None:
         self._config, self._mixing = config, mixing
-        self._state, self._dtype, self._windows = distributed.state, distributed.context.dtype, distributed.windows
+        self._state = distributed.state
+        self._dtype = distributed.context.dtype
+        self._windows = config.windows
         self._takes_images, self._takes_labels = distributed.takes_images, distributed.gives_logits
         self._task = task_of(config.model)
         self._takes_soft = self._task.loss is None and LOSSES[config.training.loss].mixes and mixing is None
@@ -57,7 +60,8 @@ class Batches:
         self.evaluated_share = part
         self.trained_share = part if mixing is None else replace(part, cp_size=1, cp_rank=0)
         by_batch = sum(norm.running_mean is None for norm in distributed.norms)
-        self._evaluates_padding = samples.size == 1 or distributed.sum_over_ranks([by_batch])[0] == 0
+        world = distributed.state.world.handle
+        self._evaluates_padding = samples.size == 1 or sum_over_ranks(world, [by_batch]) == [0]
 
     # --- checks
 
@@ -136,8 +140,8 @@ class Batches:
             inputs = {name: x.contiguous(memory_format=order) if x.ndim == 4 else x for name, x in inputs.items()}
         for start, size in (self.evaluated_share if evaluates else self.trained_share).spans(samples):
             span = slice(start, start + size)
-            x = {name: each[span] for name, each in inputs.items()} if self._takes_images else None
-            y = targets[span] if self._takes_labels else None
+            x = {name: _plain(each[span]) for name, each in inputs.items()} if self._takes_images else None
+            y = _plain(targets[span]) if self._takes_labels else None
             y = y if y is None or y.is_floating_point() else y.long()
             positions = torch.arange(position + start, position + start + size)
             micro_batches.append(MicroBatch(start, size, positions, x, y))
@@ -182,17 +186,12 @@ class Batches:
                 targets = None if targets is None else mix.labels(targets, first)[part]
                 first, size = first + own.start, len(own)
             whole.append(MicroBatchInput(inputs, targets, size, range(first, first + size)))
+        whole += padding
         if self._windows == 1:
-            return whole + padding
-        return [self._window(each, number) for each in whole + padding for number in range(self._windows)]
-
-    def _window(self, micro: MicroBatchInput, number: int) -> MicroBatchInput:
-        """One of the windows of a micro-batch. An image stands for all time steps; frames have theirs."""
-        inputs, steps = micro.inputs, self._config.model.time_steps // self._windows
-        if isinstance(inputs, Mapping):
-            own, specs = slice(number * steps, (number + 1) * steps), self._task.inputs
-            inputs = {name: x[:, own] if specs[name].over_time else x for name, x in inputs.items()}
-        return replace(micro, inputs=inputs, goes_on=number > 0)
+            return whole
+        steps = self._config.model.time_steps // self._windows
+        cut = [windows_of(micro, self._task, self._windows, steps) for micro in whole]
+        return [window for of_micro in cut for window in of_micro]
 
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
         """Micro-batches without samples of the batch, up to the most that a replica has: all that share a micro-batch
@@ -212,3 +211,8 @@ class Batches:
         zeros = {name: torch.zeros_like(each.empty(1, self._dtype), device=self._state.device) for name, each in specs}
         padding = MicroBatchInput(zeros if self._takes_images else None, None, 1, range(1), is_padding=True)
         return missing * [padding]
+
+
+def _plain(x: Tensor) -> Tensor:
+    """A copy where a tensor was made under torch.inference_mode(), which autograd does not keep for backward."""
+    return x.clone() if x.is_inference() else x

@@ -17,6 +17,7 @@ from megasnn.config.training import PRECISIONS
 from megasnn.config.validate import cut_problems
 from megasnn.config.values import build_part, to_dict, with_keywords
 from megasnn.engine.model import DistributedModel
+from megasnn.engine.replica import build_replica
 from megasnn.kernels.backends import BACKENDS, backend_for
 from megasnn.kernels.products import can_be_sparse
 from megasnn.layers import BuildContext
@@ -31,9 +32,6 @@ from megasnn.pipeline.plan import plan_pipeline
 
 _ENDLESS = 10**12  # steps of a training whose learning rate does not decay
 _PER_HOST = ("data", "checkpoint", "logging")  # parts of a run that may differ: paths, workers
-
-
-# --- configuration
 
 
 def run_configuration(
@@ -96,24 +94,6 @@ def require_kernels(config: PretrainConfig, device: torch.device) -> None:
         backend_for(name, torch.empty(1, 1, 1, dtype=products, device=device), config.neuron.spec)
 
 
-# --- the model
-
-
-def describe_windows(config: PretrainConfig) -> ModelDescription:
-    """Describes what is built: the model, with the time steps of one window. Raises ValueError where tensors of a model
-    depend on their number."""
-    model: Any = config.model
-    whole, steps = describe_model(model, config.neuron.spec), config.training.bptt_steps
-    if steps is None or steps == model.time_steps:
-        return whole
-    of_window = describe_model(replace(model, time_steps=steps), config.neuron.spec)
-    shapes, expected = ({e.name: e.shard.global_shape for e in each.tensors} for each in (of_window, whole))
-    if different := [name for name, shape in expected.items() if shapes.get(name) != shape]:
-        said = f"depends on --time-steps {model.time_steps}: the model cannot be shown windows of --bptt-steps {steps}"
-        raise ValueError(f"{different[0]} {said}")
-    return of_window
-
-
 def mixing_of(config: PretrainConfig, epoch_samples: int) -> Mixing | None:
     """Returns how samples are mixed with each other (mixup, CutMix); None where they are not."""
     data = config.data
@@ -158,7 +138,7 @@ def build_model(
     with error_context("while planning the pipeline"):
         plan = plan_pipeline(config, description, context, state, built)
     with error_context("while building the model"):
-        made = DistributedModel(description, built, context, state, plan, config, wants_to_stop)
+        made = build_replica(config, description, built, context, state, plan, wants_to_stop)
         for chunk in made.chunks.values():
             if graphs is not None:
                 chunk.capture_graphs(graphs)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint.format import BESIDE, Progress
+from megasnn.checkpoint.format import AVERAGED_STEPS, BESIDE, Progress
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.config import PretrainConfig
 from megasnn.config.values import config_identity, recipe
@@ -38,13 +38,14 @@ class Checkpoints:
         grid, distributed = self._distributed.state.grid, self._distributed
         sizes = {"tp": grid.tp, "pp": grid.pp, "dp": grid.replicas, "dp_shard": grid.dp_shard, "cp": grid.cp}
         chunks = {"virtual": len(distributed.chunks), "bounds": layers_per_chunk(distributed.plan.bounds)}
+        steps = {} if self._step.average is None else {AVERAGED_STEPS: self._step.average.steps}
         return Progress(
             self._step.iteration,
             self._step.consumed_samples,
             self._config.model.name,
             config_identity(self._config),
             {**sizes, **chunks},
-            {"recipe": recipe(self._config), **extra},
+            {"recipe": recipe(self._config), **steps, **extra},
             skipped_steps,
         )
 

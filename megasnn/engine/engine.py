@@ -26,7 +26,6 @@ from megasnn.data import GlobalBatch
 from megasnn.engine.batch import BatchError, Batches
 from megasnn.engine.build import (
     build_model,
-    describe_windows,
     mixing_of,
     require_alike,
     require_kernels,
@@ -34,6 +33,7 @@ from megasnn.engine.build import (
 )
 from megasnn.engine.checkpoint import Checkpoints
 from megasnn.engine.step import TrainStep
+from megasnn.engine.windows import describe_windows
 from megasnn.models.model import Model
 from megasnn.optim.rates import learning_rate, require_schedule
 from megasnn.parallel.agreement import broadcast_result
@@ -112,7 +112,7 @@ class Engine:
             self.plan = self.distributed.plan
             self.batches = Batches(config, self.distributed, mixing_of(config, length.epoch_samples))
             rate = partial(learning_rate, config.optimizer, iterations=length.iterations, epoch=length.epoch)
-            self.step = TrainStep(config, self.distributed, lr_schedule or rate)
+            self.step = TrainStep(config, self.distributed, lr_schedule or rate, length.iterations)
             self.optimizer = self.step.optimizer
             self.takes_images, self.takes_labels = self.distributed.takes_images, self.distributed.gives_logits
             self.checkpoints = Checkpoints(config, self.step)
@@ -147,13 +147,12 @@ class Engine:
         """
         with self._running():
             checked = self.batches.checked(inputs, targets, trains=True, problem=self.step.problem())
-            return self.train_on(self.batches.share(*checked, self.step.consumed_samples))
+            batch = self.batches.share(*checked, self.step.consumed_samples)
+            return self.step(self.batches.inputs(batch, trains=True), batch)
 
     def train_on(self, batch: GlobalBatch) -> StepResult:
         """`train_step` on this rank's share of a global batch, as `megasnn.data.BatchLoader` gives it."""
         with self._running():
-            if self.step.iteration >= self.length.iterations:
-                raise BatchError(f"all {self.length.iterations} steps are done (train_iters); make an Engine with more")
             return self.step(self.batches.inputs(batch, trains=True), batch)
 
     # --- evaluation
@@ -161,9 +160,11 @@ class Engine:
     def evaluate(
         self, inputs: Tensor | Mapping[str, Tensor] | Iterable[Any], targets: Tensor | None = None
     ) -> EvaluationRecord:
-        """Computes loss and metrics over any number of samples: inputs and targets, or an iterable of pairs of them (of
-        inputs alone, where one is the target), the same on every rank. With `ema_decay` the weights are the averaged
-        ones. Raises what `train_step` raises, and ValueError where there are no samples."""
+        """Computes loss, without label smoothing, and metrics over any number of samples.
+
+        They are inputs and targets, or an iterable of pairs of them (of inputs alone, where one is the target), the
+        same on every rank. With `ema_decay` the weights are the averaged ones. Raises what `train_step` raises, and
+        ValueError where there are no samples."""
         by_itself = targets is not None or isinstance(inputs, (Tensor, Mapping)) or not isinstance(inputs, Iterable)
         return self.evaluate_on(self.batches.evaluated_pairs([(inputs, targets)] if by_itself else inputs))
 
@@ -173,7 +174,7 @@ class Engine:
         totals = torch.zeros(2 + len(task.evaluated), dtype=torch.float64, device=self.state.device)
 
         def count(output: Bundle, targets: Tensor) -> None:
-            totals[0] += distributed.loss(output, targets)
+            totals[0] += distributed.loss.of_evaluation(output, targets)
             totals[1] += len(targets)
             totals[2:] += task.sums(output, targets, task.evaluated)
 
@@ -246,10 +247,13 @@ class Engine:
         path = broadcast_result(self.state.world.handle, lambda: Path(folder))
         return save_checkpoint(path, self.checkpoints.progress({}), self.checkpoints.state, self.state.world.handle)
 
-    def load(self, folder: str | os.PathLike[str], step: int | None = None, weights_only: bool = False) -> None:
+    def load(
+        self, folder: str | os.PathLike[str], step: int | None = None, weights_only: bool = False, ema: bool = True
+    ) -> None:
         """Continues from a checkpoint that an Engine or a run has saved, on any layout: the latest that is intact, or
         that of iteration `step`. The first rank's folder counts. Warns of flags that are others than they were. With
-        `weights_only` it begins anew with weights and buffers, of a checkpoint with another optimizer, too.
+        `weights_only` it begins anew with weights and buffers, of a checkpoint with another optimizer, too: with their
+        average where there is one, without `ema` never.
 
         Raises:
             CheckpointError: on every rank, when there is none, or it is of another model.
@@ -260,11 +264,13 @@ class Engine:
         into = LocalState(self.distributed.tensors) if weights_only else self.checkpoints.state
         expected = None if weights_only else config_identity(config)
         check = partial(model_differences, model=config.model.name, config=expected)
-        loaded = load_checkpoint(path, into, step=iteration, process_group=world, check=check)
+        loaded = load_checkpoint(
+            path, into, step=iteration, process_group=world, check=check, average=weights_only and ema
+        )
         if weights_only:
             self.step.loaded()
         else:
-            self.step.loaded((loaded.iteration, loaded.consumed_samples), loaded.averaged)
+            self.step.loaded((loaded.iteration, loaded.consumed_samples), loaded.averaged_steps)
         changed = [] if weights_only else changed_recipe(loaded.extra, recipe(config))
         for remark in (*loaded.remarks, *changed):
             warnings.warn(remark, stacklevel=2)

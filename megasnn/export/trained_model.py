@@ -28,6 +28,7 @@ from megasnn.common.files import (
     DescriptionError,
     FreeForm,
     described,
+    read_regular,
     write_whole,
 )
 from megasnn.config.values import SAMPLES_KEY
@@ -149,7 +150,7 @@ class TrainedModel(nn.Module):
         """
         path = Path(folder)
         try:
-            about = described(About, (path / CONFIG).read_bytes(), path / CONFIG)
+            about = described(About, read_regular(path / CONFIG), path / CONFIG)
             if about.crc32 != file_checksum(path / WEIGHTS):
                 raise DamagedError(f"{path / WEIGHTS} was altered: its checksum is not that of {CONFIG}")
             values = load_file(path / WEIGHTS)
@@ -162,7 +163,7 @@ def load_model(
     checkpoint: str | os.PathLike[str],
     model: type[Model] | None = None,
     step: int | None = None,
-    ema: bool | None = None,
+    ema: bool = True,
 ) -> TrainedModel:
     """Loads the model of a checkpoint, of any layout, for inference.
 
@@ -170,19 +171,16 @@ def load_model(
         checkpoint: a run's folder, of which the latest is taken, or one checkpoint in it.
         model: the class of the model, where `megasnn.MODELS` does not have it.
         step: iteration of the checkpoint.
-        ema: True for the average of the weights, False for the weights; None for the average where there is one.
+        ema: the average of the weights where there is one; False for the weights.
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged (DamagedError), holds no configuration or no
-            average, or is of another model.
+        CheckpointError: there is no such checkpoint, it is damaged (DamagedError), holds no configuration, or
+            is of another model.
     """
     path = resolve(Path(checkpoint), step)[0]
     metadata = read_metadata(path)
     if metadata.model is None or metadata.config is None:
         raise CheckpointError(f"{path} holds weights without the configuration of a model: give one that a run saved")
-    averaged = any(name.startswith(AVERAGE) for name in metadata.tensors)
-    if ema and not averaged:
-        raise CheckpointError(f"{path} holds no average of the weights: the run had no --ema-decay")
-    averaged = averaged if ema is None else ema
+    averaged = ema and any(name.startswith(AVERAGE) for name in metadata.tensors)
     names = [name for name in metadata.tensors if not name.startswith(BESIDE)]
     saved = {name: AVERAGE + name if averaged else name for name in names}
     values = read_full(path, metadata, saved.values())

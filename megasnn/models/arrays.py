@@ -17,6 +17,7 @@ class ArraySpec:
         shape: of one sample.
         dtype: "float" for the type that the model computes in, "int" for whole numbers (int64).
         below: whole numbers are from 0 to below - 1, as every batch is checked for; None: they may be any.
+        void: a number beside them that stands for no class, as 255 in Cityscapes. Loss and metrics leave it out.
         over_time: True where the first dimension of an input is T, so that each time step has its own part.
         file: ending of its file in shards, "npy", "mask.npy" or "seg.png"; without one, an input is the image of the
             sample, and a target its class.
@@ -27,6 +28,7 @@ class ArraySpec:
     below: int | None = None
     over_time: bool = False
     file: str = ""
+    void: int | None = None
 
     def type_for(self, floating: torch.dtype) -> torch.dtype:
         """Type of the values in a model that computes in the type `floating`."""
@@ -74,6 +76,8 @@ class ArraySpec:
             shape = ", ".join(map(str, [samples or "N", *self.shape]))
             got = shape_and_type(values)
             return f"{name} must be {kind} [{shape}], one sample or more, as the model says; got {got}"
+        if reads and self.void is not None:
+            values = values[values != self.void]
         if reads and self.below is not None and values.numel():
             lowest, highest = int(values.long().min()), int(values.long().max())
             if not 0 <= lowest <= highest < self.below:

@@ -5,7 +5,10 @@ A `group` of None stands for a process on its own, without torch.distributed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -28,14 +31,28 @@ def gather(group: dist.ProcessGroup | None, value: _T) -> list[_T]:
     return values  # type: ignore[return-value]
 
 
+def sum_over_ranks(group: dist.ProcessGroup | None, values: Sequence[float]) -> list[float]:
+    """Sums numbers of the hosts over all ranks; no device takes part. Collective."""
+    return [math.fsum(of_ranks) for of_ranks in zip(*gather(group, values), strict=True)]
+
+
 def broadcast_result(group: dist.ProcessGroup | None, decide: Callable[[], _T]) -> _T:
-    """Runs `decide` on the group's first rank; its result, or the error it raised, reaches every rank."""
-    box = [_attempt(decide) if rank_in(group) == 0 else (None, None)]
-    if group is not None:
-        dist.broadcast_object_list(box, group_src=0, group=group)
-    value, error = box[0]
+    """Runs `decide` on the group's first rank; its result, or the error it raised, reaches every rank.
+
+    Raises:
+        the same error on every rank, with type and arguments where it is one of ours or of Python's own; elsewhere
+            than on the first rank, another one is a RuntimeError that names its type.
+    """
+    if group is None:
+        return decide()
+    value, error = _attempt(decide) if rank_in(group) == 0 else (None, None)
+    box = [(value, None if error is None else _sendable(error))]
+    dist.broadcast_object_list(box, group_src=0, group=group)
+    value, sent = box[0]
     if error is not None:
         raise error
+    if sent is not None:
+        raise sent
     return value  # type: ignore[return-value]
 
 
@@ -45,19 +62,32 @@ def run_on_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], _T], ti
     It is a DamagedError when all that failed is one.
     """
     value, error = _attempt(work)
-    failures = [failure for failure in gather(group, error) if failure is not None]
-    damaged = all(isinstance(failure, DamagedError) for failure in failures)
-    problems = (problem for failure in failures for problem in failure.args)
+    mine = None if error is None else (isinstance(error, DamagedError), _problems(error))
+    failures = [failure for failure in gather(group, mine) if failure is not None]
+    damaged = all(is_damaged for is_damaged, _ in failures)
+    problems = (problem for _, listed in failures for problem in listed)
     raise_problems(title, problems, DamagedError if damaged else CheckpointError)
     return value  # type: ignore[return-value]
 
 
-def _attempt(work: Callable[[], _T]) -> tuple[_T | None, CheckpointError | None]:
+def _attempt(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
     try:
         return work(), None
-    except CheckpointError as error:
+    except Exception as error:
         return None, error
-    except Exception as error:  # not every kind can be sent
-        sent = CheckpointError(f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
-        sent.__cause__ = error
-        return None, sent
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, where another rank can rebuild it from its type and arguments, otherwise its text."""
+    if type(error).__module__.partition(".")[0] in ("megasnn", "builtins"):
+        with suppress(Exception):  # an argument that cannot be sent
+            if str(pickle.loads(pickle.dumps(error))) == str(error):
+                return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _problems(error: Exception) -> list[str]:
+    """One line for each argument of a CheckpointError; the text of another error."""
+    if isinstance(error, CheckpointError):
+        return [str(problem) for problem in error.args]
+    return [f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"]

@@ -75,6 +75,16 @@ def gather_columns(
     return join_columns(payloads, content, rows.shape, rows.dtype), payloads
 
 
+def require_dense(tensor: Tensor) -> None:
+    """Raises ValueError for a tensor whose values do not lie one behind the other in memory, row by row.
+
+    Gloo exchanges such a tensor in the order of memory, and reports success (findings/gloo_memory_order.sh).
+    """
+    if not tensor.is_contiguous():
+        order = f"shape {list(tensor.shape)}, strides {list(tensor.stride())}"
+        raise ValueError(f"an exchange between ranks takes contiguous tensors, and got {order}: give it .contiguous()")
+
+
 def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
     """Gathers the part of each rank, in rank order; all of them lie in `into`.
 
@@ -82,7 +92,9 @@ def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
         into: contiguous, as many values as all ranks have together.
         mine: `[n]`, the same number on every rank.
     """
-    parts, mine = list(into.view(group.size, -1)), mine.view(-1)
+    require_dense(mine)
+    parts = list(into.view(group.size, -1))
+    mine = mine.view(-1)
     work: list[dist.Work | None]
     if mine.device.type != "cpu":
         # NCCL fills a list of tensors from one that it makes, by a copy more. Flat: Gloo takes no table from a GPU.
@@ -155,6 +167,7 @@ def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
 
 def start_all_reduce_sum(tensor: Tensor, group: Group) -> Callable[[], object]:
     """Starts summing over a group of several ranks, in place; the returned function waits until that is done."""
+    require_dense(tensor)
     # Counted is the least that a backend does: each rank adds up a part, and gets the others'.
     traffic.record(group.name, 2 * (group.size - 1) * tensor.nbytes // group.size)
     return dist.all_reduce(tensor, group=group.handle, async_op=True).wait
@@ -167,6 +180,7 @@ def start_exchange(outgoing: Tensor, to_ranks: Sequence[int], from_ranks: Sequen
     Args:
         to_ranks, from_ranks: how many values go to each rank, and come from it; those for this rank are not looked at.
     """
+    require_dense(outgoing)
     sent, received = ([0 if rank == group.rank else n for rank, n in enumerate(c)] for c in (to_ranks, from_ranks))
     incoming = outgoing.new_empty(sum(received))
     traffic.record(group.name, incoming.nbytes)

@@ -1,9 +1,12 @@
-"""Works off a schedule, action by action: a small method for each kind, and no knowledge of any schedule."""
+"""Executor of schedules: it takes their actions one by one, with a small method for each kind.
+
+It knows no schedule. `StepState` holds the tensors between actions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,7 +25,7 @@ from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer, PackedInput, StepState, without_graph
 from megasnn.pipeline.p2p import Transfers
 from megasnn.schedule import Action, Kind, Schedule
-from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, USES_WEIGHTS, ActionKey
+from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, USES_WEIGHTS
 from megasnn.telemetry.operations import not_counting
 from megasnn.telemetry.timers import named
 
@@ -36,10 +39,10 @@ class PipelineExecutor:
     """Executor of any schedule, on a single rank, too. An error notes rank, stage, action and micro-batch.
 
     Args:
-        segments: of this rank, as the schedule numbers them.
+        segments: of this rank, by their number in the schedule.
         transfers: None on a single stage.
         loss: called on the rank of the last segment, in each forward of a training step.
-        weights: of which each rank keeps some rows (UNSHARD, RESHARD); None where weights are always there.
+        weights: shared by ranks and gathered before use (UNSHARD, RESHARD); None where weights are always whole.
     """
 
     def __init__(
@@ -51,13 +54,18 @@ class PipelineExecutor:
         gradient_buckets: GradientBuckets,
         weights: GatheredWeights | None = None,
     ) -> None:
-        self._segments, self._state, self._transfers = segments, state, transfers
-        self._loss, self._gradient_buckets, self._weights = loss, gradient_buckets, weights
-        self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # puts a segment's input in a graph
+        self._segments = segments
+        self._state = state
+        self._transfers = transfers
+        self._loss = loss
+        self._gradient_buckets = gradient_buckets
+        self._weights = weights
+        # A leaf that needs a gradient: with it the detached input of a segment becomes part of a graph.
+        self._anchor = torch.zeros((), device=state.device, requires_grad=True)
         modules = [module for segment in segments.values() for module in segment.modules()]
         self._neurons = [module for module in modules if isinstance(module, NeuronLayer)]
-        self._sizes: list[tuple[int, ...]] = []  # of micro-batches in training steps
-        self._scattered: set[int] = set()  # segments whose gradients are, after every micro-batch
+        self._sizes: list[tuple[int, ...]] = []  # of the micro-batches in each training step so far
+        self._scattered: set[int] = set()  # segments whose gradients are scattered after every micro-batch
         self._methods: dict[Kind, Callable[[StepState, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: lambda step, action: step.backward(action.key),
@@ -79,15 +87,16 @@ class PipelineExecutor:
     def run(
         self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None
     ) -> Tensor:
-        """Works off a schedule: forward and backward of all micro-batches, whose gradients are accumulated and reduced;
-        with `consume`, forward alone.
+        """Works off a schedule on all micro-batches. Gradients are accumulated and reduced.
 
         Args:
-            consume: gets the outputs and targets on the rank of the last segment.
+            consume: called with outputs and targets on the rank of the last segment, in an evaluation, which has no
+                backward; None in training.
         Returns:
-            the sum of the losses, float64 scalar; zero on ranks without the last segment, and with `consume`.
+            the sum of the losses, float64 scalar; zero on ranks without the last segment, and in an evaluation.
         """
-        actions, sizes = schedule.actions[self._state.pp.rank], tuple(micro.size for micro in micro_batches)
+        actions = schedule.actions[self._state.pp.rank]
+        sizes = tuple(micro.size for micro in micro_batches)
         repeated = frozenset(each.key for each in actions if each.kind is Kind.RECOMPUTE)
         self._scattered = {each.segment for each in actions if each.kind is Kind.REDUCE_SCATTER}
         step = StepState(micro_batches, self._anchor, repeated, consume)
@@ -99,7 +108,10 @@ class PipelineExecutor:
         with nullcontext() if consume is None else torch.no_grad():
             for action in actions:
                 with error_context(partial(self._error_context, action)), named(action):
-                    self._do(step, action)
+                    self._prepare(action)
+                    self._methods[action.kind](step, action)
+                    if graphs and action.kind in FINISHING:
+                        self._end_graphs(action)
         if self._transfers is not None:
             self._transfers.wait()
         if consume is None:
@@ -116,35 +128,43 @@ class PipelineExecutor:
         for each in graphs:
             each.begin(has_graphs)
 
-    def _do(self, step: StepState, action: Action) -> None:
+    def _prepare(self, action: Action) -> None:
+        """Posts receives that this rank may need soon, and waits for weights that the action uses."""
         if self._transfers is not None and action.kind in COMPUTE:
             self._transfers.announce(action)
         if self._weights is not None and action.kind in USES_WEIGHTS:
             self._weights.wait_unshard(action.segment)
         if action.segment in self._scattered and action.kind in _BACKWARDS:
             self._gradient_buckets.begin(action.segment, first_part=action.kind is Kind.INPUT_GRADIENT)
-        self._methods[action.kind](step, action)
-        if action.kind in FINISHING:
-            graphs = self._segments[action.segment].graphs
-            if graphs is not None:
-                graphs.done(action.key[1])
+
+    def _end_graphs(self, action: Action) -> None:
+        """Gives the CUDA graphs of a micro-batch back behind its last action."""
+        graphs = self._segments[action.segment].graphs
+        if graphs is not None:
+            graphs.done(action.key[1])
 
     def _error_context(self, action: Action) -> str:
         state = self._state
         micro = "" if action.micro_batch is None else f", micro-batch {action.micro_batch}"
         return f"rank {state.rank}, pipeline stage {state.pp.rank}, action {action}{micro}"
 
-    # --- computing
-
     def _forward(self, step: StepState, action: Action) -> None:
-        """Gives a segment's output to the loss, to the next segment, or to whoever takes it in evaluation."""
-        key, segment, micro = action.key, self._segments[action.segment], step.micro_batches[action.key[1]]
+        """Gives a segment's output to the loss, to the next segment, or to the consumer of an evaluation."""
+        key = action.key
+        segment = self._segments[action.segment]
+        micro = step.micro_batches[key[1]]
         stashed: PackedInput | None = None
-        if key in step.repeated:  # what the first segment takes stays in the batch
-            inputs, carried = ([], ()) if segment.is_first else (step.inputs[key], segment.receives)
-            step.stashed[key] = stashed = PackedInput(inputs, carried)
-        with nullcontext() if stashed is None else recording(stashed.collected):
-            y = self._output(step, key)
+        surroundings: AbstractContextManager[None] = nullcontext()
+        if key in step.repeated:
+            # The first segment's input stays in the batch.
+            stashed = PackedInput([], ()) if segment.is_first else PackedInput(step.inputs[key], segment.receives)
+            step.stashed[key] = stashed
+            surroundings = recording(stashed.collected)
+        elif micro.is_padding:
+            surroundings = not_counting()
+        with surroundings:
+            x = micro.inputs if segment.is_first else step.entered(key)
+            y = segment(x, micro.samples, micro.goes_on, key[1])
         if not segment.is_last:
             step.await_gradients(key, y)
             inputs = [without_graph(each) for each in y]
@@ -162,23 +182,21 @@ class PipelineExecutor:
             del step.backwards[key]  # and with it the graph; it has shown what needs a gradient
 
     def _forward_again(self, step: StepState, action: Action) -> None:
-        key, segment = action.key, self._segments[action.segment]
+        """Computes a forward a second time, for the graph that its backward needs."""
+        key = action.key
+        segment = self._segments[action.segment]
+        micro = step.micro_batches[key[1]]
         stashed = step.stashed.pop(key)
         if not segment.is_first:
             step.inputs[key] = stashed.restored()
         with segment.only_graph(), replaying(stashed.collected):
-            y = self._output(step, key)
+            x = micro.inputs if segment.is_first else step.entered(key)
+            y = segment(x, micro.samples, micro.goes_on, key[1])
             if segment.is_last:
-                loss = self._loss(y, step.micro_batches[key[1]].targets, True)
+                loss = self._loss(y, micro.targets, True)
                 step.backwards[key] = partial(torch.autograd.backward, loss)
             else:
                 step.await_gradients(key, y)
-
-    def _output(self, step: StepState, key: ActionKey) -> Any:
-        segment, micro = self._segments[key[0]], step.micro_batches[key[1]]
-        x = micro.inputs if segment.is_first else step.entered(key)
-        with not_counting() if micro.is_padding else nullcontext():
-            return segment(x, micro.samples, micro.goes_on, key[1])
 
     def _input_gradient(self, step: StepState, action: Action) -> None:
         with self._segments[action.segment].weight_gradients.deferred() as tasks:
@@ -190,8 +208,6 @@ class PipelineExecutor:
         while tasks:
             tasks.popleft()()  # and its tensors are free
 
-    # --- transfers
-
     def _send_backward(self, transfers: Transfers, step: StepState, action: Action) -> None:
         segment, micro_batch = action.key
         transfers.send(action, step.gradients.pop((segment - 1, micro_batch)))
@@ -200,6 +216,6 @@ class PipelineExecutor:
         step.inputs[action.key] = [*transfers.receive(action).values()]
 
     def _receive_backward(self, transfers: Transfers, step: StepState, action: Action) -> None:
-        """Gradients come for all that may learn; a layer may have cut some of it off."""
-        came = transfers.receive(action)
-        step.gradients[action.key] = [came[index] for index in step.learning.pop(action.key)]
+        """Takes gradients of the outputs. They come for all that may learn; a layer may have cut some of it off."""
+        gradients = transfers.receive(action)
+        step.gradients[action.key] = [gradients[index] for index in step.learning.pop(action.key)]

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import with_config
 
 from megasnn.checkpoint.format import config_differences
-from megasnn.common.files import STRICT, DescriptionError, FreeForm, described, write_whole
+from megasnn.common.files import STRICT, DescriptionError, FreeForm, described, read_regular, write_whole
 from megasnn.common.grid import ContextCut
 from megasnn.config.run import PretrainConfig
 from megasnn.config.values import to_dict
@@ -306,7 +306,7 @@ def write(analysis: Analysis, path: Path) -> None:
 def read(path: Path) -> Analysis:
     """The costs in a file. Raises DescriptionError for one that cannot be read, or is none."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise DescriptionError(f"cannot read {path}: {error}; {_ADVICE}") from None
     return described(Analysis, content, path, advice=_ADVICE)

@@ -6,6 +6,7 @@ from functools import partial
 
 from megasnn.common.checks import error_context
 from megasnn.config import PretrainConfig
+from megasnn.config.values import samples
 from megasnn.data import BatchLoader, Datasets, open_datasets
 from megasnn.data.arrays import ArrayFile, ArrayFormat
 from megasnn.data.loader import epoch_samples, order_identity
@@ -13,7 +14,7 @@ from megasnn.data.preprocess.sample import shards_of_sample
 from megasnn.engine import Engine
 from megasnn.models.build import task_of
 from megasnn.models.model import Model
-from megasnn.parallel.agreement import broadcast_result
+from megasnn.parallel.agreement import broadcast_result, sum_over_ranks
 from megasnn.parallel_state import ParallelState
 
 
@@ -32,7 +33,9 @@ def arrays_of(model: Model) -> ArrayFormat | None:
                 f'{model.name} says no file for {name!r} in shards: ArraySpec(..., file="npy"); or train it with a '
                 "megasnn.Engine, on batches of your own"
             )
-    files = tuple(ArrayFile(name, each.file, each.shape, each.dtype, each.below) for name, each in arrays.items())
+    files = tuple(
+        ArrayFile(name, each.file, each.shape, each.dtype, each.below, each.void) for name, each in arrays.items()
+    )
     return ArrayFormat(files, tuple(task.inputs), target)
 
 
@@ -62,8 +65,7 @@ class RunData:
             data, shape, self._classes, shards_of_sample, decide, training.evaluate_only, arrays
         )
         batch, last_batch = training.global_batch_size, data.last_batch
-        samples = epoch_samples(len(self.datasets.train), batch, last_batch)
-        self.length = training.length(samples)
+        self.length = training.length(epoch_samples(len(self.datasets.train), batch, last_batch))
         self.data_position: dict[str, object] = {
             "dataset": order_identity(self.datasets.train, batch, last_batch),
             **{"seed": training.seed, "shuffle": data.shuffle, "last_batch": last_batch},
@@ -88,8 +90,14 @@ class RunData:
     @property
     def samples_to_evaluate(self) -> int:
         """In a whole evaluation."""
-        samples, limit = len(self.datasets.valid or ()), self._config.logging.eval_iters
-        return samples if limit is None else min(samples, limit * self._config.training.global_batch_size)
+        found, limit = len(self.datasets.valid or ()), self._config.logging.eval_iters
+        return found if limit is None else min(found, limit * self._config.training.global_batch_size)
+
+    @property
+    def evaluation(self) -> dict[str, object]:
+        """What an evaluation's figures refer to: the samples, how many of them, and how they are made."""
+        found = "" if self.datasets.valid is None else self.datasets.valid.fingerprint()
+        return {"dataset": found, "samples": self.samples_to_evaluate, **samples(self._config)}
 
     def skipped_over_replicas(self, engine: Engine, samples: int, training: bool) -> int:
         """Broken samples that were replaced, of all replicas, from those that this rank has counted; 0 where that is
@@ -100,7 +108,7 @@ class RunData:
         share = engine.batches.trained_share if training else engine.batches.evaluated_share
         shared = share.cp_size == 1 and engine.state.cp.rank
         counts = engine.takes_images and engine.state.tp.rank == 0 and not shared
-        return int(engine.distributed.sum_over_ranks([float(samples * counts)])[0])
+        return int(sum_over_ranks(engine.state.world.handle, [float(samples * counts)])[0])
 
     def loader(self, engine: Engine, training: bool = True) -> BatchLoader:
         """Reads this rank's shares of the global batches; the same one for all evaluations, which share its workers."""

@@ -5,6 +5,7 @@ After SIGTERM, SIGINT or SIGUSR1 a run saves at the end of its step and ends; a 
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from megasnn.common.memory import memory_scalars
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
-from megasnn.engine.step import first_non_finite
+from megasnn.engine.not_finite import first_non_finite
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.collectives import traffic
 from megasnn.parallel.replica_check import ReplicaError, compare_replicas
@@ -67,22 +68,27 @@ class TrainingRun:
         self._skipped_samples = self._skipped_steps = self._skipped_in_a_row = 0  # steps: since the last save
         require_checkpoint(config, state)
         self.data = RunData(config, state)
-        self.iterations = self.data.length.iterations
         self.engine = engine = Engine(config, length=self.data.length, wants_to_stop=self._wants_to_stop)
         with ExitStack() as undo, error_context("while starting the run"):
             undo.callback(engine.close)
             claimed = claim(config, state)
             if claimed is not None:
                 undo.callback(claimed.release)
-            begin = load_start(config, engine, self.data.data_position, claimed is not None and claimed.resumes)
+            begin = load_start(config, engine, self.data, claimed is not None and claimed.resumes)
+            epoch = self.data.length.epoch_samples
+            engine.length = config.training.length(epoch, engine.iteration, engine.consumed_samples)
+            engine.step.iterations = engine.length.iterations
+            self.iterations = engine.length.iterations
             self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
-            self.saves = Saves(config, engine, claimed, self.data.data_position, begin, reporter)
-            self.metrics, self.operations = Metrics(engine), Operations(engine.distributed)
+            self.saves = Saves(config, engine, claimed, self.data, begin, reporter)
+            self.metrics = Metrics(engine)
+            self.operations = Operations(engine.distributed)
             self.pictures = Pictures(config, engine, self.data.datasets, self.metrics.rasters, reporter)
-            introduce(config, engine, self.data.length, reporter)
+            introduce(config, engine, reporter)
             self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
             announce(self._memory, reporter)
-            self._introduce_start([claimed.notice if claimed is not None else "", begin.notice, self.data.notice])
+            of_folder = claimed.notice if claimed is not None else ""
+            self._introduce_start(begin.averaged, [of_folder, begin.notice, self.data.notice])
             undo.pop_all()
 
     def _outline(self) -> RunOutline:
@@ -92,11 +98,11 @@ class TrainingRun:
         folders = self.config.logging.tensorboard_dir, log_folder(self.config)
         return RunOutline(self.iterations, self.data.length.epoch_samples, *folders, resumed)
 
-    def _introduce_start(self, notices: Sequence[str]) -> None:
+    def _introduce_start(self, averaged: bool, notices: Sequence[str]) -> None:
         for notice in filter(None, notices):
             self.reporter.line(notice)
         if self.config.training.evaluate_only:
-            what = "weights" if self.engine.step.average is None else "average of the weights"
+            what = "average of the weights" if averaged else "weights"
             self.reporter.line(f"evaluating the {what} of iteration {self.engine.iteration}")
             return
         iteration, samples = self.engine.iteration, self.engine.consumed_samples
@@ -119,7 +125,7 @@ class TrainingRun:
 
         With --evaluate-only, evaluates once.
         """
-        with self.stop, traffic.counting():
+        with traffic.counting():
             if self.config.training.evaluate_only:
                 self.evaluate()
                 return
@@ -316,6 +322,8 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._handlers.close()
+        if threading.current_thread() is threading.main_thread():
+            atexit.register(_ignore_signals)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -328,3 +336,9 @@ class StopSignals:
         elif time.monotonic() - self._requested_at > SAME_REQUEST_SECONDS:
             sys.stderr.write(f"{name} after {self.requested}: ending at once; what was saved before stays\n")
             os._exit(128 + number)
+
+
+def _ignore_signals() -> None:
+    """The run is over, and only the interpreter still ends: its exit status stands."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

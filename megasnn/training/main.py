@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -72,9 +72,11 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
     """Joins the ranks, builds, loads, trains, evaluates, saves; returns the exit status."""
     state, leave = join_ranks(config)
     stage, stop, is_alone = f"pipeline stage {state.pp.rank}", StopSignals(), state.world.size == 1
+    handled = ExitStack()
     try:
         with error_context(f"on {stage}"):
             run = TrainingRun(config, state, stop, callbacks)
+        handled.enter_context(stop)  # until the ranks have left each other: a rank that is gone would break their end
         with error_context(lambda: f"on {stage}, after iteration {run.engine.iteration}"):
             try:
                 run.train()
@@ -91,6 +93,7 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
     finally:
         if is_alone or sys.exc_info()[0] is None:  # else nothing that waits for other ranks may run
             leave()
+        handled.close()
     if config.training.evaluate_only and not run.has_evaluated:
         return stop.status
     if run.has_diverged:

@@ -15,7 +15,7 @@ from megasnn.common.memory import memory_scalars, peak_memory_mb
 from megasnn.config import PretrainConfig
 from megasnn.data import Datasets, GlobalBatch
 from megasnn.engine import Engine
-from megasnn.parallel.agreement import gather
+from megasnn.parallel.agreement import gather, sum_over_ranks
 from megasnn.parallel.collectives import traffic
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.pictures import raster_sheet, sample_sheet
@@ -90,7 +90,8 @@ class Metrics:
         traffic.reset()
         if not self._groups:
             return {}
-        sums = self._distributed.sum_over_ranks([float(t.bytes) for t in mine] + [float(t.dense_bytes) for t in mine])
+        sizes = [float(counts.bytes) for counts in mine] + [float(counts.dense_bytes) for counts in mine]
+        sums = sum_over_ranks(self._distributed.state.world.handle, sizes)
         names = [f"communication/{group}_mb{form}" for form in ("", "_if_dense") for group in self._groups]
         return {name: value / (1e6 * iterations) for name, value in zip(names, sums, strict=True)}
 

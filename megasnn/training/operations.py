@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -75,7 +75,7 @@ class Operations:
 
 def _times_used(module: Convolution, space: Sequence[int]) -> Tensor:
     """Number of outputs that a value at each pixel goes into, in a convolution of torch's."""
-    kinds: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+    kinds: dict[int, Callable[..., Convolution]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
     options = module.kernel_size, module.stride, module.padding, module.dilation
     of_a_channel = kinds[len(space)](
         1, 1, *options, bias=False, padding_mode=module.padding_mode, dtype=torch.float64, device="cpu"

@@ -6,13 +6,13 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from megasnn.checkpoint.folder import FolderLock, go_back, list_checkpoints, resolve
+from megasnn.checkpoint.folder import FolderLock, forget_best_after, go_back, list_checkpoints, resolve
 from megasnn.checkpoint.format import Metadata
 from megasnn.checkpoint.load import load_checkpoint, model_differences
 from megasnn.checkpoint.optimizer_state import LocalState
@@ -26,6 +26,7 @@ from megasnn.engine import Engine
 from megasnn.parallel.agreement import broadcast_result, run_on_all_ranks
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.reporter import Reporter
+from megasnn.training.data import RunData
 
 
 @error_context("while looking at the checkpoint of --load")
@@ -84,7 +85,7 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
     claimed = Claim(folder, job, *decided)
     try:
         _require_shared(folder, state)
-    except CheckpointError:
+    except Exception:
         claimed.release()
         raise
     return claimed
@@ -116,17 +117,23 @@ def _require_shared(folder: Path, state: ParallelState) -> None:
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation so far, as a checkpoint keeps it."""
+    """The best evaluation so far, as a checkpoint keeps it.
+
+    Attributes:
+        evaluation: what its accuracy refers to (`RunData.evaluation`); with another one it is not compared.
+    """
 
     iteration: int
     accuracy_top1: float
+    evaluation: Mapping[str, object]
 
     @classmethod
     def read(cls, saved: object) -> Best | None:
-        """Reads what a checkpoint keeps; None where it keeps none."""
+        """Reads what a checkpoint keeps; None where it keeps none. Old ones do not say of which evaluation it is."""
         match saved:
-            case {"iteration": int(iteration), "accuracy_top1": float(accuracy)}:
-                return cls(iteration, accuracy)
+            case {"iteration": int(iteration), "accuracy_top1": float(accuracy), **others}:
+                evaluation = others.get("evaluation")
+                return cls(iteration, accuracy, evaluation if isinstance(evaluation, dict) else {})
         return None
 
 
@@ -138,48 +145,43 @@ class StartingPoint:
         notice: for the user; "" where it is as asked for.
         best: the best evaluation before.
         saved: True where a checkpoint in the folder of --save is of this very state.
+        averaged: True where the weights are the average of a checkpoint's.
     """
 
     notice: str = ""
     best: Best | None = None
     saved: bool = False
+    averaged: bool = False
 
 
 @error_context("while loading")
-def load_start(
-    config: PretrainConfig, engine: Engine, data_position: Mapping[str, object], restarted: bool
-) -> StartingPoint:
+def load_start(config: PretrainConfig, engine: Engine, data: RunData, restarted: bool) -> StartingPoint:
     """Fills the engine with what the run starts from: where a restarted job stood, a checkpoint, or SpikingJelly's
-    weights; otherwise the keyed initial values stay. Collective.
-
-    Args:
-        data_position: identity of the data and its order; see `megasnn.training.data`.
-    """
+    weights; otherwise the keyed initial values stay. Collective."""
     options = config.checkpoint
     if restarted:
-        return _continue(config, engine, data_position, restarted)
+        return _continue(config, engine, data, restarted)
     if options.load and options.loads_weights:
         engine.load_state_dict(config.model.from_spikingjelly(read_state_dict(options.load)))
     elif options.load and options.finetune:
         return _take_weights(config, engine, options.load)
     elif options.load:
-        return _continue(config, engine, data_position, restarted)
+        return _continue(config, engine, data, restarted)
     return StartingPoint()
 
 
-def _continue(
-    config: PretrainConfig, engine: Engine, data_position: Mapping[str, object], restarted: bool
-) -> StartingPoint:
+def _continue(config: PretrainConfig, engine: Engine, data: RunData, restarted: bool) -> StartingPoint:
     """Goes on from the checkpoint that was asked for; a restarted job from its latest."""
     options, evaluates_only, state = config.checkpoint, config.training.evaluate_only, engine.checkpoints.state
     folder = str(options.save if restarted else options.load)
     try:
         loaded = load_checkpoint(
             folder,
-            replace(state, optimizer=None) if evaluates_only else state,
+            LocalState(state.tensors) if evaluates_only else state,
             step=None if restarted else options.ckpt_step,
             process_group=engine.state.world.handle,
-            check=partial(_problems, config, data_position),
+            check=partial(_problems, config, data.data_position),
+            average=evaluates_only and options.ema,
         )
     except NoCheckpointError:
         if not options.may_begin_anew:
@@ -188,47 +190,85 @@ def _continue(
             f"WARNING: there is no checkpoint in {folder}, so training starts from initial weights, with the model of "
             "the flags; where there should be one, stop and check --load"
         )
-    if evaluates_only and engine.step.average is not None and not loaded.averaged:
-        raise CheckpointError(f"{loaded.path} holds no average of the weights to evaluate: leave --ema-decay out")
     samples = 0 if evaluates_only else loaded.consumed_samples
-    engine.step.loaded((loaded.iteration, samples), loaded.averaged)
+    engine.step.loaded((loaded.iteration, samples), loaded.averaged_steps)
     if evaluates_only:
-        return StartingPoint(_warnings((*loaded.remarks, *changed_samples(loaded.extra, config))))
-    if options.ckpt_step is not None and options.saves_where_it_loads and not restarted:
-        broadcast_result(engine.state.world.handle, lambda: go_back(Path(folder), loaded.iteration))
+        notice = _warnings((*loaded.remarks, *changed_samples(loaded.extra, config)))
+        return StartingPoint(notice, averaged=loaded.averaged_steps is not None)
+    goes_on_there = restarted or options.saves_where_it_loads
+    before = Best.read(loaded.extra.get("best"))
+
+    def name() -> None:
+        if options.ckpt_step is not None and not restarted:
+            go_back(Path(folder), loaded.iteration)
+        forget_best_after(Path(folder), loaded.iteration, before.iteration if before is not None else None)
+
+    if goes_on_there:
+        broadcast_result(engine.state.world.handle, name)
+    best, of_best = _comparable(before, data.evaluation) if options.keep_best else (None, [])
     return StartingPoint(
-        _warnings((*loaded.remarks, *changed_recipe(loaded.extra, recipe(config)))),
-        Best.read(loaded.extra.get("best")) if options.keep_best else None,
+        _warnings((*loaded.remarks, *changed_recipe(loaded.extra, recipe(config)), *of_best)),
+        best,
         # Loaded as it is: a run that has nothing left to do does not write it again.
-        (restarted or options.saves_where_it_loads) and not loaded.remarks,
+        goes_on_there and not loaded.remarks,
     )
 
 
+def _comparable(best: Best | None, evaluation: Mapping[str, object]) -> tuple[Best | None, list[str]]:
+    """The best so far, and a remark: None where it is the best of another evaluation."""
+    if best is None or best.evaluation == evaluation:
+        return best, []
+    changed = [name for name, value in evaluation.items() if best.evaluation.get(name) != value]
+    remark = (
+        f"the best checkpoint so far, of iteration {best.iteration} with {best.accuracy_top1:.2%}, was found by "
+        f"another evaluation ({', '.join(changed)}): --keep-best begins anew"
+    )
+    return None, [remark]
+
+
 def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> StartingPoint:
-    """Takes only the weights, of a model whose tensors fit; a last layer of another shape stays as initialised."""
-    distributed, other_head = engine.distributed, False
-    head = distributed.description.layers[-1].name
-    shapes = {entry.name: entry.shard.global_shape for entry in distributed.description.tensors}
-    of_head = {name for name in shapes if name.startswith(f"{head}.")}
+    """Takes only the weights, of a model whose tensors fit.
+
+    A last layer of another shape stays as initialised, and so does a first convolution of other input channels."""
+    layers = engine.distributed.description.layers
+    shapes = {entry.name: entry.shard.global_shape for entry in engine.distributed.description.tensors}
+    of_first = {name for name in shapes if name.startswith(f"{layers[0].name}.")}
+    of_head = {name for name in shapes if name.startswith(f"{layers[-1].name}.")}
+    left: set[str] = set()
 
     def leave(saved: Metadata) -> set[str]:
-        nonlocal other_head
-        other_head = any(saved.tensors[n].shape != shapes[n] for n in of_head & saved.tensors.keys())
-        return of_head if other_head else set()
+        before = {name: tensor.shape for name, tensor in saved.tensors.items() if name in shapes}
+        left.clear()  # of a damaged one that was tried first
+        left.update(n for n in of_first & before.keys() if _differ_in_channels(before[n], shapes[n]))
+        if any(before[n] != shapes[n] for n in of_head & before.keys()):
+            left.update(of_head)
+        return left
 
     loaded = load_checkpoint(
         folder,
-        LocalState(distributed.tensors),
+        LocalState(engine.distributed.tensors),
         step=config.checkpoint.ckpt_step,
         process_group=engine.state.world.handle,
         check=lambda saved: model_differences(saved, config.model.name, None),
         leave=leave,
+        average=config.checkpoint.ema,
     )
     engine.step.loaded()
     remarks = [*loaded.remarks, *changed_samples(loaded.extra, config)]
-    if other_head:
-        remarks.append(f"{head} is of another shape in the checkpoint: it stays as it is initialised")
-    return StartingPoint(_warnings(remarks))
+    if left & of_first - of_head:
+        names = ", ".join(sorted(left & of_first - of_head))
+        remarks.append(f"{names} is of other input channels in the checkpoint: it stays as it is initialised")
+    if left & of_head:
+        remarks.append(f"{layers[-1].name} is of another shape in the checkpoint: it stays as it is initialised")
+    averaged = loaded.averaged_steps is not None
+    taken = "average of the weights (--no-ema: the weights)" if averaged else "weights"
+    notices = [f"--finetune takes the {taken} of {loaded.path}", *([_warnings(remarks)] if remarks else [])]
+    return StartingPoint("\n".join(notices))
+
+
+def _differ_in_channels(before: Sequence[int], now: Sequence[int]) -> bool:
+    """True for weights of convolutions that differ in the number of their input channels alone."""
+    return len(before) == len(now) > 2 and [n for n in range(len(now)) if before[n] != now[n]] == [1]
 
 
 def _problems(config: PretrainConfig, data_position: Mapping[str, object], saved: Metadata) -> Iterator[str]:
@@ -261,13 +301,14 @@ class Saves:
         config: PretrainConfig,
         engine: Engine,
         claim: Claim | None,
-        data_position: Mapping[str, object],
+        data: RunData,
         begin: StartingPoint,
         reporter: Reporter,
     ) -> None:
         options = config.checkpoint
         self._keeps_best, self._engine, self._claim = options.keep_best, engine, claim
-        self._extra = {**data_position, SAMPLES_KEY: samples(config)}
+        self._extra = {**data.data_position, SAMPLES_KEY: samples(config)}
+        self._evaluation = data.evaluation
         self._best, self._saved_best = begin.best, begin.best if begin.saved else None
         self._saver: Writer | None = None
         if claim is not None:
@@ -299,7 +340,7 @@ class Saves:
     def found(self, iteration: int, accuracy: float) -> None:
         """Takes the share of right answers of an evaluation, the same on every rank."""
         if self._keeps_best and (self._best is None or accuracy > self._best.accuracy_top1):
-            self._best = Best(iteration, accuracy)
+            self._best = Best(iteration, accuracy, self._evaluation)
 
     def at_best(self, iteration: int) -> bool:
         """Returns True where this iteration is the best so far, and is to be kept as that."""

@@ -14,7 +14,6 @@ from megasnn.common.files import write_whole
 from megasnn.config import PretrainConfig, changed_flags, to_dict, to_json, with_model_name
 from megasnn.config.data import SAMPLE
 from megasnn.config.parallel import ParallelConfig
-from megasnn.config.training import Length
 from megasnn.data.remote import shown_path
 from megasnn.engine import Engine
 from megasnn.engine.model import DistributedModel
@@ -34,13 +33,13 @@ def log_folder(config: PretrainConfig) -> Path | None:
     return None if folder is None else Path(folder)
 
 
-def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: Reporter) -> None:
+def introduce(config: PretrainConfig, engine: Engine, reporter: Reporter) -> None:
     """Logs what is about to be trained and how. Collective."""
     original, config = config, _without_secrets(config)
     distributed, plan, state = engine.distributed, engine.plan, engine.state
     context = distributed.context
     lines = [
-        *_summary(config, distributed, length, engine.iteration),
+        *_summary(config, engine),
         *_unread(config, distributed.description.neurons),
     ]
     reporter.multiply_adds = sum(each.operations for each in distributed.description.layers)
@@ -59,7 +58,7 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
             for layer, cost in zip(distributed.description.layers, plan.costs.layers, strict=True)
         }
     start = {
-        **{"iteration": engine.iteration, "iterations": length.iterations, "ranks": state.world.size},
+        **{"iteration": engine.iteration, "iterations": engine.length.iterations, "ranks": state.world.size},
         **grid,
         "layout": layers_per_chunk(plan.bounds),
         "costs": costs,
@@ -92,8 +91,11 @@ def _config_file(config: PretrainConfig) -> Path | None:
     return None if folder is None else folder / name
 
 
-def _summary(config: PretrainConfig, distributed: DistributedModel, length: Length, done: int) -> list[str]:
+def _summary(config: PretrainConfig, engine: Engine) -> list[str]:
+    distributed, length, done = engine.distributed, engine.length, engine.iteration
     training, state = config.training, distributed.state
+    to_go = length.iterations - done
+    epochs = engine.consumed_samples / length.epoch_samples + float(to_go / length.epoch)
     ranks, name = state.world.size, type(config.model).__name__.removesuffix("Config")
     where = f"{ranks} rank{'s' * (ranks > 1)} ({state.grid}), {_device(state.device, config.parallel)}"
     still = distributed.parameters - distributed.trained_parameters
@@ -102,8 +104,8 @@ def _summary(config: PretrainConfig, distributed: DistributedModel, length: Leng
         "evaluating only"
         if training.evaluate_only
         else f"{length.iterations} iterations of {training.global_batch_size} samples ({training.micro_batches} "
-        f"micro-batches of {training.micro_batch_size}): {length.epochs:.1f} epochs of {length.epoch_samples} samples"
-        + (f"; {done} iterations are done, {length.iterations - done} to go" if done else "")
+        f"micro-batches of {training.micro_batch_size}): {epochs:.1f} epochs of {length.epoch_samples} samples"
+        + (f"; {done} iterations are done, {to_go} to go" if done else "")
     )
     data = (training.evaluate_only and config.data.valid_data_path) or config.data.data_path
     if data == SAMPLE:

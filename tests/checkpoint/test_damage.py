@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import shutil
 import warnings
@@ -19,6 +20,7 @@ from megasnn.checkpoint.format import Progress, read_metadata
 from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
 from megasnn.checkpoint.save import save_checkpoint, save_global_tensors
 from megasnn.checkpoint.tensor_io import damage as damage_of
+from megasnn.checkpoint.tensor_io import file_checksum
 from megasnn.common.files import DamagedError
 from megasnn.common.grid import Grid
 from tests.checkpoint.fake_model import CONFIG, Rank, known
@@ -148,6 +150,46 @@ def test_a_description_of_what_cannot_be_is_refused(folder, change, named):
         load_global_tensors(folder / "iter_0000300", with_optimizer=True)
 
 
+def boxes(told: dict, name: str = "head.weight") -> list[dict]:
+    return told["tensors"][name]["boxes"]
+
+
+def smaller(told: dict) -> None:
+    box = boxes(told)[-1]
+    box["sizes"] = [box["sizes"][0] - 1, *box["sizes"][1:]]
+
+
+def of_another_shape(told: dict) -> None:
+    """As many elements as before, so that the boxes cover the tensor, and the files hold others."""
+    tensor = told["tensors"]["head.bias"]
+    count = math.prod(tensor["shape"])
+    tensor["shape"] = [1, count]
+    for box in tensor["boxes"]:
+        box.update(offsets=[0, *box["offsets"]], sizes=[1, *box["sizes"]])
+
+
+def enormous(told: dict) -> None:
+    box = boxes(told)[0]
+    told["tensors"]["head.weight"].update(shape=[1 << 50], boxes=[{**box, "offsets": [0], "sizes": [1 << 50]}])
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    (lambda told: boxes(told).clear(), "head.weight: its boxes hold 0 elements of"),
+    (smaller, "head.weight: its boxes hold .* elements of"),
+    (lambda told: boxes(told)[1].update(offsets=[0, 0]), "head.weight: its boxes hold .* or some twice"),
+    (lambda told: told.update(files={}), "rank_00000.safetensors: not among the files"),
+    (lambda told: told["files"].pop("rank_00001.safetensors"), "rank_00001.safetensors: not among the files"),
+    (enormous, "rank_0000[01].safetensors: its tensors take .* bytes, and it has"),
+    (of_another_shape, "head.bias .* is F32 .* in the file"),
+    (lambda told: told["tensors"]["head.bias"].update(dtype="int32"), "head.bias .* is F32 .* in the file"),
+])  # fmt: skip
+def test_nothing_is_loaded_that_the_files_do_not_hold(folder, change, named):
+    """Memory that no file fills would become weights."""
+    reseal(folder / "iter_0000300", change)
+    with pytest.raises(DamagedError, match=named):
+        load_global_tensors(folder / "iter_0000300", with_optimizer=True)
+
+
 def test_when_none_is_intact_all_are_named(folder):
     for step in (100, 200, 300):
         flip_a_bit(folder / f"iter_0000{step}" / "rank_00001.safetensors", 0)
@@ -162,3 +204,14 @@ def test_a_course_that_was_given_up_is_not_taken_up_again(tmp_path):
     flip_a_bit(tmp_path / "iter_0000150" / FILES[0], 0)
     with pytest.warns(UserWarning, match="iter_0000150"):
         assert load_global_tensors(tmp_path)["w"] == 100
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("replace", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_file_is_neither_waited_for_nor_read_without_end(folder, name, replace: Callable[[Path], None]):
+    file = folder / "iter_0000300" / name
+    file.unlink()
+    replace(file)
+    assert everything(folder)[0] == 200
+    with pytest.raises(OSError, match="it is a folder, a pipe or a device"):
+        file_checksum(file)

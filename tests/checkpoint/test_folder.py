@@ -38,6 +38,24 @@ def test_checkpoints_are_listed_in_order(tmp_path):
         loaded(tmp_path / "iter_0000020", 3)
 
 
+def test_a_folder_is_what_its_description_says(tmp_path):
+    """Folders that were renamed, swapped or copied are not taken by their names."""
+    for iteration in (10, 20, 30):
+        save(tmp_path, iteration, iteration)
+    (tmp_path / "iter_0000010").rename(tmp_path / "aside")
+    (tmp_path / "iter_0000020").rename(tmp_path / "iter_0000010")
+    (tmp_path / "aside").rename(tmp_path / "iter_0000020")
+    shutil.copytree(tmp_path / "iter_0000030", tmp_path / "iter_0000040")
+    with pytest.warns(UserWarning, match="iter_0000040 holds the checkpoint of iteration 30"):
+        assert loaded(tmp_path) == 30
+    with pytest.raises(CheckpointError, match="iter_0000020 holds the checkpoint of iteration 10: it was renamed"):
+        loaded(tmp_path, 20)
+    (tmp_path / "iter_0000010").rename(tmp_path / "kept")  # by its content under a name that says nothing
+    assert loaded(tmp_path / "kept") == loaded(tmp_path / "kept", 20) == 20
+    with pytest.raises(CheckpointError, match="kept .*not of 10"):
+        loaded(tmp_path / "kept", 10)
+
+
 def test_what_a_killed_run_left_behind_never_counts(tmp_path):
     save(tmp_path, 10, 1.0)
     shutil.copytree(tmp_path / "iter_0000010", tmp_path / "iter_0000020.tmp")

@@ -91,7 +91,6 @@ def test_diff_across_formats(run, tmp_path, capsys):
 @pytest.mark.parametrize(("command", "told"), [
     (["inspect", "ABSENT"], "ABSENT"),
     (["verify", "FILE"], "no checkpoint"),
-    (["export", "--load", "RUN", "--output", "NEW", "--ema"], "--ema-decay"),
     (["export", "--load", "ODD", "--output", "NEW"], "weight"),
     (["import", "--input", "EXTRA", "--save", "NEW"], "extra"),
     (["export", "--load", "FILE", "--output", "NEW", "--names", "published"], "--names spikingjelly"),

@@ -193,7 +193,7 @@ def test_every_element_is_written_or_nothing_is(ranks, checkpoint):
     first, second = ranks(2, save_on_ranks_that_cannot, checkpoint)
     assert first == second
     halved, full = first
-    assert "stem.weight: ranks would write 108 elements of 216" in halved and "head.bias" not in halved
+    assert "stem.weight: its boxes hold 108 elements of 216" in halved and "head.bias" not in halved
     assert "rank 1: OSError" in full and "iter_0000200" in full
     assert (checkpoint / LATEST).read_text() == "100\n"
     assert sorted(path.name for path in checkpoint.iterdir()) == ["iter_0000050", "iter_0000100", LATEST]

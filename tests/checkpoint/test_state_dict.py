@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -71,8 +72,9 @@ class RunsCode:
 def test_nothing_in_a_file_is_run(tmp_path, legacy):
     for content in ({"w": RunsCode(tmp_path / "marker")}, torch.nn.Linear(1, 1)):
         torch.save(content, tmp_path / "w.pt", _use_new_zipfile_serialization=not legacy)
-        with pytest.raises(CheckpointError, match=r"w\.pt"):
+        with pytest.raises(CheckpointError, match=r"w\.pt: it holds .*(system|Linear), which would run code") as told:
             read_state_dict(tmp_path / "w.pt")
+        assert not re.search("weights_only|safe_globals|PyTorch|trust", str(told.value))
     assert not (tmp_path / "marker").exists()
 
 
@@ -97,6 +99,41 @@ def test_a_file_without_one_dictionary_of_weights_is_refused(tmp_path, content, 
     torch.save(content, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=told):
         read_state_dict(tmp_path / "w.pt")
+
+
+def within_itself() -> dict[str, object]:
+    content: dict[str, object] = {"epoch": {"weight": 1}}
+    content["state"] = content
+    return content
+
+
+def many_times_over() -> dict[str, object]:
+    """Twice the same in twice the same: 2^60 dictionaries for who opens each of them."""
+    content: dict[str, object] = {"epoch": 1}
+    for _ in range(60):
+        content = {"a": content, "b": content}
+    return content
+
+
+@pytest.mark.parametrize(("content", "told"), [
+    (within_itself(), "holds no state_dict"),
+    (many_times_over(), "holds no state_dict"),
+    ({"w": torch.eye(2).to_sparse()}, "w is sparse"),
+    ({"w": torch.ones(2, device="meta")}, "w is without values"),
+    (torch.jit.script(torch.nn.Linear(1, 1)), "TorchScript program: save its state_dict"),
+    (b"<html>404</html>", "no file of torch.save"),
+])  # fmt: skip
+def test_absurd_contents_get_a_sentence(tmp_path, content, told):
+    path = tmp_path / "w.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif isinstance(content, torch.jit.ScriptModule):
+        torch.jit.save(content, path)
+    else:
+        torch.save(content, path)
+    with pytest.raises(CheckpointError, match=told) as refused:
+        read_state_dict(path)
+    assert not re.search("weights_only|safe_globals|PyTorch", str(refused.value))
 
 
 PATCH = {"cifar10": 4, "imagenet": 16}

@@ -50,6 +50,8 @@ GOOD = '{"size": 5, "parts": {"w": [1.5, 2.0]}, "extra": {"note": [1, null, "x"]
 @pytest.mark.parametrize(("old", "new", "named"), [
     ("5", "-5", "size.*-5"),
     ("5", '"5"', "size"),
+    ('"size": 5', '"size": 4, "size": 5', "size stands twice in one object; the second is 5"),
+    ("null", '{"a": 1, "a": 1}', "a stands twice"),
     ('"size": 5, ', "", "size"),
     ('"size": 5', '"size": 5, "more": 1', "more"),
     ("1.5", "NaN", "."),

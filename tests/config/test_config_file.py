@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from shlex import split
@@ -90,6 +91,7 @@ def test_the_values_of_a_checkpoint_come_before_those_of_a_file(tmp_path) -> Non
         ({"training": 3}, ["training"]),
         ('{"optimizer": {"lr": NaN}}', ["lr"]),
         ("lr: 1", [""]),
+        ('{"optimizer": {"lr": 1e-3, "lr": 1.0}}', ["lr stands twice in one object; the second is 1.0"]),
         (json.dumps({"x" * 10: {"\x1b[2J" * 1000: 1}}), ["x" * 10]),
         (" " * (1 << 21), ["2097152"]),
     ],
@@ -106,7 +108,8 @@ def test_what_does_not_fit_is_refused_with_file_and_field(tmp_path, values, name
 
 def test_what_is_no_file_is_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("absent", "", "a\0b", "/dev/null", "/", "\udcff", "\x1b[2J"):
+    os.mkfifo("pipe")
+    for name in ("pipe", "absent", "", "a\0b", "/dev/null", "/", "\udcff", "\x1b[2J"):
         with pytest.raises(ConfigError, match="--config"):
             parse(CLASS, ["--config", name])
 

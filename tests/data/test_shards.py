@@ -192,8 +192,15 @@ def test_braces_keep_their_order_and_globs_are_sorted(folder):
         ("{folder}/train-00000.tar::{folder}/train-00000.tar", "train-00000.tar"),
         ("http://me:secret@host/1.tar::http://me:secret@host/1.tar", "--data-path http://host/1.tar"),
         ("{folder}", "is a folder"),
+        ("file:pipe:touch x", "becomes the command 'pipe:touch x'"),
+        ("file://file:pipe:touch x", "becomes the command"),
+        ("a.tar::{{p,p}}ipe:touch x", "becomes the command"),
+        ("${{COMMAND}}touch x", "becomes the command"),
     ],
 )
-def test_paths_that_cannot_be_meant_are_refused(folder, path, named):
+def test_paths_that_cannot_be_meant_are_refused(folder, path, named, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("WDS_COMMAND", "pipe:")
+    (folder / "a.tar").touch()
     with pytest.raises(ValueError, match=named):
         expand_shards(path.format(folder=folder))

@@ -87,6 +87,29 @@ def test_rows_and_columns(ranks, size) -> None:
         assert found == (5, 2 * others * 5 + alike, 2 * others * 140 + alike)  # 35 spikes: 5 bytes, or 140
 
 
+def _exchanges_of_another_order() -> list[str]:
+    """Refusals of tensors whose values do not lie in order: a strided view, and channels last."""
+    group, refused = everybody(), []
+    strided = torch.arange(8.0)[::2]
+    channels_last = torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    for exchange in (
+        lambda: all_reduce_sum(strided, group),
+        lambda: all_reduce_sum(channels_last, group),
+        lambda: collectives.all_gather_into(torch.empty(8), strided, group),
+        lambda: collectives.start_exchange(strided, [2, 2], [2, 2], group),
+    ):
+        with pytest.raises(ValueError, match="contiguous") as error:
+            exchange()
+        refused.append(str(error.value))
+    return refused
+
+
+def test_tensors_of_another_memory_order_are_refused(ranks) -> None:
+    for refused in ranks(2, _exchanges_of_another_order):
+        assert "shape [4], strides [2]" in refused[0]
+        assert "shape [2, 3, 4, 4], strides [48, 1, 12, 3]" in refused[1]
+
+
 def test_a_gpu_gathers_into_one_flat_tensor(monkeypatch) -> None:
     """A list of tensors would be filled from it; and Gloo refuses a table. The meta device stands for a GPU."""
     gather = Mock()

@@ -67,6 +67,7 @@ def case(inputs: int, outputs: int, kernel: int | tuple[int, ...], **options: ob
 CASES = [
     *(case(8, 16, 3, style=style, padding=2, bias=True) for style in ("column", "row")),
     case(8, 16, 3, style="row", stride=2),
+    case(4, 4, 3, style="row", padding=1),  # with four ranks one input channel each, whose memory order is ambiguous
     case(8, 8, 5, style="column", stride=3, padding=1),
     case(8, 16, 3, groups=4, padding=1, bias=True),
     case(8, 8, 3, groups=8, stride=2),

@@ -24,7 +24,7 @@ from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel_state import Group, ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.executor import PipelineExecutor
-from megasnn.pipeline.microbatch_state import MicroBatchInput, StepState
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.p2p import Boundaries, Transfers
 from megasnn.schedule import Action, Kind, Schedule, generate, validate_schedule
 from megasnn.schedule.passes import insert_gradient_reduction, insert_transfers
@@ -100,13 +100,14 @@ class Delayed(PipelineExecutor):
     def count(self, parameter: Tensor) -> None:
         self.added += 1
 
-    def _do(self, step: StepState, action: Action) -> None:
+    def _prepare(self, action: Action) -> None:
+        if self.done:
+            assert not self.added or self.done[-1].kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT), self.done[-1]
         self.added = 0
-        super()._do(step, action)
-        assert not self.added or action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT), action
         self.done.append(action)
         if self.draw.random() < 0.3:
             time.sleep(0.02 if self.draw.random() < 0.03 else self.draw.random() / 1000)
+        super()._prepare(action)
 
 
 def _loss(logits: Tensor, labels: Tensor, again: bool) -> Tensor:

@@ -41,6 +41,32 @@ def images(samples: int = 10) -> Tensor:
     return torch.rand(samples, *MODEL.input_shape, generator=torch.Generator().manual_seed(0))
 
 
+def test_batches_made_under_inference_mode_train_as_others_do() -> None:
+    x, soft = images(), torch.eye(10)
+    with torch.inference_mode():
+        made = x.clone(), soft.clone()
+    losses = []
+    for batch in ((x, soft), made):
+        with Engine(MODEL, **SIZES) as engine:
+            losses.append([engine.train_step(*batch).loss for _ in range(2)])
+            engine.evaluate(batch[0], torch.arange(10))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", "tet", "mse"])
+def test_an_evaluation_has_no_label_smoothing(loss) -> None:
+    """As the logs of published recipes have it; the loss that is trained has it."""
+    found = []
+    for smoothing in (0.0, 0.2):
+        with Engine(MODEL, **SIZES, loss=loss, label_smoothing=smoothing) as engine:
+            weights = engine.state_dict()
+            engine.load_state_dict(weights | {"head.bias": torch.arange(10.0)})
+            evaluated = engine.evaluate(images(), torch.arange(10)).loss
+            found.append((evaluated, engine.train_step(images(), torch.arange(10)).loss))
+    (plain, trained), (again, smoothed) = found
+    assert plain == again and trained != pytest.approx(smoothed, rel=1e-6)
+
+
 # --- the command line
 
 
@@ -119,7 +145,7 @@ def test_a_saved_engine_goes_on_where_it_stood(tmp_path: Path) -> None:
                 engine.load_state_dict(wrong)
         assert not any(value.any() for value in engine.state_dict().values())
         for call in (engine.save, engine.load):
-            with pytest.raises(megasnn.CheckpointError):
+            with pytest.raises(TypeError):
                 call(None)
         with pytest.raises(megasnn.CheckpointError, match="absent"):
             engine.load(tmp_path / "absent")

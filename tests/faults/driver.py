@@ -31,6 +31,7 @@ from megasnn.parallel import process_group
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import Timers
+from megasnn.training.loop import TrainingRun
 from tests.sums import form_sums_where_few
 
 MICRO_BATCHES = 2  # of a step, on every rank
@@ -163,6 +164,18 @@ def full_disk() -> None:
         return results
 
     mock.patch.object(save, "write_safetensors", limited).start()
+
+
+def slow_end() -> None:
+    """What there is to do after the last step takes a while. Writes down the process id in it."""
+    close = TrainingRun.close
+
+    def slowly(self: TrainingRun) -> None:
+        _write_down_pid()
+        time.sleep(0.7)
+        close(self)
+
+    mock.patch.object(TrainingRun, "close", slowly).start()
 
 
 def disk_of_its_own() -> None:

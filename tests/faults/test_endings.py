@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -30,6 +32,35 @@ def test_the_run_is_saved_and_ends_well(tmp_path, number, signalled, flags) -> N
     assert "Traceback" not in "".join(ended.output)
     reached = int(ended.output[0].split("asked to stop: the run ends at iteration ")[1].split()[0])
     assert list_checkpoints(folder)[-1] == reached
+
+
+def test_a_signal_after_the_last_step_changes_nothing(tmp_path) -> None:
+    """A scheduler would start a run again that ends with another status."""
+    ranks = Ranks(tmp_path, 2, *TINY, *PP2, fault=("slow_end", 1))
+    ranks.kill_stalled(signal.SIGTERM)
+    ended = ranks.end()
+    assert ended.status == [0, 0] and "Traceback" not in "".join(ended.output)
+
+
+ENDED_RUN = """
+import atexit, time
+from megasnn.training.loop import StopSignals
+
+def slowly():
+    print("ending", flush=True)
+    time.sleep(0.7)
+
+atexit.register(slowly)
+with StopSignals():
+    pass
+"""
+
+
+def test_a_signal_to_a_program_whose_run_has_ended_changes_nothing() -> None:
+    with subprocess.Popen([sys.executable, "-c", ENDED_RUN], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None and program.stdout.readline() == "ending\n"
+        program.send_signal(signal.SIGTERM)
+    assert program.returncode == 0
 
 
 def test_a_second_signal_ends_at_once(tmp_path) -> None:

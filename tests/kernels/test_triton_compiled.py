@@ -155,7 +155,7 @@ def test_codec_and_generator_compile() -> None:
             packed, _ = codec.launch_pack_bits(values, check=True)
             codec.launch_pack_counts(values, check=True)
             codec.launch_unpack_bits(packed, values.view(1, -1))
-        philox.kept_by_kernel(7, torch.tensor([[1], [2]]), 2, Runs(1, 2**34, 2**34 - 7, 7))
+        philox.kept_by_kernel(7, torch.tensor([[1], [2]]), 2, *Runs(1, 2**34, 2**34 - 7, 7))
     assert len(found) == 3 * len(types) + 1
     packing = next(code for code in found if code.kernel == "pack_bits_kernel")
     assert packing.count("ld.global.v4.b32") == packing.count("ld.global.") > 0

@@ -242,8 +242,8 @@ def philox_in_there() -> None:
         (1, Runs(1, 5000, 3, 4991)),
     ]
     for (steps, cut), threshold in itertools.product(cuts, (0, 5033165, 2**24)):
-        arguments = threshold, keys, steps, cut
-        assert torch.equal(kept_by_kernel(*arguments), kept_by_tensors(*arguments)), (cut, threshold)
+        kept = kept_by_kernel(threshold, keys, steps, *cut)
+        assert torch.equal(kept, kept_by_tensors(threshold, keys, steps, cut)), (cut, threshold)
 
 
 def saved_in_there() -> None:

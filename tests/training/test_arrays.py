@@ -14,6 +14,8 @@ import torch
 
 from megasnn import MODELS, ArraySpec, Engine
 from megasnn.config import ConfigError, parse
+from megasnn.data.arrays import ArrayFile, ArrayFormat
+from megasnn.data.formats import FormatMismatch
 from megasnn.models.model import Model, run_config
 from megasnn.pretraining import refuse_unbuildable
 from tests.data.shard_files import image_file, write_shard
@@ -102,6 +104,22 @@ class Nowhere(SegmentsOfShards):
     @property
     def target(self) -> ArraySpec:
         return ArraySpec((8, 8), "int", file="depth.npy")
+
+
+def test_pixels_of_no_class_go_with_a_bound(tmp_path) -> None:
+    """The numbers of classes stay checked; from Python and from shards alike."""
+    spec = ArraySpec((2, 2), "int", below=3, void=255)
+    assert spec.problem("target", torch.tensor([[[0, 255], [2, 1]]]), 1, True) is None
+    assert spec.problem("target", torch.full((1, 2, 2), 255), 1, True) is None
+    assert "from 0 to 254, and must be below 3" in str(spec.problem("t", torch.tensor([[[0, 255], [254, 1]]]), 1, True))
+    format = ArrayFormat((ArrayFile("t", "npy", (4,), "int", 3, 255),), ("t",))
+    found = []
+    for number, last in enumerate((255, 3)):
+        write_shard(tmp_path / f"{number}.tar", {"s": {"npy": npy(np.array([0, 255, 2, last], np.uint8))}})
+        found.append((tmp_path / f"{number}.tar").read_bytes())
+    assert format.decode(found[0])["t"].tolist() == [0, 255, 2, 255]
+    with pytest.raises(FormatMismatch, match=r"has 0 to 3 in .npy, and 't' is below 3 or 255 .*void"):
+        format.decode(found[1])
 
 
 @pytest.mark.parametrize(("model", "named"), [(Elsewhere, "below 2"), (Nowhere, "depth.npy")])

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from megasnn import Engine
 from megasnn.checkpoint.exchange import export_weights
 from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.checkpoint.format import read_metadata
 from megasnn.checkpoint.load import load_global_tensors
-from megasnn.checkpoint.source import open_source
+from megasnn.checkpoint.source import open_source, read_state_dict
+from megasnn.commands.convert_checkpoint import main as convert
 from megasnn.common.files import CheckpointError
-from megasnn.config import TrainingConfig
+from megasnn.config import ConfigError, OptimizerConfig, TrainingConfig
 from megasnn.engine.model import DistributedModel
+from megasnn.export.trained_model import load_model
+from megasnn.optim.average import WeightAverage
+from megasnn.parallel.sharding import Shard, ShardedTensor
+from tests.engine.test_engine import MODEL, SIZES
 from tests.training.runs import log_of, train
 
 COMMON = ("--train-iters", "4", "--eval-iters", "0")
@@ -32,13 +40,73 @@ def test_it_is_the_average_of_the_weights_and_statistics(cache, tmp_path) -> Non
     train(cache, *flags, "--save", str(tmp_path), "--save-interval", "1")
     for step in range(1, 5):
         now = load_global_tensors(tmp_path, step)
+        decay = min(0.75, step / (9 + step))  # it warms up
         for name, value in now.items():
-            expected[name] = 0.75 * expected[name] + 0.25 * value if value.is_floating_point() else value
+            averaged = decay * expected[name] + (1 - decay) * value
+            expected[name] = averaged if value.is_floating_point() else value
         found = averages(tmp_path, step)
         assert found.keys() == now.keys() == expected.keys()
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-14, msg=f"{name} in step {step}")
     assert not torch.equal(found["head.weight"], now["head.weight"])
+
+
+def test_a_short_run_is_not_its_initial_values() -> None:
+    """0.9999 ** 78 is 0.992: without a warm-up of the decay the average was 99 % of the initial values."""
+    weight = torch.zeros(3)
+    average = WeightAverage([ShardedTensor("w", weight, Shard((3,)), True)], 0.9999)
+    weight += 1
+    for _ in range(78):
+        average.update()
+    assert average.tensors[0].tensor.min() > 0.999
+    average.steps = 10**5  # then it is the one that was asked for
+    before = average.tensors[0].tensor.clone()
+    weight += 1
+    average.update()
+    torch.testing.assert_close(average.tensors[0].tensor - before, (weight - before) * 1e-4, rtol=0, atol=1e-6)
+
+
+def test_its_warm_up_goes_on_where_it_was(cache, tmp_path) -> None:
+    flags = (*COMMON, "--ema-decay", "0.75", "--save")
+    train(cache, *flags, str(tmp_path / "whole"))
+    parts = str(tmp_path / "parts")
+    train(cache, *flags, parts, "--exit-interval", "2")
+    train(cache, *flags, parts, "--load", parts)
+    whole, found = averages(tmp_path / "whole"), averages(tmp_path / "parts")
+    assert whole and all(torch.equal(value, found[name]) for name, value in whole.items())
+    # It begins with the step from which it is kept.
+    train(cache, "--train-iters", "3", "--eval-iters", "0", "--save", str(tmp_path / "later"))
+    later = ("--load", str(tmp_path / "later"), "--save", str(tmp_path / "later"))
+    train(cache, "--train-iters", "4", "--eval-iters", "0", "--ema-decay", "0.75", *later)
+    assert read_metadata(tmp_path / "later/iter_0000004").extra["averaged_steps"] == 1
+
+
+def test_every_door_takes_it_unless_told_otherwise(cache, tmp_path, capsys) -> None:
+    folder = tmp_path / "run"
+    train(cache, *COMMON, "--ema-decay", "0.75", "--save", str(folder))
+    weights, average = load_global_tensors(folder), averages(folder)
+    for more, expected, said in (
+        ((), average, "takes the average of the weights (--no-ema: the weights) of"),
+        (("--no-ema",), weights, f"takes the weights of {folder}/iter_0000004"),
+    ):
+        start = ("--train-iters", "9", "--load", str(folder), *more)
+        taken = train(cache, *start, "--finetune", only_load=True).tensors
+        assert all(torch.equal(value, taken[name]) for name, value in expected.items())
+        assert f"--finetune {said}" in capsys.readouterr().out
+        taken = train(cache, *start, "--evaluate-only", only_load=True).tensors
+        assert all(torch.equal(value, taken[name]) for name, value in expected.items())
+        taken = load_model(folder, ema=not more).state()
+        assert all(torch.equal(value, taken[name]) for name, value in expected.items())
+        with Engine(MODEL, **SIZES) as engine:
+            engine.load(folder, weights_only=True, ema=not more)
+            taken = engine.state_dict()
+        assert all(torch.equal(value, taken[name]) for name, value in expected.items())
+        command = ["export", "--load", str(folder), "--output", str(tmp_path / f"{len(more)}.pt"), *more]
+        assert convert(command + ["--names", "megasnn"]) == 0
+        taken = read_state_dict(tmp_path / f"{len(more)}.pt")
+        assert all(torch.equal(value, taken[name]) for name, value in expected.items())
+    with pytest.raises(ConfigError, match="--no-ema is for --evaluate-only and --finetune"):
+        train(cache, *COMMON, "--no-ema")
 
 
 def test_with_and_without_it(cache, tmp_path, capsys) -> None:
@@ -48,7 +116,7 @@ def test_with_and_without_it(cache, tmp_path, capsys) -> None:
     train(cache, *COMMON, *folders, "--exit-interval", "2", "--ema-decay", "0.75")
     assert "--ema-decay from 0.0 to 0.75" in capsys.readouterr().out
     now, found = load_global_tensors(tmp_path / "run"), averages(tmp_path / "run")
-    expected = 0.75 * weights["head.weight"] + 0.25 * now["head.weight"]
+    expected = 0.1 * weights["head.weight"] + 0.9 * now["head.weight"]
     torch.testing.assert_close(found["head.weight"], expected, rtol=1e-6, atol=1e-7)
     assert train(cache, *COMMON, *folders).iteration == 4
     assert not averages(tmp_path / "run")
@@ -64,8 +132,8 @@ def test_it_is_what_is_evaluated(ranks, cache, tmp_path) -> None:
     start = ("--load", str(tmp_path / "out.pt"), "--evaluate-only", "--precision", "fp64")
     train(cache, *start, "--tensorboard-dir", str(tmp_path / "exported"))
     again = ("--load", str(tmp_path / "run"), "--evaluate-only", "--precision", "fp64")
-    train(cache, *again, "--tensorboard-dir", str(tmp_path / "average"), "--ema-decay", "0.5")
-    train(cache, *again, "--tensorboard-dir", str(tmp_path / "weights"))
+    train(cache, *again, "--tensorboard-dir", str(tmp_path / "average"))
+    train(cache, *again, "--tensorboard-dir", str(tmp_path / "weights"), "--no-ema")
     for name, what in (("average", "average of the weights"), ("weights", "weights")):
         assert f"evaluating the {what} of iteration 3" in (tmp_path / name / "log.jsonl").read_text()
     found = [log_of(tmp_path / name, "validation") for name in ("run", "exported", "average", "weights")]
@@ -86,6 +154,22 @@ def test_epochs_in_iterations() -> None:
         training.length(2)
     alone = TrainingConfig(evaluate_only=True, micro_batch_size=4, global_batch_size=8)
     assert alone.length(20).iterations == 0
+
+
+def test_epochs_are_counted_in_samples_whatever_the_batch_was(cache, tmp_path) -> None:
+    """An epoch, of which 4 batches of 160 are done and the rest is in batches of 80; the rate goes on where it was."""
+    folder = ("--save", str(tmp_path), "--eval-iters", "0", "--train-epochs", "1", "--log-interval", "1")
+    train(cache, *folder, "--global-batch-size", "160", "--exit-interval", "4")
+    ended = train(cache, *folder, "--global-batch-size", "80", "--load", str(tmp_path))
+    (first, second), lines = log_of(tmp_path, "start"), log_of(tmp_path, "iteration")
+    samples = 1442  # of the digits to train on
+    assert first["iterations"] == samples // 160 == 9
+    assert second["iterations"] == ended.iteration == 4 + (samples - 640) // 80 == 14
+    assert ended.consumed_samples == 640 + 10 * 80
+    rates = {line["iteration"]: line["learning_rate"] for line in lines}
+    config = OptimizerConfig(lr=1e-2)
+    for iteration, done in ((4, 3 / 9), (5, 8 / 18), (14, 17 / 18)):
+        assert rates[iteration] == pytest.approx(0.5 * config.lr * (1 + math.cos(math.pi * done)))
 
 
 def test_a_run_that_only_evaluates(ranks, cache, tmp_path) -> None:
@@ -111,8 +195,6 @@ def test_a_run_that_only_evaluates(ranks, cache, tmp_path) -> None:
     train(cache, *flags, "--load", str(tmp_path / "run/iter_0000003"), "--evaluate-only", "--tensorboard-dir", folder)
     assert (tmp_path / "run/config.json").read_bytes() == before[tmp_path / "run/config.json"]
     assert json.loads((tmp_path / "run/evaluation_config.json").read_text())["training"]["evaluate_only"]
-    with pytest.raises(CheckpointError, match="holds no average of the weights to evaluate: leave --ema-decay out"):
-        train(cache, *again, "--ema-decay", "0.9")
 
 
 def accuracies(monkeypatch, *values: float) -> None:
@@ -134,8 +216,40 @@ def test_the_best_checkpoint_stays(cache, tmp_path, monkeypatch) -> None:
     common = ("--eval-interval", "1", "--save", str(tmp_path), "--load", str(tmp_path), "--keep-best")
     train(cache, "--train-iters", "9", "--exit-interval", "3", "--keep-last", "1", *common)
     assert (tmp_path / BEST).read_text() == "2\n" and list_checkpoints(tmp_path) == [2, 3]
-    assert read_metadata(tmp_path / "iter_0000003").extra["best"] == {"iteration": 2, "accuracy_top1": 0.5}
+    best = read_metadata(tmp_path / "iter_0000003").extra["best"]
+    assert (best["iteration"], best["accuracy_top1"], best["evaluation"]["samples"]) == (2, 0.5, 20)
     # The run goes on: what it knew counts, and something better takes the place.
     accuracies(monkeypatch, 0.5, 0.6, 0.6, 0.6)
     train(cache, "--train-iters", "9", "--exit-interval", "6", "--keep-last", "1", *common)
     assert (tmp_path / BEST).read_text() == "5\n" and list_checkpoints(tmp_path) == [5, 6]
+
+
+def test_the_best_after_going_back_is_the_best_until_there(cache, tmp_path, monkeypatch) -> None:
+    """What was given up is neither named nor kept, and what is better than the best until there is the best."""
+    common = ("--eval-interval", "1", "--save-interval", "1", "--save", str(tmp_path), "--load", str(tmp_path))
+    common = (*common, "--train-iters", "9", "--keep-best")
+    accuracies(monkeypatch, 0.2, 0.5, 0.4, 0.9)
+    train(cache, *common, "--exit-interval", "4")
+    assert (tmp_path / BEST).read_text() == "4\n"
+    accuracies(monkeypatch, 0.3, 0.1, 0.1, 0.1)
+    train(cache, *common, "--ckpt-step", "3", "--exit-interval", "7", "--keep-last", "1")
+    assert (tmp_path / BEST).read_text() == "2\n" and list_checkpoints(tmp_path) == [2, 7]
+    train(cache, *common, "--ckpt-step", "2", only_load=True)
+    (tmp_path / BEST).write_text("9\n")
+    (tmp_path / "iter_0000002").rename(tmp_path / "first")
+    shutil.copytree(tmp_path / "iter_0000007.given_up", tmp_path / "iter_0000007")
+    train(cache, *common, "--ckpt-step", "7", only_load=True)
+    assert not (tmp_path / BEST).exists(), "its checkpoint is gone"
+
+
+@pytest.mark.parametrize(("flags", "changed"), [(("--eval-iters", "1"), "samples"), (("--center-crop", "0.8"), "crop")])
+def test_a_best_is_not_compared_with_another_evaluation(cache, tmp_path, monkeypatch, capsys, flags, changed) -> None:
+    common = ("--eval-interval", "1", "--save", str(tmp_path), "--load", str(tmp_path), "--keep-best")
+    common = (*common, "--train-iters", "9")
+    accuracies(monkeypatch, 0.9, 0.8)
+    train(cache, *common, "--exit-interval", "2")
+    accuracies(monkeypatch, 0.3, 0.2)
+    train(cache, *common, *flags, "--exit-interval", "4")
+    told = capsys.readouterr().out
+    assert "of iteration 1 with 90.00%, was found by another evaluation" in told and changed in told
+    assert (tmp_path / BEST).read_text() == "3\n"

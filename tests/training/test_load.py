@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megasnn.checkpoint.load import load_global_tensors
 from megasnn.checkpoint.save import save_global_tensors
 from megasnn.common.files import CheckpointError, NoCheckpointError
 from megasnn.config import PretrainConfig, to_json, validate
@@ -162,6 +163,21 @@ def test_fine_tuning_takes_the_constants_and_a_run_that_goes_on_takes_none(train
     evaluated(tmp_path, *start, "--train-iters", "1", "--normalize-images", "imagenet")
     assert f"{WARNING}--normalize-images from cifar10 to imagenet\n" in capsys.readouterr().out
     assert samples(read("--load", trained[0], "--data-path", shard))["normalize_images"] == "generic"
+
+
+def test_fine_tuning_on_events_after_images(trained, tmp_path, capsys) -> None:
+    """The constants of images say nothing of events; a first convolution of other channels is drawn anew, and said."""
+    start = ["--load", trained[0], "--finetune", "--event-frames", "--in-channels", "2", "--save", str(tmp_path)]
+    found = read(*start)
+    assert found.data.normalize_images is None and found.model.embed_dim == 32
+    assert pretrain("spikformer", [*BATCHES, *start, "--train-iters", "1", "--eval-iters", "0"]) == 0
+    told = capsys.readouterr().out
+    weights, before = load_global_tensors(tmp_path), load_global_tensors(trained[0])
+    (name,) = (name for name in before if weights[name].shape != before[name].shape)
+    assert f"{name} is of other input channels in the checkpoint: it stays as it is initialised" in told
+    assert "--normalize-images" not in told
+    grey = read(*start[:3], "--in-channels", "1")
+    assert grey.data.normalize_images is None and samples(grey)["normalize_images"] == "digits"
 
 
 def test_a_folder_named_by_mistake_is_refused_and_a_first_start_is_not(cache, tmp_path) -> None:

@@ -1,9 +1,8 @@
 """AEDAT 2.0 and 3.1: lines of text that begin with '#', then events of 8 bytes.
 
-CIFAR10-DVS is published in AEDAT 2.0 (jAER), DVS128 Gesture in AEDAT 3.1 (cAER). Coordinates and polarity are those of
-SpikingJelly's readers.
+CIFAR10-DVS is published in AEDAT 2.0 (jAER), DVS128 Gesture in AEDAT 3.1 (cAER).
 
-Sources: the AEDAT 2.0 and 3.1 format pages of inivation; jAER's chip classes DVS128 and DavisChip.
+Sources: the AEDAT 2.0 and 3.1 format pages of inivation; jAER's chip classes DVS128 and DavisBaseCamera.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from megasnn.data.events.clock import unwrap
 from megasnn.data.events.frames import Events, Recording, SensorSize
 
 DVS128 = SensorSize(128, 128)
@@ -40,15 +40,20 @@ PACKET_HEADER = np.dtype(
 )
 
 
-def decode_aedat2(data: bytes, sensor: SensorSize | None = None) -> Recording:
+def decode_aedat2(data: bytes, sensor: SensorSize | None = None, transpose_dvs128: bool = False) -> Recording:
     """Decodes AEDAT 2.0: a 32-bit address and a 32-bit time in microseconds for each event, big-endian.
 
-    - DVS128: bit 0 polarity, inverted; x = 127 - bits 8-14 and y = 127 - bits 1-7; bits 15 and 31 mark triggers.
+    - DVS128: bit 0 polarity, inverted; bits 1-7 x, bits 8-14 y; bits 15 and 31 mark triggers.
     - DAVIS: bit 11 polarity; bits 12-21 x; bits 22-30 y; bit 31 marks samples of frames and of the motion sensor, bit
       10 triggers.
 
+    Columns are counted from the right and rows from the bottom; the recording has them from the left and from the top,
+    as jAER shows them.
+
     Args:
         sensor: for files whose header has no AEChip line; by default a DVS128.
+        transpose_dvs128: gives a DVS128's column as y and its row as x. The literature on CIFAR10-DVS has images so,
+            since SpikingJelly reads it so.
 
     Raises:
         ValueError: cut, an unknown sensor, or addresses that the sensor does not have.
@@ -60,25 +65,44 @@ def decode_aedat2(data: bytes, sensor: SensorSize | None = None) -> Recording:
     sensor = (sensor or DVS128) if chip is None else _sensor_in(chip)
     if sensor is None or sensor not in SENSORS.values():
         raise ValueError(f"comes from a sensor of unknown addresses ({chip or sensor}); known: {', '.join(SENSORS)}")
-    words = np.frombuffer(data, ">u4", offset=start).astype(np.uint32)
-    address, t = words[::2], words[1::2].astype(np.int64)
+    address, time = np.frombuffer(data, ">u4", offset=start).astype(np.uint32).reshape(-1, 2).T
     if sensor == DVS128:
         if (foreign := address & _DVS128_FOREIGN != 0).any():
             index = int(foreign.argmax())
             raise ValueError(f"address {address[index]:#x} at event {index} is no DVS128's; pass its sensor size")
         kept = address & _DVS128_TRIGGERS == 0
-        events = Events.make(t, 127 - (address >> 8 & 0x7F), 127 - (address >> 1 & 0x7F), ~address & 1)
+        address = address[kept]
+        column = address >> 1 & 0x7F
+        row = address >> 8 & 0x7F
+        p = ~address & 1
     else:
         kept = address & _DAVIS_NOT_A_PIXEL == 0
-        events = Events.make(t, address >> 12 & 0x3FF, address >> 22 & 0x1FF, address >> 11 & 1)
-    return Recording(events[kept], sensor)
+        address = address[kept]
+        column = address >> 12 & 0x3FF
+        row = address >> 22 & 0x1FF
+        p = address >> 11 & 1
+    if (outside := (column >= sensor.width) | (row >= sensor.height)).any():
+        index = int(outside.argmax())
+        raise ValueError(f"column {column[index]} and row {row[index]} at event {index} are outside {sensor}")
+    x = sensor.width - 1 - column
+    y = sensor.height - 1 - row
+    if sensor == DVS128 and transpose_dvs128:
+        x, y = y, x
+    return Recording(Events.make(_unwrap_jaer(time[kept]), x, y, p), sensor)
+
+
+def _unwrap_jaer(time: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """Times without their wraps: of 31 bits, as cAER counts, where no time needs the 32nd, and otherwise of 32."""
+    bits = 32 if time.max(initial=0) >> 31 else 31
+    return unwrap(time, bits)
 
 
 def decode_aedat3(data: bytes, sensor: SensorSize | None = None) -> Recording:
     """Decodes AEDAT 3.1: packets of events of one type, of which the polarity events (type 1) are taken.
 
-    A packet begins with `PACKET_HEADER`. An event has 8 bytes, little-endian: bit 0 valid, bit 1 polarity, bits 2-16 y,
-    bits 17-31 x; then 31 bits of the time in microseconds, which the packet's overflow continues.
+    Coordinates and polarity are those of SpikingJelly's reader. A packet begins with `PACKET_HEADER`. An event has 8
+    bytes, little-endian: bit 0 valid, bit 1 polarity, bits 2-16 y, bits 17-31 x; then 31 bits of the time in
+    microseconds, which the packet's overflow continues.
 
     Args:
         sensor: for files whose Source line names no known one.

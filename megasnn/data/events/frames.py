@@ -17,6 +17,10 @@ from megasnn.common.files import require_size
 
 LARGEST_SIDE = 1 << 16
 """Pixels that a side of a sensor may have: coordinates are 16-bit numbers."""
+EVENT_BYTES = 13
+"""Memory that an event of `Events` takes."""
+NO_SIZE = "does not say the size of its sensor; pass it (--sensor-size HEIGHT WIDTH)"
+"""Problem of a file without a size."""
 
 
 class RecordingError(ValueError):

@@ -12,9 +12,10 @@ from typing import ClassVar
 import tyro
 
 from megasnn.common.files import SAMPLE_LIMIT, SAMPLE_MB
-from megasnn.data.events import FrameOptions
+from megasnn.data.events import FrameOptions, TimeUnit
 from megasnn.data.preprocess.sources import (
     Listing,
+    Reading,
     copy_image,
     encode_cifar,
     encode_recording,
@@ -84,11 +85,14 @@ class EventFolder(ShardOptions):
     """Height and width of the sensor, where recordings do not say them; by default the data set's."""
     sort_events: bool = False
     """Put events in order of time, instead of refusing recordings that are not: some cameras send a few late."""
+    time_unit: TimeUnit | None = None
+    """Unit of the times in .npz and .npy files; by default they are whole numbers of microseconds."""
     keep_events: bool = False
     """Keep the events rather than frames: training then makes them by its own flags. Larger, and slower to read."""
     frames: tyro.conf.OmitArgPrefixes[FrameOptions] = FrameOptions()
     listing = staticmethod(list_event_folders)
     default_sensor: ClassVar[tuple[int, int] | None] = None
+    transpose_dvs128: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,19 +102,17 @@ class EventFolder(ShardOptions):
             raise ValueError(f"--keep-events makes no frames: give {self.frames} to training instead")
 
     def encode(self) -> Encode:
-        return partial(
-            encode_recording,
-            frames=None if self.keep_events else self.frames,
-            sensor=self.sensor_size or self.default_sensor,
-            sort=self.sort_events,
-        )
+        sensor = self.sensor_size or self.default_sensor
+        reading = Reading(sensor, self.sort_events, self.time_unit, self.transpose_dvs128)
+        return partial(encode_recording, frames=None if self.keep_events else self.frames, reading=reading)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cifar10Dvs(EventFolder):
-    """CIFAR10-DVS: a folder of .aedat recordings for each class, or of SpikingJelly's .npz."""
+    """CIFAR10-DVS: a folder of .aedat recordings for each class, or of SpikingJelly's .npz; with its x and y."""
 
     default_sensor = (128, 128)
+    transpose_dvs128 = True
 
 
 @dataclass(frozen=True, kw_only=True)

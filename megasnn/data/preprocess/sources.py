@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from megasnn.common.files import read_file
-from megasnn.data.events import RECORDING_SUFFIXES, FrameOptions, Recording, make_frames, read_recording
+from megasnn.data.events import RECORDING_SUFFIXES, FrameOptions, Recording, TimeUnit, make_frames, read_recording
 from megasnn.data.formats import EVENTS, FRAMES, encode_events, encode_frames
 from megasnn.data.images import IMAGE_SUFFIXES, open_image
 
@@ -273,14 +273,22 @@ def copy_image(item: Item) -> Mapping[str, bytes]:
     return {item.source.suffix.lower().removeprefix("."): data}
 
 
-def encode_recording(
-    item: Item, frames: FrameOptions | None, sensor: tuple[int, int] | None, sort: bool
-) -> Mapping[str, bytes]:
+@dataclass(frozen=True)
+class Reading:
+    """Arguments of `read_recording`."""
+
+    sensor_size: tuple[int, int] | None
+    sort: bool
+    time_unit: TimeUnit | None
+    transpose_dvs128: bool
+
+
+def encode_recording(item: Item, frames: FrameOptions | None, reading: Reading) -> Mapping[str, bytes]:
     """Reads an item's recording, cuts out its clip, if it is one, and makes the files of a sample.
 
     Without options of `frames` the events are kept.
     """
-    recording = _read(item.source, sensor, sort)
+    recording = _read(item.source, reading)
     if item.part:
         recording = Recording(recording.events.between(*item.part), recording.sensor)
         if not len(recording.events):
@@ -294,5 +302,5 @@ def encode_recording(
 
 
 @lru_cache(maxsize=1)  # the clips of a recording come one after another
-def _read(path: Path, sensor: tuple[int, int] | None, sort: bool) -> Recording:
-    return read_recording(path, sensor_size=sensor, sort=sort)
+def _read(path: Path, reading: Reading) -> Recording:
+    return read_recording(path, reading.sensor_size, reading.sort, reading.time_unit, reading.transpose_dvs128)

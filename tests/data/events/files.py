@@ -55,12 +55,15 @@ def text(lines: Sequence[str]) -> bytes:
 
 
 def dvs128_address(events: Events) -> np.ndarray:
-    x_bits, y_bits = 127 - events.y.astype(np.uint32), 127 - events.x.astype(np.uint32)
+    """Columns are counted from the right and rows from the bottom, as jAER's class DVS128 has them."""
+    x_bits, y_bits = 127 - events.x.astype(np.uint32), 127 - events.y.astype(np.uint32)
     return y_bits << 8 | x_bits << 1 | (1 - events.p.astype(np.uint32))
 
 
-def davis_address(events: Events) -> np.ndarray:
-    return events.y.astype(np.uint32) << 22 | events.x.astype(np.uint32) << 12 | events.p.astype(np.uint32) << 11
+def davis_address(events: Events, height: int, width: int) -> np.ndarray:
+    """Columns are counted from the right and rows from the bottom, as jAER's class DavisBaseCamera has them."""
+    x_bits, y_bits = width - 1 - events.x.astype(np.uint32), height - 1 - events.y.astype(np.uint32)
+    return y_bits << 22 | x_bits << 12 | events.p.astype(np.uint32) << 11
 
 
 def aedat2(address: np.ndarray, t: np.ndarray, lines: Sequence[str] = AEDAT2_LINES) -> bytes:
@@ -94,21 +97,15 @@ def npz(events: Events, height: int, width: int) -> bytes:
     return file.getvalue()
 
 
-def dat2(events: Events, size: tuple[int, int] | None) -> bytes:
-    """Prophesee's DAT: t 32 bits; x 14 bits, y 14, polarity 4. Source: Prophesee's page on the DAT format."""
-    word = events.x.astype(np.uint32) | events.y.astype(np.uint32) << 14 | events.p.astype(np.uint32) << 28
-    size_lines = [f"% Height {size[0]}", f"% Width {size[1]}"] if size else []
-    header = "".join(f"{line}\n" for line in ["% Data file containing CD events.", "% Version 2", *size_lines])
-    return header.encode() + bytes([0x0C, 8]) + np.stack([events.t.astype(np.uint32), word], axis=1).tobytes()
-
-
-def evt3(events: Events, size: tuple[int, int]) -> bytes:
-    """EVT 3.0: words of a type (0 y, 2 x, 6 and 8 lower and upper half of the time) and 12 bits; x has polarity too."""
-    words = []
-    for t, x, y, p in zip(*(getattr(events, name).tolist() for name in "txyp"), strict=True):
-        words += [8 << 12 | t >> 12, 6 << 12 | t & 0xFFF, y, 2 << 12 | p << 11 | x]
-    header = f"% evt 3.0\n% format EVT3;width={size[1]};height={size[0]}\n% end\n"
-    return header.encode() + np.array(words, "<u2").tobytes()
+def npy(events: Events) -> bytes:
+    """A structured array, as tonic and Prophesee's tools have their events."""
+    kinds = np.dtype([("x", "<u2"), ("y", "<u2"), ("p", "<i2"), ("t", "<i8")])
+    array = np.empty(len(events), kinds)
+    for name in "xypt":
+        array[name] = getattr(events, name)
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
 
 
 AEDAT4_INFO = """<dv version="2.0"><node name="outInfo" path="/outInfo/"><node name="0" path="/outInfo/0/">

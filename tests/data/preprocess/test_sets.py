@@ -77,7 +77,8 @@ def image(path: Path, size: tuple[int, int] = (8, 8)) -> bytes:
 
 
 def test_cifar10_dvs(tmp_path) -> None:
-    """The first 90 % in numeric order train: file 9 of 0..9, not the one that sorts last as text."""
+    """The first 90 % in numeric order train: file 9 of 0..9, not the one that sorts last as text. x and y are
+    SpikingJelly's, which are a DVS128's y and x; elsewhere they are upright."""
     for label, name in enumerate(("airplane", "bird")):
         for number in range(20):
             path = tmp_path / "in" / name / f"cifar10_{name}_{number}.aedat"
@@ -87,6 +88,10 @@ def test_cifar10_dvs(tmp_path) -> None:
     assert labels(found["test"]) == {f"{name}_cifar10_{name}_{number}": label for name, label, number in numbers}
     assert len(found["train"]) == 36
     expected = make_frames(Recording(recording(107), SensorSize(128, 128)), FrameOptions(4, size=48))
+    transposed = decode_events(found["train"]["bird_cifar10_bird_7"][1])
+    np.testing.assert_allclose(transposed.swapaxes(2, 3), expected, rtol=1e-6)
+    (tmp_path / "out").rename(tmp_path / "before")
+    found = shards(tmp_path, "event-folder", "--time-steps", 4, "--size", 48)
     assert np.array_equal(decode_events(found["train"]["bird_cifar10_bird_7"][1]), expected)
     assert read_index(tmp_path / "out").classes == ["airplane", "bird"]
 
@@ -133,6 +138,26 @@ def test_files_as_spikingjelly_writes_them(tmp_path, data_set, side) -> None:
     (tmp_path / "out").rename(tmp_path / "before")
     found = shards(tmp_path, "event-folder", *sizes, "--time-steps", 3)
     assert decode_events(found["test"]["1_a"][1]).shape == (3, 2, 130, 140)
+
+
+def test_times_of_another_unit(tmp_path, capsys) -> None:
+    """Structured arrays with times in milliseconds, as floats."""
+    events = recording(3)
+    array = np.empty(len(events), [("x", "<u2"), ("y", "<u2"), ("t", "<f8"), ("p", "?")])
+    for name in "xyp":
+        array[name] = getattr(events, name)
+    array["t"] = events.t / 1000
+    for split in ("train", "test"):
+        path = tmp_path / "in" / split / "cat" / "a.npy"
+        path.parent.mkdir(parents=True)
+        np.save(path, array)
+    assert "--time-unit s, ms, us or ns" in refusal(tmp_path, capsys, "dvs128-gesture")
+    found = shards(tmp_path, "dvs128-gesture", "--time-unit", "ms", "--keep-events")
+    kept = decode_events(found["test"]["cat_a"][1]).events
+    assert equal(kept, Events(events.t - events.t[0], events.x, events.y, events.p))
+    put(path.with_suffix(".bin"), files.atis(recording(1, 34)))
+    (tmp_path / "out").rename(tmp_path / "before")
+    assert "--time-unit is for .npz and .npy files" in refusal(tmp_path, capsys, "dvs128-gesture", "--time-unit", "ms")
 
 
 def test_image_folders(tmp_path) -> None:

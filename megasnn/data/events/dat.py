@@ -1,0 +1,53 @@
+"""DAT: Prophesee's files of events of 8 bytes, behind a header of text.
+
+N-CARS and GEN1 are published in it. Source: Prophesee's page on the DAT format.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megasnn.common.files import require_size
+from megasnn.data.events.clock import unwrap
+from megasnn.data.events.frames import EVENT_BYTES, Events, Recording, SensorSize
+from megasnn.data.events.header import read_header
+
+_KINDS = (0, 12)  # Event2d, which N-CARS and GEN1 have, and EventCD: one layout
+_EVENT_BYTES = 8
+_VERSION = "2"
+_CLOCK_BITS = 32
+
+
+def decode_dat(data: bytes, sensor: SensorSize | None = None) -> Recording:
+    """Decodes DAT: behind the header a byte for the kind of events, one for their size, then the events.
+
+    An event has two 32-bit words, little-endian: the time in microseconds; x (14 bits), y (14) and polarity (4). The
+    clock wraps after 71.6 minutes. A header without `% Version` is one of version 2.
+
+    Args:
+        sensor: for files whose header does not say its size.
+
+    Raises:
+        ValueError: cut, too large, another version, other kinds of events, or no size of the sensor.
+    """
+    header = read_header(data)
+    version = header.fields.get("version", _VERSION)
+    if version != _VERSION:
+        raise ValueError(f"is DAT of version {version!r}; only version {_VERSION} is read")
+    kind_and_size = data[header.end : header.end + 2]
+    if len(kind_and_size) < 2:
+        raise ValueError(f"is cut: it ends inside its header, at byte {len(data)}")
+    kind, size = kind_and_size
+    if kind not in _KINDS or size != _EVENT_BYTES:
+        raise ValueError(
+            f"holds events of kind {kind} and {size} bytes; contrast events are read, which are of kind 0 or 12 and "
+            f"{_EVENT_BYTES} bytes"
+        )
+    start = header.end + 2
+    if rest := (len(data) - start) % _EVENT_BYTES:
+        raise ValueError(f"is cut: it ends inside an event of {_EVENT_BYTES} bytes; without its last {rest} it is read")
+    words = np.frombuffer(data, "<u4", offset=start).reshape(-1, 2)
+    require_size("its events", EVENT_BYTES * len(words))
+    t, word = words.T
+    events = Events.make(unwrap(t, _CLOCK_BITS), word & 0x3FFF, word >> 14 & 0x3FFF, word >> 28 != 0)
+    return Recording(events, header.sensor(sensor))

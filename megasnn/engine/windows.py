@@ -1,0 +1,83 @@
+"""Windows of the time steps, for truncated backpropagation (--bptt-steps): their model, inputs and outputs.
+
+Each sample is shown in windows of so many time steps. A window is a micro-batch of its own. Neurons go on from the
+state that the window before left, and gradients end between windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasnn.common.bundle import Bundle, EntryKey, bundle_of, entries_of
+from megasnn.config import PretrainConfig
+from megasnn.models.build import describe_model
+from megasnn.models.description import ModelDescription
+from megasnn.models.task import Task
+from megasnn.pipeline.microbatch_state import MicroBatchInput
+
+
+def describe_windows(config: PretrainConfig) -> ModelDescription:
+    """Describes the model that is built, with the time steps of one window.
+
+    Raises:
+        ValueError: tensors of the model depend on the number of time steps.
+    """
+    model: Any = config.model
+    whole = describe_model(model, config.neuron.spec)
+    steps = config.training.bptt_steps
+    if steps is None or steps == model.time_steps:
+        return whole
+    of_window = describe_model(replace(model, time_steps=steps), config.neuron.spec)
+    shapes = {entry.name: entry.shard.global_shape for entry in of_window.tensors}
+    for entry in whole.tensors:
+        if shapes.get(entry.name) != entry.shard.global_shape:
+            raise ValueError(
+                f"{entry.name} depends on --time-steps {model.time_steps}: the model cannot be shown windows of "
+                f"--bptt-steps {steps}"
+            )
+    return of_window
+
+
+def windows_of(micro: MicroBatchInput, task: Task, windows: int, steps: int) -> list[MicroBatchInput]:
+    """Cuts a micro-batch into windows of `steps` time steps. An image stands for all steps; frames are cut."""
+    cut = []
+    for number in range(windows):
+        inputs = micro.inputs
+        if isinstance(inputs, Mapping):
+            own = slice(number * steps, (number + 1) * steps)
+            inputs = {name: x[:, own] if task.inputs[name].over_time else x for name, x in inputs.items()}
+        cut.append(replace(micro, inputs=inputs, goes_on=number > 0))
+    return cut
+
+
+class WindowOutputs:
+    """Outputs of a micro-batch's windows, until the last window completes them.
+
+    Args:
+        windows: of each micro-batch.
+    """
+
+    def __init__(self, windows: int) -> None:
+        self._windows = windows
+        self._outputs: list[dict[EntryKey, Tensor]] = []
+
+    def complete(self, output: Bundle) -> Bundle | None:
+        """Takes the output of the next window. Returns the output for all time steps, or None before the last window.
+
+        It has no gradient.
+        """
+        self._outputs.append({key: entry.detach() for key, entry in entries_of(output).items()})
+        if len(self._outputs) < self._windows:
+            return None
+        whole = {key: torch.cat([each[key] for each in self._outputs]) for key in self._outputs[0]}
+        self._outputs.clear()
+        return bundle_of(whole)
+
+    def clear(self) -> None:
+        """Forgets windows of a micro-batch that was not finished."""
+        self._outputs.clear()
