@@ -5,7 +5,7 @@ Pooling has no overlap (AvgPool2d). Rows and columns that do not fill a window a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ FEW_SUMMED_ROWS = 2048
 """The same for a weight gradient."""
 FEW_FRAMES = 16
 """The same for frames."""
+NARROW = 16
+"""Channels below which oneDNN fills its blocks of 8 (AVX2) or 16 (AVX-512) only in part."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: G
         grad: gradient of the output.
         images: the input.
     """
+    if _is_narrow_and_strided(images, total, geometry):
+        images, geometry = _at_stride_one(images, geometry, grad.shape[2:])
     if _is_matrix_product(images, total, geometry, FEW_SUMMED_ROWS):
         of_output = grad.movedim(1, -1).reshape(-1, grad.shape[1])
         rows = images.movedim(1, -1).reshape(-1, images.shape[1])
@@ -92,6 +96,22 @@ def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: G
     # torch takes only the shape and type of this weight.
     weight = total if total.dtype == grad.dtype else torch.empty_like(total, dtype=grad.dtype)
     total += _convolution_backward(grad, images, weight, geometry, (False, True, False))[1]
+
+
+def _is_narrow_and_strided(images: Tensor, weight: Tensor, geometry: Geometry) -> bool:
+    """True for a strided pointwise convolution of few channels on a CPU."""
+    is_pointwise = weight.shape[2:] == (1, 1) and geometry.padding == (0, 0)
+    return images.device.type == "cpu" and is_pointwise and geometry.stride != (1, 1) and weight.shape[1] < NARROW
+
+
+def _at_stride_one(images: Tensor, geometry: Geometry, space: torch.Size) -> tuple[Tensor, Geometry]:
+    """The pixels that a strided pointwise convolution reads, and its geometry on them."""
+    # oneDNN, as torch 2.13 and 2.14 bring it, writes past a buffer in the weight gradient of such a convolution with
+    # channels last (uxlfoundation/oneDNN issue 6035, open in November 2026). Without a stride it does not. This copy
+    # can go when torch brings a oneDNN with the mend.
+    down, right = geometry.stride
+    read = images[:, :, ::down, ::right][:, :, : space[0], : space[1]]
+    return read.contiguous(memory_format=torch.channels_last), replace(geometry, stride=(1, 1), dilation=(1, 1))
 
 
 def _is_matrix_product(images: Tensor, weight: Tensor, geometry: Geometry, few_rows: int = FEW_ROWS) -> bool:
