@@ -75,6 +75,12 @@ def _announce_compiling() -> None:
 class FolderLocator(UserProvidedCacheLocator):
     """Cache folder whose machine code is outdated once a file beside the kernel's, or in this package, changes."""
 
+    def get_cache_path(self) -> str:
+        # numba unpickles a cache's index before it compares the stamp. An index of a release whose modules had other
+        # names would end in a ModuleNotFoundError, so that each set of modules has a folder of its own.
+        names = " ".join(sorted(file.name for file in Path(__file__).parent.glob("*.py")))
+        return str(Path(super().get_cache_path(), hashlib.sha256(names.encode()).hexdigest()[:8]))
+
     def get_source_stamp(self) -> str:
         # numba itself watches only the kernel's own file, and not the files of the parts that the kernel calls.
         folders = dict.fromkeys([Path(self._py_file).parent, Path(__file__).parent])
