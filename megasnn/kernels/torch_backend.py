@@ -174,8 +174,9 @@ def batch_norm(
     training = running is None
     if x.shape[0] != 1:
         return F.batch_norm(x, mean, var, weight, bias, training=training, eps=eps)
-    # For a single frame in channels-last order torch 2.13 confuses the memory orders of gradient and input, and returns
-    # a wrong gradient without an error. Such a frame goes in as rows [pixels, C].
+    # For a single frame in channels-last order torch 2.13 and 2.14 confuse the memory orders of gradient and input, and
+    # return a wrong gradient without an error (findings/torch_batch_norm_one_frame.sh). Such a frame goes in as rows
+    # [pixels, C].
     rows = x.movedim(1, -1).reshape(-1, x.shape[1])
     y = F.batch_norm(rows, mean, var, weight, bias, training=training, eps=eps)
     return y.view(1, *x.shape[2:], x.shape[1]).movedim(-1, 1)

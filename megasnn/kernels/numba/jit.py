@@ -82,7 +82,8 @@ class FolderLocator(UserProvidedCacheLocator):
         return str(Path(super().get_cache_path(), hashlib.sha256(names.encode()).hexdigest()[:8]))
 
     def get_source_stamp(self) -> str:
-        # numba itself watches only the kernel's own file, and not the files of the parts that the kernel calls.
+        # numba itself watches only the kernel's own file, and not the files of the parts that the kernel calls
+        # (findings/numba_cache_of_callers.sh).
         folders = dict.fromkeys([Path(self._py_file).parent, Path(__file__).parent])
         digest = hashlib.sha256()
         for folder in folders:

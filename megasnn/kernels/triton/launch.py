@@ -12,7 +12,7 @@ from torch import Tensor
 
 WARPS = 4
 THREADS = 32 * WARPS
-# A product and a sum that are fused into one rounding could flip a spike against the reference.
+# A product and a sum that are fused into one rounding can flip a spike (findings/triton_fused_multiply_add.sh).
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
 COLUMNS = 128  # of a tile of a kernel that sums over rows
 TILES = 64  # the most that a program sums: few programs leave few partial sums, and the next kernel waits for these
