@@ -14,6 +14,7 @@ from typing import Any
 
 from megasnn.checkpoint.folder import first_legible
 from megasnn.common.files import in_message
+from megasnn.common.launcher import take_ranks
 from megasnn.config import ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.checks import refusal
 from megasnn.config.cli import Values
@@ -58,6 +59,9 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
 def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callback]) -> int:
     """Reads the flags, then trains. What is wrong with them is told by the first rank of each machine, since each has a
     command line of its own, before torch is imported where that can be."""
+    if wrong := refusal(take_ranks):
+        sys.stderr.write(f"{wrong[0]}\n")
+        return 2
     rank, world_size = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:

@@ -12,8 +12,8 @@ import tyro  # noqa: F401  (as flags are read)
 
 import megasnn.training  # noqa: F401
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.norm_neuron import Norm, NormNeuron
-from megasnn.kernels.numba import norm_neuron
+from megasnn.kernels.norm_neuron_kernels import Norm, NormNeuron, NormNeuronInput
+from megasnn.kernels.numba.norm_neuron import NumbaKernels
 from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import pack_bits, unpack_bits_into
 from tests.sums import form_sums_where_few
@@ -24,10 +24,12 @@ def _load_kernels(dtype: torch.dtype) -> None:
     for pool in (False, True):
         x, of_channels = torch.ones(1, 1, 2, 2, 2, dtype=dtype), torch.ones(2, dtype=dtype)
         x, neuron = x.movedim(2, -1).contiguous().movedim(-1, 2), NormNeuron(NeuronSpec(), 1e-5, pool, 1)
-        norm = Norm(*norm_neuron.statistics(x), of_channels, of_channels)
-        spikes, _ = norm_neuron.fire(x, norm, None, neuron)
-        sums, carried, _ = norm_neuron.backward_sums(x, spikes, norm, None, neuron, False)
-        norm_neuron.input_gradient(x, spikes, norm, None, neuron, sums, 4, carried)
+        kernels = NumbaKernels()
+        norm = Norm(*kernels.statistics(x), of_channels, of_channels)
+        inputs = NormNeuronInput(x, norm, None, neuron)
+        spikes, _ = kernels.fire(inputs)
+        backward = kernels.backward_sums(inputs, spikes, False)
+        kernels.input_gradient(inputs, spikes, backward.sums, 4, backward.carried)
         unpack_bits_into(pack_bits(spikes), spikes.movedim(2, -1).view(1, -1))
     images, weight, products = torch.ones(1, 8, 1, 1), torch.zeros(8, 8, 1, 1), Products(sparse=True)
     images[:, 1:] = 0

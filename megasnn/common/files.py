@@ -9,22 +9,22 @@ import errno
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import reprlib
 import stat
 import threading
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from tokenize import TokenError
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from filelock import FileLock
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
@@ -40,11 +40,12 @@ SAMPLE_MB = 512
 """Default of --max-sample-mb: an RGB image of 134 million pixels, 41 million events."""
 SAMPLE_LIMIT = "MEGASNN_MAX_SAMPLE_MB"
 """Environment variable that --max-sample-mb sets, so that worker processes inherit it."""
+NAME_BYTES = 512
+"""Longest name of a sample in a shard: names of all samples are kept in memory, each as long as the longest."""
+MOST_SHARDS = 100_000
+"""Shards that one data path may name."""
 _SHOWN = 200  # characters of a value in a message
 _PROBLEMS = 30  # lines of one error
-_ZIP_ERRORS = OSError, ValueError, EOFError, KeyError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error
-# NumPy splits the header of an array into Python's tokens.
-_NUMPY_ERRORS = (*_ZIP_ERRORS, SyntaxError, TokenError)
 FOLDER = "MEGASNN_CACHE"
 """Environment variable: the cache folder, instead of megasnn in XDG_CACHE_HOME or ~/.cache."""
 MACHINE_CODE = "numba"
@@ -159,6 +160,28 @@ def read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def read_array(data: bytes) -> NDArray[Any]:
+    """Array of an .npy file, read-only. It takes no memory beside the file's, whatever the header says.
+
+    Raises:
+        ValueError: it is none, cut, damaged, too large, or of Python objects.
+    """
+    file = io.BytesIO(data)
+    try:
+        read_header = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
+        shape, is_fortran, dtype = read_header(file)
+    except Exception as error:  # NumPy has no common class for what damaged headers make it raise
+        raise ValueError(f"not a sound .npy file of {len(data)} bytes: {error}") from error
+    if dtype.hasobject:
+        raise ValueError("holds Python objects, which are not read")
+    count, begin = math.prod(shape), file.tell()
+    size = count * dtype.itemsize
+    if min(shape, default=0) < 0 or size > len(data) - begin:
+        raise ValueError(f"cut or damaged: its header says {size:,} bytes, and {len(data) - begin:,} are there")
+    require_size("its array", size)
+    return np.frombuffer(data, dtype, count, begin).reshape(shape, order="F" if is_fortran else "C")
+
+
 def read_arrays(data: bytes) -> dict[str, NDArray]:
     """Arrays of an .npz by name, or that of an .npy as "array"; the file is given whole. Python objects are refused.
 
@@ -166,13 +189,13 @@ def read_arrays(data: bytes) -> dict[str, NDArray]:
         ValueError: it is none, cut, damaged, or too large, or an array is not of numbers.
     """
     try:
-        if data.startswith(np.lib.format.MAGIC_PREFIX):
-            return {"array": np.load(io.BytesIO(data), allow_pickle=False)}
+        if data.startswith(npy.MAGIC_PREFIX):
+            return {"array": read_array(data)}
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            require_size("its arrays", sum(member.file_size for member in archive.infolist()))
-        loaded = np.load(io.BytesIO(data), allow_pickle=False)
-        return {name: loaded[name] for name in loaded.files}
-    except _NUMPY_ERRORS as error:
+            members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
+            require_size("its arrays", sum(member.file_size for member in members))
+            return {member.filename.removesuffix(".npy"): read_array(archive.read(member)) for member in members}
+    except Exception as error:  # zipfile and its decompressors have no common class
         raise ValueError(f"not a sound NumPy file of {len(data)} bytes: {error}") from error
 
 
@@ -227,9 +250,13 @@ def cache_folder(*parts: str) -> Path:
 
 
 def cached_name(source: Path, suffix: str, *version: str) -> str:
-    """File name that changes with the path, size and time of change of `source` and with `version`."""
+    """File name that changes with the path and content of `source` and with `version`.
+
+    The time of the inode's change tells of a content that was changed and got its old size and time back.
+    """
     state = source.stat()
-    return name_in_cache(source.name, suffix, str(source.absolute()), f"{state.st_size} {state.st_mtime_ns}", *version)
+    content = f"{state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
+    return name_in_cache(source.name, suffix, str(source.absolute()), content, *version)
 
 
 def name_in_cache(readable: str, suffix: str, *version: str) -> str:

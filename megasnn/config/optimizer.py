@@ -65,7 +65,8 @@ OPTIMIZERS: Registry[OptimizerRecipe] = Registry(
     "--optimizer",
     {
         "adamw": OptimizerRecipe("arXiv 1711.05101", _adamw, _MOMENTS, takes_found_inf=True),
-        # Not so torch's fused SGD: a first step that is left out leaves a momentum that nobody has written.
+        # torch's fused SGD does not: after a first step that is left out its momentum is unwritten memory
+        # (findings/torch_fused_sgd_skipped_step.sh).
         "sgd": OptimizerRecipe("with momentum, as torch's", _sgd, ("momentum_buffer",)),
         "lamb": OptimizerRecipe(
             "arXiv 1904.00962, in timm's form",

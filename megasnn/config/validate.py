@@ -89,9 +89,14 @@ def _grid_problems(config: PretrainConfig, world_size: int) -> Iterator[str]:
     count, size = training.micro_batches, training.micro_batch_size
     batch = f"--global-batch-size {training.global_batch_size} with --micro-batch-size {size}"
     if count < replicas:
+        most = training.global_batch_size // replicas
+        smaller = f"--micro-batch-size {most}, over which batch norm then is"
+        smaller = smaller if most else "a larger --global-batch-size"
         yield (
             f"{batch} is {count} micro-batch(es), but there are {replicas} data parallel replicas (world size "
-            f"{world_size} / tensor {tensor} / pipeline {pipeline} / context {context}) and each needs at least one"
+            f"{world_size} / tensor {tensor} / pipeline {pipeline} / context {context}) and each needs at least one; "
+            f"use {smaller}; or a larger --context-parallel-size or --tensor-model-parallel-size, which keep the "
+            "function"
         )
         return
     if weight > 1 and not training.evaluate_only:

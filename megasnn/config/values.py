@@ -25,6 +25,8 @@ from megasnn.config.run import PretrainConfig
 _Config = TypeVar("_Config")
 ABOUT = "about"
 """Beside the parts in a file: of which model the values are. A file need not say it."""
+CLASS_NAMES = "class_names"
+"""Entry beside a checkpoint's tensors: names of the classes by number; empty where they are not known."""
 SAMPLES_KEY = "samples"
 """Under which a checkpoint keeps how samples were made."""
 Identity = dict[str, dict[str, object]]
@@ -101,8 +103,11 @@ def with_keywords(config: _Config, keywords: Mapping[str, Any]) -> _Config:
         if part is None:
             near = get_close_matches(name, part_of, 1)
             wrong.append(f"unknown name {name!r}" + "".join(f"; is it {each!r}?" for each in near))
-        elif part in ("model", "data", "checkpoint", "logging") and name not in ("mixup_alpha", "cutmix_alpha"):
-            wrong.append(f"{name} is of a model's dimensions, or for whole runs, which megasnn.pretrain starts")
+        elif part == "model":
+            kind = type(getattr(config, part)).__name__
+            wrong.append(f"{name} is the model's: give it to the model, {kind}({name}={value!r})")
+        elif part in ("data", "checkpoint", "logging") and name not in ("mixup_alpha", "cutmix_alpha"):
+            wrong.append(f"{name} is for whole runs, which megasnn.pretrain starts: leave it out")
         else:
             changed.setdefault(part, {})[name] = value
     if wrong:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,8 +20,8 @@ from megasnn.data.arrays import ArrayFormat
 from megasnn.data.events import FrameOptions
 from megasnn.data.formats import FRAMES, EventFormat, FormatMismatch, SampleFormat
 from megasnn.data.images import NORMALISATIONS, ImageFormat
-from megasnn.data.remote import Address, describe_remote, expand_shards, open_remote
-from megasnn.data.shards import INDEX_NAME, TarFile, open_shard
+from megasnn.data.remote import Address, describe_remote, expand_shards, open_remote, shown_path
+from megasnn.data.shards import INDEX_NAME, FileState, TarFile, file_state, open_shard
 
 if TYPE_CHECKING:
     from megasnn.config import DataConfig
@@ -101,30 +101,36 @@ class ShardDataset:
         digest.update(self.labels.tobytes() + self._sizes.tobytes())
         return f"{len(self)}-{digest.hexdigest()}"
 
-    def _shard(self, index: int) -> tuple[str, Path, tuple[int, int]]:
+    def _shard(self, index: int) -> tuple[str, Path, FileState]:
         return self._shards[bisect_right(self._first, index) - 1]  # for one number several times faster than NumPy's
 
 
-def _read(tar: Path, state: tuple[int, int], size: int, offset: int) -> bytes:
+def _read(tar: Path, state: FileState, size: int, offset: int) -> bytes:
     """Raises OSError where the shard is not the file that was indexed."""
     file = _opened(tar, state).fileno()
-    status = os.fstat(file)
-    if (status.st_size, status.st_mtime_ns) != state:
+    if file_state(os.fstat(file)) != state:
         raise OSError(f"{tar} was changed while in use")
     return os.pread(file, size, offset)
 
 
 @lru_cache(maxsize=16)  # files that a process keeps open
-def _opened(tar: Path, state: tuple[int, int]) -> BinaryIO:
+def _opened(tar: Path, state: FileState) -> BinaryIO:
     return open(tar, "rb", buffering=0)
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """Training samples, and those to evaluate on, if any."""
+    """Training samples, and those to evaluate on, if any.
+
+    Attributes:
+        classes: names by number, where an index.json beside a shard tells them.
+        warnings: sentences for the user, of shards that are used twice.
+    """
 
     train: ShardDataset
     valid: ShardDataset | None
+    classes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def open_datasets(
@@ -145,7 +151,8 @@ def open_datasets(
         evaluates: and trains on nothing.
         arrays: of samples of several files; None for images or event frames with their class.
     Raises:
-        ValueError: a shard is missing, cut or empty or cannot be fetched; labels, samples or options do not fit.
+        ValueError: a shard is missing, cut or empty or cannot be fetched; labels, samples or options do not fit; shards
+            name a class number differently.
     """
     os.environ[SAMPLE_LIMIT] = str(config.max_sample_mb)
     format = sample_format(config, input_shape, evaluates, arrays)
@@ -160,8 +167,51 @@ def open_datasets(
     splits: list[Sequence[Address]] = [
         [made[split]] if path == SAMPLE else expand_shards(path, flag) for split, (path, flag) in enumerate(paths)
     ]
-    found = [_dataset(config, format, num_classes, open_shards(addresses, decide)) for addresses in splits]
-    return Datasets(found[0], found[1] if valid_path else None)
+    shards = [open_shards(addresses, decide) for addresses in splits]
+    classes = _class_names([shard for split in shards for shard in split]) if num_classes else ()
+    found = [_dataset(config, format, num_classes, each) for each in shards]
+    valid = found[1] if valid_path else None
+    return Datasets(found[0], valid, classes, () if evaluates else tuple(_used_twice(*splits)))
+
+
+def class_difference(one: Sequence[str], other: Sequence[str]) -> str | None:
+    """The first class number that two lists name differently, with both names; None where there is none."""
+    for number, (name, other_name) in enumerate(zip(one, other, strict=False)):
+        if name != other_name:
+            return f"class {number} is {name!r} and {other_name!r}"
+    return None
+
+
+def _class_names(shards: Sequence[TarFile]) -> tuple[str, ...]:
+    """The longest list of class names of any shard. Raises ValueError where two lists differ in a number."""
+    lists = {shard.classes: shard.name for shard in shards if shard.classes}
+    longest = max(lists, key=len, default=())
+    for classes, name in lists.items():
+        if different := class_difference(longest, classes):
+            raise ValueError(
+                f"{different} in the {INDEX_NAME} of {lists[longest]} and of {name}: prepare one of these folders "
+                "again, with --classes-of and the other one"
+            )
+    return longest
+
+
+def _used_twice(train: Sequence[Address], valid: Sequence[Address] = ()) -> Iterator[str]:
+    """Warnings of shards that have several names, and of those that are trained and evaluated on."""
+    seen: dict[object, tuple[str, Address]] = {}
+    for flag, addresses in (("--data-path", train), ("--valid-data-path", valid)):
+        for address in addresses:
+            first_flag, first = seen.setdefault(_identity(address), (flag, address))
+            if first is not address:
+                first_name, name = shown_path(str(first)), shown_path(str(address))
+                yield f"WARNING: {first_name} of {first_flag} and {name} of {flag} are one shard"
+
+
+def _identity(address: Address) -> object:
+    """Device and inode of a file, which all its names share; a URL stands for itself."""
+    if isinstance(address, str):
+        return address
+    status = address.stat()
+    return status.st_dev, status.st_ino
 
 
 def open_shards(

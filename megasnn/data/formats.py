@@ -48,13 +48,23 @@ class SampleFormat(ABC):
     suffixes: ClassVar[tuple[str, ...]] = ()
     reads_all: ClassVar[bool] = False
 
-    @abstractmethod
     def decode(self, data: bytes, key: SampleKey | None = None) -> Any:
         """Decodes a sample, changed at random where a key is given.
 
         Raises:
-            ValueError: damaged bytes. FormatMismatch: sound ones that do not fit the model.
+            ValueError: damaged bytes, or values that are not finite. FormatMismatch: sound ones that do not fit the
+                model.
         """
+        try:
+            return self.decoded(data, key)
+        except (ValueError, MemoryError):
+            raise
+        except Exception as error:  # decoders have no common class for what damaged bytes make them raise
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+    @abstractmethod
+    def decoded(self, data: bytes, key: SampleKey | None) -> Any:
+        """The sample of `decode`, where errors of damaged bytes may be of any class."""
 
     def batch(self, samples: Sequence[Any]) -> Any:
         """Joins decoded samples to the model's input, float32, the samples first."""
@@ -73,7 +83,7 @@ class EventFormat(SampleFormat):
     suffixes = (FRAMES, EVENTS)
     kind = EVENT_FRAMES
 
-    def decode(self, data: bytes, key: SampleKey | None = None) -> NDArray[Any]:
+    def decoded(self, data: bytes, key: SampleKey | None) -> NDArray[Any]:
         """Content of a frames.npz or events.npz as `[T, 2, size, size]`, counts or float32; changed with a key.
 
         Raises:
@@ -93,11 +103,19 @@ class EventFormat(SampleFormat):
         return self.augment.change(sample, *key) if key else sample
 
 
+def require_finite(values: NDArray[Any], name: str) -> NDArray[Any]:
+    """Returns the values. Raises ValueError where one is not finite as float32: a neuron would hide it."""
+    with np.errstate(over="ignore"):
+        if values.dtype.kind == "f" and not np.isfinite(values.astype(np.float32, copy=False)).all():
+            raise ValueError(f"{name} hold values that are nan or infinite, or too large for float32")
+    return values
+
+
 def decode_events(data: bytes) -> Recording | NDArray[Any]:
     """The recording of an events.npz, or the array `[T, 2, H, W]` of a frames.npz, which is read-only.
 
     Raises:
-        ValueError: damaged, neither, or too large; events out of order or outside their sensor.
+        ValueError: damaged, neither, too large, or not finite; events out of order or outside their sensor.
     """
     arrays = read_arrays(data)
     if "frames" not in arrays:
@@ -105,7 +123,7 @@ def decode_events(data: bytes) -> Recording | NDArray[Any]:
     frames = arrays["frames"]
     if frames.ndim != 4 or frames.shape[1] != 2 or not frames.size or frames.dtype.kind not in "iuf":
         raise ValueError(f"frames are numbers [T, 2, H, W], not {frames.dtype} {list(frames.shape)}")
-    return frames
+    return require_finite(frames, "frames")
 
 
 def encode_frames(frames: NDArray[Any]) -> bytes:

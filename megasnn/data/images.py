@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from megasnn.augment import AUGMENTATIONS, IMAGES, Augmentation, SampleKey
 from megasnn.augment.images import CROP_SHAPE, ImageRecipe, erase, random_box
@@ -29,20 +29,53 @@ NORMALISATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 _MODES = {1: "L", 3: "RGB"}
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "ppm")
 _FORMATS = ("JPEG", "PNG", "WEBP", "PPM")
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_ON_THEIR_SIDE = tuple(_TURNS[number] for number in (5, 6, 7, 8))
 _ONE_BYTE_MODES = ("1", "L", "P")  # Pillow keeps four bytes for a pixel of all others
 
 
-def open_image(data: bytes) -> Image.Image:
+def orientation(file: Image.Image) -> Image.Transpose | None:
+    """How a file's pixels are turned to stand upright, by its EXIF data; None where they do, or it is not known.
+
+    Raises as Pillow for a PNG that cannot be decoded.
+    """
+    if file.format == "PNG":  # EXIF data may stand behind the pixels
+        file.load()
+    try:
+        return _TURNS.get(file.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # damaged EXIF data, as of some of ImageNet's photographs: Pillow has no common class
+        return None
+
+
+def upright_size(file: Image.Image, turn: Image.Transpose | None) -> tuple[int, int]:
+    """Width and height of a file's image after a turn."""
+    return file.size[::-1] if turn in _ON_THEIR_SIDE else file.size
+
+
+def open_image(data: bytes, other_format: str | None = None) -> Image.Image:
     """Opens an image file without decoding it yet. A WebP takes up to 2 GB (16,383 x 16,383) before its size is known.
 
+    Args:
+        other_format: of Pillow's, in place of those that training decodes.
     Raises:
         ValueError: too large, damaged, of another format, or more than 8 bits a channel.
     """
     Image.MAX_IMAGE_PIXELS = None  # Pillow's own bound counts pixels
+    formats = _FORMATS if other_format is None else (other_format,)
     try:
-        file = Image.open(io.BytesIO(data), formats=_FORMATS)
+        file = Image.open(io.BytesIO(data), formats=formats)
+    except UnidentifiedImageError:  # its text holds an address
+        raise ValueError(f"it is no sound image of {', '.join(formats)}") from None
     except Exception as error:  # Pillow has no common class for what damaged bytes make it raise
-        raise ValueError(f"it is no sound image of {', '.join(_FORMATS)}: {error}") from error
+        raise ValueError(f"it is no sound image of {', '.join(formats)}: {error}") from error
     if file.mode == "F" or file.mode.startswith("I"):
         raise ValueError(f"more than 8 bits a channel (mode {file.mode})")
     width, height = file.size
@@ -75,36 +108,33 @@ class ImageFormat(SampleFormat):
         if self.channels not in _MODES:
             raise ValueError(f"images have 1 or 3 channels, not {self.channels}; set --in-channels to 1 or 3")
 
-    def decode(self, data: bytes, key: SampleKey | None = None) -> NDArray[Any]:
+    def decoded(self, data: bytes, key: SampleKey | None) -> NDArray[Any]:
         """Decodes an image file to `[size, size, channels]`; with a key it is changed at random.
 
-        A square in the middle is scaled to `size` (bilinear, with averaging when it shrinks), or a random part where
-        `augment` crops (bicubic). Grey becomes RGB by repetition, RGB grey by luminance. The result is uint8, or
-        float32 where a rectangle was erased. Raises ValueError as `open_image`.
+        It is turned upright by its EXIF data. A square in the middle is scaled to `size` (bilinear, with averaging
+        when it shrinks), or a random part where `augment` crops (bicubic). Grey becomes RGB by repetition, RGB grey by
+        luminance. The result is uint8, or float32 where a rectangle was erased. Raises ValueError as `open_image`.
         """
-        file = open_image(data)
-        try:
-            image = self._scaled(file, key)
-        except MemoryError:
-            raise
-        except Exception as error:  # see `open_image`
-            raise ValueError(str(error)) from error
+        image = self._scaled(open_image(data), key)
         pixels = np.asarray(image, dtype=np.uint8).reshape(self.size, self.size, self.channels)
         return self._changed(pixels, key) if key else pixels
 
     def _scaled(self, file: Image.Image, key: SampleKey | None) -> Image.Image:
-        width, height = file.size
+        turn = orientation(file)
+        width, height = upright_size(file, turn)
         side = self.center * min(width, height)
         left, top = (width - side) / 2, (height - side) / 2
         right, bottom, resample = left + side, top + side, Image.Resampling.BILINEAR
         if key and self.augment.crops:
             seed, epoch, sample = key
             draws, resample = keyed_numbers(seed, "crop", epoch, sample), Image.Resampling.BICUBIC
-            left, top, right, bottom = random_box(file.size, self.recipe.crop_scale, CROP_SHAPE, draws)
+            left, top, right, bottom = random_box((width, height), self.recipe.crop_scale, CROP_SHAPE, draws)
         shorter = min(right - left, bottom - top)
         if shorter >= 2 * self.size:  # JPEG: decode at 1/2, 1/4 or 1/8
-            file.draft(_MODES[self.channels], (int(width * self.size / shorter), int(height * self.size / shorter)))
+            smaller = int(file.width * self.size / shorter), int(file.height * self.size / shorter)
+            file.draft(_MODES[self.channels], smaller)
         image = file.convert(_MODES[self.channels])
+        image = image if turn is None else image.transpose(turn)
         x, y = image.width / width, image.height / height  # below 1 where a JPEG was decoded smaller
         return image.resize((self.size, self.size), resample, box=(left * x, top * y, right * x, bottom * y))
 

@@ -5,7 +5,8 @@ the position (`megasnn.data.order`), the cut of the global batch follows its siz
 augmentation the sample. A `torch.utils.data.DataLoader` reads micro-batches in order, so the number of its workers
 changes nothing.
 
-Samples are decoded, augmented, replaced where they are broken, and joined to micro-batches.
+Samples are decoded, augmented, replaced where they are broken, and joined to micro-batches. An evaluation counts no
+sample that stands in for a broken one.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class MicroBatch:
             name.
         targets: classes `[size]`, or other targets.
         skipped: number of broken samples that were replaced; 0 on ranks that read nothing.
+        left_out: places in this micro-batch of samples that an evaluation does not count.
     """
 
     start: int
@@ -54,6 +56,7 @@ class MicroBatch:
     inputs: torch.Tensor | Mapping[str, torch.Tensor] | None
     targets: torch.Tensor | None
     skipped: int = 0
+    left_out: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,8 @@ class BatchLoader:
             targets = inputs[self._format.target] if self._share.targets and self._format.target else targets
             inputs = {name: inputs[name] for name in self._format.inputs}
         inputs = inputs if self._share.inputs else None
-        return MicroBatch(start, len(due), torch.from_numpy(due), inputs, targets, len(replaced))
+        left_out = frozenset() if self._training else frozenset(replaced)
+        return MicroBatch(start, len(due), torch.from_numpy(due), inputs, targets, len(replaced), left_out)
 
     def _read(self) -> Iterator[LoadedMicroBatch]:
         """Inputs of each of the upcoming micro-batches."""

@@ -3,7 +3,7 @@
 ``http(s)`` goes by requests, a command after ``pipe:`` by webdataset's gopen, and all other schemes (s3, gs, hf, ...)
 by fsspec, which names the package that it needs for one.
 
-A fetched shard is named by its URL and size.
+A fetched shard is named by its URL, its size, and the version that its source tells.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
 import requests
+from braceexpand import braceexpand
 from tqdm.contrib.concurrent import thread_map
 
-from megasnn.common.files import build_once, cache_folder, name_in_cache
+from megasnn.common.files import MOST_SHARDS, build_once, cache_folder, name_in_cache
 from megasnn.config.data import PIPE, names_command
 from megasnn.data.shards import TarFile, open_shard
 
@@ -44,23 +46,28 @@ class FetchError(ValueError):
 
 
 class RemoteShard(NamedTuple):
-    """A shard behind a URL, and its size in bytes; None where its source does not say it."""
+    """A shard behind a URL.
+
+    Attributes:
+        size: in bytes; None where its source does not say it.
+        version: of its content, as its source tells it: an ETag or a time of change; "" where it tells none.
+    """
 
     url: str
     size: int | None
+    version: str = ""
 
     @property
     def target(self) -> Path:
-        """Place in the cache; another one where the size has changed."""
+        """Place in the cache; another one where the size or the version has changed."""
         name = "pipe" if self.url.startswith(PIPE) else PurePosixPath(urlsplit(self.url).path).name
-        return cache_folder("shards") / name_in_cache(name, ".tar", self.url, str(self.size))
+        return cache_folder("shards") / name_in_cache(name, ".tar", self.url, str(self.size), self.version)
 
 
 def describe_remote(urls: Sequence[str]) -> list[RemoteShard]:
-    """Asks for the sizes of shards. Raises FetchError: one is not there, or its source does not answer."""
+    """Asks for the sizes and versions of shards. Raises FetchError: one is not there, or its source does not answer."""
     with ThreadPoolExecutor(4 * _AT_A_TIME) as pool:
-        sizes = pool.map(lambda url: _persist(url, partial(_size, url)), urls)
-        return list(map(RemoteShard, urls, sizes))
+        return list(pool.map(lambda url: _persist(url, partial(_describe, url)), urls))
 
 
 def open_remote(shards: Sequence[RemoteShard]) -> list[TarFile]:
@@ -120,16 +127,19 @@ def _open(url: str) -> Any:
     return fsspec.open(url, "rb").open()
 
 
-def _size(url: str) -> int | None:
+def _describe(url: str) -> RemoteShard:
     if url.startswith(PIPE):
-        return None
+        return RemoteShard(url, None)
     if url.startswith(_HTTP):
         with closing(_http(url)) as response:
             length = response.headers.get("Content-Length")
-            return None if length is None else int(length)
+            version = response.headers.get("ETag") or response.headers.get("Last-Modified", "")
+            return RemoteShard(url, None if length is None else int(length), version)
     system, path = fsspec.core.url_to_fs(url)
-    size: int | None = system.size(path)
-    return size
+    version = ""
+    with suppress(NotImplementedError, KeyError):  # not every file system knows the time of a change
+        version = str(system.modified(path))
+    return RemoteShard(url, system.size(path), version)
 
 
 def _http(url: str) -> requests.Response:
@@ -171,14 +181,10 @@ def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:
     with braces. Several are joined with ``::``, as in webdataset.
 
     Raises:
-        ValueError: a shard is missing or named twice, nothing matches, or what is no command becomes one.
+        ValueError: a shard is missing or named twice, nothing matches, more than MOST_SHARDS are named, or what is no
+            command becomes one.
     """
-    from webdataset.shardlists import expand_urls  # imports torch
-
-    try:
-        parts = expand_urls(data_path)
-    except ValueError as error:
-        raise ValueError(f"{flag} {data_path!r} has unbalanced braces: {error}") from error
+    parts = [part for pattern in data_path.split("::") for part in _expand_pattern(pattern, flag)]
     shards: list[Address] = []
     for part in parts:
         part = part.removeprefix("file://").removeprefix("file:")
@@ -192,6 +198,25 @@ def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:
     if len(set(shards)) < len(shards):
         raise ValueError(f"{flag} {shown_path(data_path)} names a shard more than once")
     return shards
+
+
+def _expand_pattern(pattern: str, flag: str) -> list[str]:
+    """Paths and URLs of a pattern, its variables and braces expanded as webdataset does it."""
+    from webdataset import shardlists  # imports torch
+
+    for name in re.findall(r"\$\{(\w+)\}", pattern):
+        if f"WDS_{name}" not in os.environ:
+            raise ValueError(
+                f"{flag} {shown_path(pattern)!r} names ${{{name}}}, and the environment variable WDS_{name} is not "
+                "set: set it (webdataset puts WDS_ before the name), or have the shell put in its own variables"
+            )
+    try:
+        parts = list(islice(braceexpand(shardlists.envsubst(pattern)), MOST_SHARDS + 1))
+    except ValueError as error:
+        raise ValueError(f"{flag} {pattern!r} has unbalanced braces: {error}") from error
+    if len(parts) > MOST_SHARDS:
+        raise ValueError(f"{flag} {shown_path(pattern)!r} names more than {MOST_SHARDS:,} shards; make larger ones")
+    return parts
 
 
 def _expand_files(path: str, flag: str) -> list[Path]:

@@ -13,20 +13,29 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import shutil
 import tarfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
 from pydantic import Field, with_config
 from pydantic_core import to_json
 
-from megasnn.common.files import STRICT, StoredCount, build_once, cache_folder, cached_name, described, read_regular
+from megasnn.common.files import (
+    NAME_BYTES,
+    STRICT,
+    StoredCount,
+    build_once,
+    cache_folder,
+    cached_name,
+    described,
+    read_regular,
+)
 from megasnn.data.formats import EVENTS, FRAMES
 from megasnn.data.images import IMAGE_SUFFIXES
 
@@ -36,9 +45,10 @@ _ADVICE = "make the shards again, or remove it"
 LABEL = "cls"
 SAMPLE_SUFFIXES = (*IMAGE_SUFFIXES, FRAMES, EVENTS)
 """Endings of a sample's data."""
-_INDEX_VERSION = "7"
+_INDEX_VERSION = "8"
 _LABEL_BYTES = 32
 _AGAIN = "copy or download it again"
+FileState = tuple[int, int, int]
 
 
 @with_config(STRICT)
@@ -51,13 +61,19 @@ class Members:
         starts, ends: of all files of each sample, where these lie side by side; otherwise, and in old folders, empty.
     """
 
-    keys: list[str]
+    keys: list[Annotated[str, Field(max_length=NAME_BYTES)]]
     labels: list[int]
     offsets: list[StoredCount]
     sizes: list[StoredCount]
     suffixes: list[str]
     starts: list[StoredCount] = field(default_factory=list)
     ends: list[StoredCount] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        lengths = {len(each) for each in (self.keys, self.labels, self.offsets, self.sizes)}
+        lengths |= {len(each) for each in (self.starts, self.ends) if each or self.starts}
+        if len(lengths) > 1:
+            raise ValueError(f"lists of one shard have different lengths, {sorted(lengths)}")
 
 
 @with_config(STRICT)
@@ -70,6 +86,11 @@ class ShardRecord:
     size: StoredCount
     broken: list[str]
     members: Members
+
+    def __post_init__(self) -> None:
+        ends = [offset + size for offset, size in zip(self.members.offsets, self.members.sizes, strict=True)]
+        if max(ends, default=0) > self.size or max(self.members.ends, default=0) > self.size:
+            raise ValueError(f"a sample ends behind the {self.size} bytes of {self.file}")
 
 
 @with_config(STRICT)
@@ -97,13 +118,20 @@ class TarFile:
 
     Attributes:
         name: as the user named it, for messages.
-        state: size in bytes and time of change (ns) of `tar` when it was indexed.
+        state: of `tar` when it was indexed, see `file_state`.
+        classes: names by number, from the index.json beside it; empty where there is none.
     """
 
     name: str
     tar: Path
-    state: tuple[int, int]
+    state: FileState
     members: Members
+    classes: tuple[str, ...] = ()
+
+
+def file_state(status: os.stat_result) -> FileState:
+    """Size, time of change (ns) and inode of a file: another file in its place, or a change, has others."""
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def open_shard(source: Path, name: str | None = None) -> TarFile:
@@ -111,16 +139,24 @@ def open_shard(source: Path, name: str | None = None) -> TarFile:
 
     Raises ValueError, as `scan`, and where it is not the one that index.json lists.
     """
-    name, tar, members = name or str(source), source, _members_beside(source)
+    name, tar = name or str(source), source
+    record, classes = _record_beside(source)
+    state = file_state(source.stat())
     if _is_packed(source):
-        tar, members = cache_folder("unpacked") / cached_name(source, ".tar"), None
+        tar = cache_folder("unpacked") / cached_name(source, ".tar")
         build_once(tar, lambda path: _unpack(source, path, name))
-    if members is None:
-        target = cache_folder("index") / cached_name(tar, ".json", _INDEX_VERSION)
-        build_once(target, lambda path: path.write_bytes(to_json(asdict(scan(tar, name)))))
-        members = described(Members, target.read_bytes(), target)
-    status = tar.stat()
-    return TarFile(name, tar, (status.st_size, status.st_mtime_ns), members)
+        state = file_state(tar.stat())
+    elif record is not None and _is_older(source):
+        return TarFile(name, tar, state, record.members, classes)
+    target = cache_folder("index") / cached_name(tar, ".json", _INDEX_VERSION)
+    build_once(target, lambda path: path.write_bytes(to_json(asdict(scan(tar, name)))))
+    members = described(Members, target.read_bytes(), target)
+    if record is not None and tar == source and not _agree(members, record.members):
+        raise ValueError(
+            f"shard {name} was changed after {INDEX_NAME} beside it was written, and holds other samples or classes "
+            f"than that says; make the folder again, or remove {INDEX_NAME}"
+        )
+    return TarFile(name, tar, state, members, classes)
 
 
 def scan(tar: Path, name: str) -> Members:
@@ -130,6 +166,7 @@ def scan(tar: Path, name: str) -> Members:
     """
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     for member, key, suffix in _members(tar, name):
+        _check_member(member, key, name)
         if suffix in samples.setdefault(key, {}):
             raise ValueError(f"shard {name} holds {member.name!r} twice; keys must be unique in it")
         samples[key][suffix] = member
@@ -181,11 +218,9 @@ def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]
                 key, suffix = split_name(member.name)
                 if not member.isreg() or not (suffix in (*SAMPLE_SUFFIXES, LABEL) or _is_array(suffix)):
                     continue
-                if not member.name.isprintable():
-                    raise tarfile.ReadError(f"the name {member.name!r} is not UTF-8")
                 yield member, key, suffix
             end = archive.offset
-    except (tarfile.TarError, OverflowError, UnicodeError) as error:
+    except (tarfile.TarError, OverflowError, ValueError) as error:
         raise ValueError(f"shard {name} is cut, packed, or no tar file ({error}); {_AGAIN}, or gunzip it") from error
     # A tar that is cut between two members looks whole to tarfile, and so does the first of two that were joined.
     with open(tar, "rb") as file:
@@ -195,12 +230,22 @@ def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]
         raise ValueError(f"shard {name} has no end mark at byte {end}: it was cut, or joined to another; {_AGAIN}")
 
 
+def _check_member(member: tarfile.TarInfo, key: str, name: str) -> None:
+    """Raises ValueError for a file whose name, or whose content by one seek, is not what it seems."""
+    if not member.name.isprintable():
+        raise ValueError(f"shard {name}: the name {member.name[:NAME_BYTES]!r} is not UTF-8; rename it")
+    if len(os.fsencode(key)) > NAME_BYTES:
+        raise ValueError(f"shard {name}: the name {key[:40]!r}... has more than {NAME_BYTES} bytes; shorten it")
+    if member.issparse():  # its bytes are not those of the file: holes are left out
+        raise ValueError(f"shard {name}: {member.name!r} is stored as a sparse file; pack it without tar's --sparse")
+
+
 def _label(file: int, member: tarfile.TarInfo, name: str) -> int:
-    text = os.pread(file, min(member.size, _LABEL_BYTES), member.offset_data)
-    try:
-        return int(np.int32(int(text)))
-    except (ValueError, OverflowError):
-        raise ValueError(f"{member.name} in shard {name} holds {text!r}; it must hold a class number") from None
+    text = os.pread(file, min(member.size, _LABEL_BYTES + 1), member.offset_data)
+    number = int(text) if len(text) <= _LABEL_BYTES and re.fullmatch(rb"\s*[+-]?[0-9]+\s*", text) else None
+    if number is None or not -(1 << 31) <= number < 1 << 31:
+        raise ValueError(f"{member.name} in shard {name} holds {text!r}; it must hold a class number alone")
+    return number
 
 
 def _is_packed(path: Path) -> bool:
@@ -216,21 +261,42 @@ def _unpack(packed: Path, target: Path, name: str) -> None:
         raise ValueError(f"shard {name} is cut or damaged ({error}); {_AGAIN}") from error
 
 
-def _members_beside(source: Path) -> Members | None:
-    """Samples of a shard by the index.json of its folder, if any. Raises ValueError where the sizes differ."""
+def _record_beside(source: Path) -> tuple[ShardRecord | None, tuple[str, ...]]:
+    """Record of a shard in the index.json of its folder, and the classes there, if any.
+
+    Raises ValueError where the sizes differ.
+    """
     index = source.parent / INDEX_NAME
     if not index.exists():
-        return None
-    record = _records(source.parent, index.stat().st_mtime_ns).get(source.name)
-    if record is not None and source.stat().st_size != record.size:
+        return None, ()
+    status, size = index.stat(), source.stat().st_size
+    records, classes = _records(source.parent, file_state(status))
+    record = records.get(source.name)
+    if record is not None and size != record.size:
         raise ValueError(
-            f"shard {source} has {source.stat().st_size} bytes, {INDEX_NAME} beside it says {record.size}: it was cut "
-            "or changed; make it again"
+            f"shard {source} has {size} bytes, {INDEX_NAME} beside it says {record.size}: it was cut or changed; make "
+            "it again"
         )
-    return record.members if record else None
+    return record, classes if record is not None else ()
+
+
+def _agree(found: Members, listed: Members) -> bool:
+    """True where a shard holds the listed samples. Old folders say no starts and ends."""
+    if not listed.starts:
+        found = replace(found, starts=[], ends=[])
+    return found == listed
+
+
+def _is_older(source: Path) -> bool:
+    """True where a shard is as it was when the index.json beside it was written.
+
+    The inode's time of change tells it: no program sets it, other than the time of the content.
+    """
+    return source.stat().st_ctime_ns < (source.parent / INDEX_NAME).stat().st_ctime_ns
 
 
 @lru_cache(maxsize=8)  # read once for all shards of a folder
-def _records(folder: Path, changed: int) -> dict[str, ShardRecord]:
+def _records(folder: Path, state: FileState) -> tuple[dict[str, ShardRecord], tuple[str, ...]]:
+    """Records by file, and classes, of the index.json of a folder."""
     index = read_index(folder)
-    return {record.file: record for record in index.shards} if index else {}
+    return ({record.file: record for record in index.shards}, tuple(index.classes)) if index else ({}, ())

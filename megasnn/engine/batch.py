@@ -17,8 +17,9 @@ from megasnn.config.training import LOSSES
 from megasnn.data import BatchShare, GlobalBatch, MicroBatch
 from megasnn.engine.model import DistributedModel
 from megasnn.engine.windows import windows_of
+from megasnn.models.arrays import not_finite
 from megasnn.models.build import task_of
-from megasnn.parallel.agreement import gather, sum_over_ranks
+from megasnn.parallel.agreement import gather_in_call, sum_over_ranks
 from megasnn.parallel.sharding import own_span
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 
@@ -79,13 +80,16 @@ class Batches:
         named = inputs if isinstance(inputs, Mapping) or len(names) > 1 else {names[0]: inputs}
         problem = problem or self._problem(named, targets, trains, predicts)
         samples = 0 if problem else len(named[names[0]])
-        self._agree(problem or samples)
+        self._agree("train_step" if trains else "predict" if predicts else "evaluate", problem or samples)
         return named, named[target] if isinstance(target, str) else targets, samples
 
-    def _agree(self, found: str | int) -> None:
+    def _agree(self, call: str, found: str | int) -> None:
         """Raises ValueError on every rank for a problem of one of them; alone, it would leave the others waiting. Where
         there is none, `found` is the number of samples of a batch, 0 behind the last batch."""
-        of_ranks = gather(self._state.world.handle, found)
+        try:
+            of_ranks = gather_in_call(self._state.world.handle, call, found)
+        except ValueError as error:
+            raise BatchError(str(error)) from None
         if problems := [each for each in dict.fromkeys(of_ranks) if isinstance(each, str)]:
             raise BatchError("; ".join(problems))
         if len(set(of_ranks)) > 1:
@@ -111,11 +115,9 @@ class Batches:
                 name = "labels" if task.classes else "targets"
                 if problem := task.target.problem(name, targets, samples, self._takes_labels):
                     return problem
-        if not trains:  # in training loss or gradient tell of it; here neurons would hide a nan
-            for name, each in inputs.items():
-                if self._takes_images and each.is_floating_point() and not bool(each.isfinite().all()):
-                    return f"{name} hold values that are nan or infinite: no answer follows from them"
-            return None
+        if not trains:  # in training loss or gradient tell of it
+            read = inputs.items() if self._takes_images else ()
+            return next(filter(None, (not_finite(name, each) for name, each in read)), None)
         if not torch.is_grad_enabled():
             return "a step needs gradients: call it outside of torch.no_grad() and torch.inference_mode()"
         size, replicas, shared = self._config.training.micro_batch_size, self._state.dp.size, self._samples.size
@@ -125,7 +127,8 @@ class Batches:
         return (
             f"{samples} samples are {len(sizes)} micro-batch(es) of micro_batch_size {size}, the last of {sizes[-1]}: "
             f"{replicas} data parallel replicas need one each (equally many, where weight_parallel_size {weight} is "
-            f"above 1), and a micro-batch needs context_parallel_size {shared} samples"
+            f"above 1), and a micro-batch needs context_parallel_size {shared} samples; give more "
+            "samples, or the Engine another micro_batch_size"
         )
 
     # --- cuts
@@ -159,7 +162,7 @@ class Batches:
         for pair in pairs:
             inputs, targets = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, None)
             yield from self.evaluated(*self.checked(inputs, targets))
-        self._agree(0)
+        self._agree("evaluate", 0)
 
     # --- inputs of the pipeline
 
@@ -185,7 +188,7 @@ class Batches:
                 inputs = None if inputs is None else {name: mix.images(x, first)[part] for name, x in inputs.items()}
                 targets = None if targets is None else mix.labels(targets, first)[part]
                 first, size = first + own.start, len(own)
-            whole.append(MicroBatchInput(inputs, targets, size, range(first, first + size)))
+            whole.append(MicroBatchInput(inputs, targets, size, range(first, first + size), left_out=micro.left_out))
         whole += padding
         if self._windows == 1:
             return whole

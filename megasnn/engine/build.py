@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megasnn.augment.mixing import Mixing
 from megasnn.common.checks import error_context
+from megasnn.common.launcher import take_ranks
 from megasnn.config import ConfigError, PretrainConfig, validate
 from megasnn.config.training import PRECISIONS
 from megasnn.config.validate import cut_problems
@@ -42,7 +43,8 @@ def run_configuration(
 
     Raises:
         ConfigError: flags that do not go together, or a model that cannot be built.
-        ValueError: flags beside a whole configuration or `lr_schedule`, or a value that is no model.
+        ValueError: flags beside a whole configuration or `lr_schedule`, a value that is no model, or processes of a
+            launcher's that cannot meet.
     """
     if has_schedule and (refused := [name for name in flags if name.startswith(("lr", "min_lr"))]):
         raise ValueError(f"lr_schedule gives the learning rate of each step: leave out {', '.join(refused)}")
@@ -58,6 +60,8 @@ def run_configuration(
         if config.optimizer.lr_decay_style != "constant" and not has_schedule:
             raise ConfigError(["give train_iters: the learning rate decays until then; or lr_decay_style='constant'"])
         config = replace(config, training=replace(config.training, train_iters=_ENDLESS))
+    if not dist.is_initialized():
+        take_ranks()
     validate(config, dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1")))
     if problems := model_problems(config):
         raise ConfigError(problems)

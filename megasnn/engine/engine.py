@@ -36,7 +36,7 @@ from megasnn.engine.step import TrainStep
 from megasnn.engine.windows import describe_windows
 from megasnn.models.model import Model
 from megasnn.optim.rates import learning_rate, require_schedule
-from megasnn.parallel.agreement import broadcast_result
+from megasnn.parallel.agreement import broadcast_result, gather_in_call
 from megasnn.parallel.faults import claim_fault
 from megasnn.parallel.process_group import join_ranks
 from megasnn.parallel_state import (
@@ -62,9 +62,9 @@ class Engine:
     A step is bit for bit that of `megasnn.pretrain`. All methods are collective: every rank calls them in the same
     order, with the whole batch, and takes its share. A rank without the first stage (`takes_images` is False) only
     looks at the number of inputs, and one without the last stage (`takes_labels`) at that of the targets: there a
-    tensor on the meta device will do. A wrong argument on one rank is a ValueError on all of them, and changes nothing.
-    Any other error within a step, an evaluation or a prediction, Ctrl-C included, ends the Engine: whatever is asked of
-    it then is a RuntimeError. A process has one open Engine at a time.
+    tensor on the meta device will do. A wrong argument on one rank, or another method, is a ValueError on all of them,
+    and changes nothing. Any other error within a step, an evaluation or a prediction, Ctrl-C included, ends the Engine:
+    whatever is asked of it then is a RuntimeError. A process has one open Engine at a time.
 
     Args:
         model: an instance of one's own class or of one in `megasnn.MODELS`; or a validated configuration.
@@ -222,7 +222,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns all weights and buffers of the model, whole, by global name: copies on the CPU of every rank."""
-        self._require_open()
+        self._begin("state_dict")
         return self.checkpoints.full_tensors()
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
@@ -232,7 +232,7 @@ class Engine:
         Raises:
             CheckpointError: on every rank, before anything is changed: names, shapes or types are not the model's.
         """
-        self._require_open()
+        self._begin("load_state_dict")
         load_globals_into(self.distributed.tensors, values, self.state.world.handle)
         self.step.loaded()
 
@@ -243,7 +243,7 @@ class Engine:
         Raises:
             CheckpointError: on every rank, when it cannot be written.
         """
-        self._require_open()
+        self._begin("save")
         path = broadcast_result(self.state.world.handle, lambda: Path(folder))
         return save_checkpoint(path, self.checkpoints.progress({}), self.checkpoints.state, self.state.world.handle)
 
@@ -258,7 +258,7 @@ class Engine:
         Raises:
             CheckpointError: on every rank, when there is none, or it is of another model.
         """
-        self._require_open()
+        self._begin("load")
         world, config = self.state.world.handle, self.config
         path, iteration = broadcast_result(world, lambda: (Path(folder), step))
         into = LocalState(self.distributed.tensors) if weights_only else self.checkpoints.state
@@ -309,6 +309,11 @@ class Engine:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with nullcontext() if error is None else suppress(Exception):  # the first error is the one to be reported
             self.close()
+
+    def _begin(self, call: str) -> None:
+        """Begins a method that every rank calls. Raises ValueError on every rank where one calls another."""
+        self._require_open()
+        gather_in_call(self.state.world.handle, call, None)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -147,7 +147,7 @@ def _lif(node: nir.LIF, options: _Options) -> Make:
     tau = round(seconds / options.dt, 12)  # 1.333 * dt / dt is 1.3330000000000002
     if tau <= 1:
         raise ValueError(
-            f"tau is {seconds} s, {tau} time steps of dt = {options.dt} s, and must be more than one: give "
+            f"tau is {seconds:.6g} s, {tau:.6g} time steps of dt = {options.dt} s, and must be more than one: give "
             "from_nir(..., dt=...) the step of the graph (of one that norse 1.1.0 wrote, the square of its step)"
         )
     decays = isclose(r, 1, rel_tol=1e-6)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field, with_config
 from safetensors import SafetensorError
@@ -20,7 +21,7 @@ from megasnn.checkpoint.folder import resolve
 from megasnn.checkpoint.format import AVERAGE, BESIDE, Metadata, read_metadata
 from megasnn.checkpoint.load import load_globals_into
 from megasnn.checkpoint.tensor_io import file_checksum, read_full
-from megasnn.common.bundle import Bundle, logits_of
+from megasnn.common.bundle import Bundle, logits_of, map_entries
 from megasnn.common.files import (
     STRICT,
     CheckpointError,
@@ -31,9 +32,10 @@ from megasnn.common.files import (
     read_regular,
     write_whole,
 )
-from megasnn.config.values import SAMPLES_KEY
+from megasnn.config.values import CLASS_NAMES, SAMPLES_KEY
 from megasnn.data.images import NORMALISATIONS
 from megasnn.layers import BuildContext
+from megasnn.models.arrays import not_finite
 from megasnn.models.model import Model
 from megasnn.models.registry import MODELS, saved_model
 from megasnn.pipeline.chunk import build_chunks
@@ -48,7 +50,8 @@ class About:
 
     Attributes:
         model: its name. config: its dimensions and its neuron, {"model": {...}, "neuron": {...}}.
-        samples: how pixels become inputs: mean and standard deviation of a channel, of values from 0 to 1.
+        samples: how pixels become inputs: mean and standard deviation of a channel, of values from 0 to 1; names of the
+            classes by number, "class_names", where the data told them.
         training: iteration, flags of the run, and accuracy where it is known.
         crc32: checksum of the file of weights; none of a model that is in no folder.
         format: number of this shape of the file.
@@ -88,31 +91,63 @@ class TrainedModel(nn.Module):
             raise CheckpointError(f"it is of the model {about.model}, and model={model.__name__} is {model.name}")
         run, self.description = saved_model(about.model, model, about.config)
         is_double = any(value.dtype == torch.float64 for value in values.values())
-        self.about, self.config, self.dtype = about, run.model, torch.float64 if is_double else torch.float32
+        dtype = torch.float64 if is_double else torch.float32
+        self.about, self.config, self._built_in = about, run.model, dtype
         context = BuildContext(
-            dtype=self.dtype, compute_dtype=self.dtype, neuron_backend="torch", neuron=run.neuron.spec, traceable=True
+            dtype=dtype, compute_dtype=dtype, neuron_backend="torch", neuron=run.neuron.spec, traceable=True
         )
         bounds = [range(len(self.description.layers))]
         (self.chunk,) = build_chunks(self.description, bounds, [0], context, torch.device("cpu"), 0).values()
         load_globals_into(self.chunk.sharded_tensors(), values)
         self.eval().requires_grad_(False)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return next((each.dtype for each in self.parameters()), self._built_in)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As description and weights: layers hold functions, which pickle does not take."""
+        values = self.state()
+        device = next((each.device for each in values.values()), torch.device("cpu"))
+        return _remade, (type(self), self.about, values, type(self.config), device, self.dtype)
+
     def output(self, inputs: Tensor | Mapping[str, Tensor]) -> Bundle:
         """Computes the output of the last layer.
 
         Args:
             inputs: by name, or the only one: images `[N, C, H, W]`, or event frames `[N, T, C, H, W]`, normalised as in
-                training.
+                training; tensors or arrays of NumPy, of any number of samples.
         Raises:
-            ValueError: other inputs than the model's.
+            ValueError: other inputs than the model's: of another shape, whole numbers in place of floating-point ones,
+                values that are not finite.
         """
         specs = self.description.task.inputs
         named = inputs if isinstance(inputs, Mapping) else {next(iter(specs)): inputs}
         if named.keys() != specs.keys():
             raise ValueError(f"the model takes a dict of its inputs, {', '.join(specs)}; got {', '.join(named)}")
+        named = {name: torch.as_tensor(x) if isinstance(x, np.ndarray) else x for name, x in named.items()}
+        is_followed = torch.compiler.is_exporting() or torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if not is_followed:  # values and sizes are not known there
+            named = self._checked(named)
         with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():  # which torch.export cannot read back
-            output: Bundle = self.chunk({name: x.to(specs[name].type_for(self.dtype)) for name, x in named.items()})
-            return output
+            values = {name: x.to(specs[name].type_for(self.dtype)) for name, x in named.items()}
+            has_samples = is_followed or min(map(len, values.values())) > 0
+            if not has_samples:
+                values = {name: x.new_zeros(1, *x.shape[1:]) for name, x in values.items()}
+            output: Bundle = self.chunk(values)
+            return output if has_samples else map_entries(lambda y: y[:, :0], output)
+
+    def _checked(self, given: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """Inputs that are the model's. Raises ValueError as of `output`."""
+        samples: int | None = None
+        for name, spec in self.description.task.inputs.items():
+            x = given[name]
+            is_empty = isinstance(x, Tensor) and x.ndim > 0 and len(x) == 0 and not samples
+            read = x.new_zeros(1, *x.shape[1:]) if is_empty else x
+            if problem := spec.problem(name, read, samples, reads=True) or not_finite(name, read.to(self.dtype)):
+                raise ValueError(problem)
+            samples = None if is_empty else len(x)
+        return given
 
     def steps(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Computes the logits of each time step, `[T, N, classes]`."""
@@ -159,6 +194,20 @@ class TrainedModel(nn.Module):
         return cls(about, values, model)
 
 
+def _remade(
+    kind: type[TrainedModel],
+    about: About,
+    values: Mapping[str, Tensor],
+    model: type[Model],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> TrainedModel:
+    """A model as `TrainedModel.__reduce__` describes it."""
+    built_in = torch.float64 if dtype == torch.float64 else torch.float32  # the types that a model is built in
+    wide = {name: x.to("cpu", built_in if x.is_floating_point() else x.dtype) for name, x in values.items()}
+    return kind(about, wide, model).to(device, dtype)
+
+
 def load_model(
     checkpoint: str | os.PathLike[str],
     model: type[Model] | None = None,
@@ -194,6 +243,8 @@ def _samples(metadata: Metadata) -> dict[str, Any]:
     samples = dict(found) if isinstance(found, dict) else {}
     if (constants := samples.get("normalize_images")) in NORMALISATIONS:
         samples["mean"], samples["std"] = map(list, NORMALISATIONS[constants])
+    if names := metadata.extra.get(CLASS_NAMES):
+        samples[CLASS_NAMES] = names
     return samples
 
 

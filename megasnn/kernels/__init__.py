@@ -1,8 +1,8 @@
 """Arithmetic on tensors: neurons and the norm before them, packing of spikes into bits, convolution, pooling.
 
-Which neurons, surrogates and backends there are is told by tables that need no torch; the functions are in `neuron`,
-`unit`, `spike_codec`, `convolution`, `products` and `philox`. Activations are ``[T, N, C, ...]``; the memory order that
-the kernels take without a copy is channels-last.
+The tables of neurons, surrogates and backends need no torch. The functions are in `neuron`, `norm_neuron`,
+`spike_codec`, `convolution`, `products` and `philox`. Activations are ``[T, N, C, ...]``; kernels take channels-last
+memory without a copy.
 """
 
 from megasnn.kernels.backends import BACKENDS

@@ -1,14 +1,12 @@
-"""Backends that compute a neuron: plain PyTorch, which is the reference, and faster ones that must equal it.
+"""Backends that compute neurons: plain PyTorch as the reference, and faster ones that must equal it.
 
-The table needs neither torch nor numba nor triton: a command line is checked by it before they are imported.
+The table imports neither torch nor numba nor triton: the command line is checked against it before they are loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megasnn.common.registry import Registry, later
@@ -23,69 +21,66 @@ class NeuronBackend:
     """
     Attributes:
         summary: for --help.
-        neurons, surrogates: the names that it can compute.
-        neuron_multi_step: `(x, spec, v0, w)`, as in `megasnn.kernels.neuron`.
-        norm_neuron_kernels: gives a `megasnn.kernels.norm_neuron.NormNeuronKernels`, the four calls of norm, pool and
-            neuron.
-        refuses: an input -> why it cannot take that one, None where it can.
+        neurons, surrogates: names of the neurons and surrogates that the backend computes.
+        norm_neuron_kernels: makes its `megasnn.kernels.norm_neuron_kernels.NormNeuronKernels`.
+        refuses: input -> the reason against it, or None.
     """
 
     summary: str
     neurons: Collection[str]
     surrogates: Collection[str]
-    neuron_multi_step: Callable[..., Any]
     norm_neuron_kernels: Callable[[], Any]
     refuses: Callable[[Tensor], str | None] = lambda x: None
 
     def lacks(self, neuron: str, surrogate: str) -> str | None:
-        """Names the part of a neuron that it cannot compute, whatever the input; None where it can."""
+        """Names the part of a neuron that the backend cannot compute, whatever the input; None if there is none."""
         for flag, name, known in (("neuron", neuron, self.neurons), ("surrogate", surrogate, self.surrogates)):
             if name not in known:
                 return f"they know the {flag}s {', '.join(known)}, not --{flag} {name}"
         return None
 
     def unavailable(self, x: Tensor, spec: NeuronSpec) -> str | None:
-        """Why it cannot compute this neuron on this input; None where it can."""
+        """Reason why the backend cannot compute this neuron on this input; None where it can."""
         return self.lacks(spec.kind, spec.surrogate) or self.refuses(x)
 
 
-AUTO_BACKEND = "auto"  # stands for the fastest that can be used
+AUTO_BACKEND = "auto"
+"""Stands for the fastest usable backend."""
 BACKENDS: Registry[NeuronBackend] = Registry(
     "--neuron-backend",
-    {  # the reference, and then the faster the later
+    {  # the reference, then faster and faster ones: backend_for depends on the order
         "torch": NeuronBackend(
             "plain PyTorch",
             NEURONS,
             SURROGATES,
-            later("megasnn.kernels.torch_backend:neuron_multi_step"),
-            partial(import_module, "megasnn.kernels.torch_backend"),
+            later("megasnn.kernels.torch_backend:TorchKernels"),
         ),
         "fused": NeuronBackend(
             "kernels compiled for the CPU",
             FUSED_CHARGES,
             FUSED_SURROGATES,
-            later("megasnn.kernels.numba.norm_neuron:neuron_multi_step"),
-            partial(import_module, "megasnn.kernels.numba.norm_neuron"),
+            later("megasnn.kernels.numba.norm_neuron:NumbaKernels"),
             later("megasnn.kernels.numba.available:refuses"),
         ),
         "triton": NeuronBackend(
             "kernels compiled for NVIDIA GPUs",
             FUSED_CHARGES,
             FUSED_SURROGATES,
-            later("megasnn.kernels.triton.norm_neuron:neuron_multi_step"),
-            partial(import_module, "megasnn.kernels.triton.norm_neuron"),
+            later("megasnn.kernels.triton.norm_neuron:TritonKernels"),
             later("megasnn.kernels.triton.available:refuses"),
         ),
     },
     also=(AUTO_BACKEND,),
 )
+_fastest: dict[tuple[object, ...], NeuronBackend] = {}
+"""Answers of `backend_for` for `auto`: every step asks the same for every layer."""
 
 
 def backend_for(name: str, x: Tensor, spec: NeuronSpec) -> NeuronBackend:
-    """The backend of a name, or with `auto` the fastest that can compute this neuron on this input.
+    """Returns the named backend, or for `auto` the fastest that computes this neuron on this input.
 
     Raises:
-        ValueError: an unknown name, or one that cannot be used here.
+        ValueError: an unknown name, or a backend that cannot be used here.
     """
     if name == AUTO_BACKEND:
         asked = x.shape, x.dtype, x.device, spec
@@ -96,10 +91,7 @@ def backend_for(name: str, x: Tensor, spec: NeuronSpec) -> NeuronBackend:
     backend = BACKENDS[name]
     reason = backend.unavailable(x, spec)
     if reason is not None:
-        others = [AUTO_BACKEND, *(other for other, each in BACKENDS.items() if each.unavailable(x, spec) is None)]
-        raise ValueError(f"the {name} kernels cannot be used: {reason}; choose --neuron-backend {' or '.join(others)}")
+        usable_names = [other for other, each in BACKENDS.items() if each.unavailable(x, spec) is None]
+        choices = " or ".join([AUTO_BACKEND, *usable_names])
+        raise ValueError(f"the {name} kernels cannot be used: {reason}; choose --neuron-backend {choices}")
     return backend
-
-
-_fastest: dict[tuple[object, ...], NeuronBackend] = {}
-"""Found so far: every step asks the same of every layer."""

@@ -1,11 +1,11 @@
-"""Convolution and average pooling on `[frames, C, H, W]`, channels last, forward and each gradient by themselves.
+"""Convolution and average pooling on `[frames, C, H, W]`, channels last: forward and each gradient by itself.
 
-Pooling is without overlap (AvgPool2d); rows and columns that do not fill a window are left out, as torch does it.
+Pooling has no overlap (AvgPool2d). Rows and columns that do not fill a window are left out, as in torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FEW_ROWS = 1024
+"""Below this many rows a pointwise convolution on a CPU is computed as a matrix product."""
 FEW_SUMMED_ROWS = 2048
+"""The same for a weight gradient."""
 FEW_FRAMES = 16
+"""The same for frames."""
+NARROW = 16
+"""Channels below which oneDNN fills its blocks of 8 (AVX2) or 16 (AVX-512) only in part."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,12 @@ class Geometry:
 
 def output_space(space: torch.Size, sides: torch.Size, geometry: Geometry) -> torch.Size:
     """Height and width of the output, from those of the input and of the kernel."""
-    along = zip(space, sides, geometry.stride, geometry.padding, geometry.dilation, strict=True)
-    return torch.Size((size + 2 * pad - far * (side - 1) - 1) // step + 1 for size, side, step, pad, far in along)
+    result = []
+    for dim in range(len(space)):
+        reach = geometry.dilation[dim] * (sides[dim] - 1) + 1
+        padded = space[dim] + 2 * geometry.padding[dim]
+        result.append((padded - reach) // geometry.stride[dim] + 1)
+    return torch.Size(result)
 
 
 def convolve(images: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
@@ -43,52 +52,74 @@ def convolve(images: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
 
 
 def convolution_input_gradient(grad: Tensor, weight: Tensor, geometry: Geometry, space: torch.Size) -> Tensor:
-    """The gradient of the input, whose spatial size is `space`, from that of the output."""
+    """The gradient of the input, of spatial size `space`, from that of the output."""
     if _is_matrix_product(grad, weight, geometry):
         rows = grad.movedim(1, -1).reshape(-1, grad.shape[1]) @ weight.flatten(1)
         return rows.view(grad.shape[0], *space, -1).movedim(-1, 1)
     if grad.device.type != "cpu" and geometry.groups == 1:
         return _transposed(grad, weight, geometry, space)
-    # Only the shape and memory format of the input enter its gradient; a CPU gives no memory to what is not written to.
+    # torch takes only the shape and memory format of this input. A CPU gives a tensor no memory before it is written.
     shape = (grad.shape[0], weight.shape[1] * geometry.groups, *space)
     images = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
     return _convolution_backward(grad, images, weight, geometry, (True, False, False))[0]
 
 
 def _transposed(grad: Tensor, weight: Tensor, geometry: Geometry, space: torch.Size) -> Tensor:
-    """The same by a transposed convolution, which a GPU computes alike, and which takes no tensor for a shape."""
-    stride, padding, dilation = geometry.stride, geometry.padding, geometry.dilation
-    sides = zip(space, grad.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-    left = [size - ((n - 1) * step - 2 * pad + far * (k - 1) + 1) for size, n, k, step, pad, far in sides]
-    return torch.conv_transpose2d(grad, weight, None, stride, padding, left, geometry.groups, dilation)
+    """The same by a transposed convolution: on a GPU the same kernel, and no tensor is made for a shape."""
+    output_padding = []
+    for dim in range(len(space)):
+        reach = geometry.dilation[dim] * (weight.shape[2 + dim] - 1) + 1
+        smallest = (grad.shape[2 + dim] - 1) * geometry.stride[dim] - 2 * geometry.padding[dim] + reach
+        output_padding.append(space[dim] - smallest)
+    return torch.conv_transpose2d(
+        grad, weight, None, geometry.stride, geometry.padding, output_padding, geometry.groups, geometry.dilation
+    )
 
 
 def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: Geometry) -> None:
     """Adds the gradient of the weight to `total` `[C_out, C_in / groups, k, k]`, which may be of higher precision.
 
     Args:
-        grad: of the output. images: the input.
+        grad: gradient of the output.
+        images: the input.
     """
+    if _is_narrow_and_strided(images, total, geometry):
+        images, geometry = _at_stride_one(images, geometry, grad.shape[2:])
     if _is_matrix_product(images, total, geometry, FEW_SUMMED_ROWS):
-        a, b = (each.movedim(1, -1).reshape(-1, each.shape[1]) for each in (grad, images))
-        if total.dtype == a.dtype:
-            total.flatten(1).addmm_(a.t(), b)
+        of_output = grad.movedim(1, -1).reshape(-1, grad.shape[1])
+        rows = images.movedim(1, -1).reshape(-1, images.shape[1])
+        if total.dtype == of_output.dtype:
+            total.flatten(1).addmm_(of_output.t(), rows)
         else:
-            total.flatten(1).add_(a.t() @ b)
+            total.flatten(1).add_(of_output.t() @ rows)
         return
-    # Only the shape and type of the weight enter its gradient.
+    # torch takes only the shape and type of this weight.
     weight = total if total.dtype == grad.dtype else torch.empty_like(total, dtype=grad.dtype)
     total += _convolution_backward(grad, images, weight, geometry, (False, True, False))[1]
 
 
-def _is_matrix_product(images: Tensor, weight: Tensor, geometry: Geometry, few_rows: int = FEW_ROWS) -> bool:
-    """Pointwise, on images of one pixel, or over few rows on a CPU, where a convolution spends its time on bringing the
-    weight into oneDNN's order.
+def _is_narrow_and_strided(images: Tensor, weight: Tensor, geometry: Geometry) -> bool:
+    """True for a strided pointwise convolution of few channels on a CPU."""
+    is_pointwise = weight.shape[2:] == (1, 1) and geometry.padding == (0, 0)
+    return images.device.type == "cpu" and is_pointwise and geometry.stride != (1, 1) and weight.shape[1] < NARROW
 
-    Below 16 frames PyTorch even leaves oneDNN for a slow path. Over many rows the convolution is never slower, and
-    twice as fast on processors that MKL is not written for. The gradient of the weight is a product for longer, since
-    it is added where it is to be, and what a convolution gives is brought into order and then added.
-    """
+
+def _at_stride_one(images: Tensor, geometry: Geometry, space: torch.Size) -> tuple[Tensor, Geometry]:
+    """The pixels that a strided pointwise convolution reads, and its geometry on them."""
+    # oneDNN, as torch 2.13 and 2.14 bring it, writes past a buffer in the weight gradient of such a convolution with
+    # channels last (uxlfoundation/oneDNN issue 6035, open in November 2026). Without a stride it does not. This copy
+    # can go when torch brings a oneDNN with the mend.
+    down, right = geometry.stride
+    read = images[:, :, ::down, ::right][:, :, : space[0], : space[1]]
+    return read.contiguous(memory_format=torch.channels_last), replace(geometry, stride=(1, 1), dilation=(1, 1))
+
+
+def _is_matrix_product(images: Tensor, weight: Tensor, geometry: Geometry, few_rows: int = FEW_ROWS) -> bool:
+    """True for a pointwise convolution on images of one pixel, or over few rows on a CPU."""
+    # Over few rows a convolution spends its time on reordering the weight for oneDNN; below 16 frames PyTorch even
+    # takes a slow path without oneDNN. Over many rows the convolution is never slower, and twice as fast on processors
+    # that MKL is not written for. The limit of a weight gradient is higher: the product adds it in place, and the
+    # convolution returns it for reordering and adding.
     if weight.shape[2:] != (1, 1) or geometry != Geometry():
         return False
     few = images.shape[0] < FEW_FRAMES or images.numel() // images.shape[1] < few_rows
@@ -98,7 +129,9 @@ def _is_matrix_product(images: Tensor, weight: Tensor, geometry: Geometry, few_r
 def _convolution_backward(
     grad: Tensor, images: Tensor, weight: Tensor, geometry: Geometry, mask: tuple[bool, ...]
 ) -> Any:
-    stride, padding, dilation = (list(each) for each in (geometry.stride, geometry.padding, geometry.dilation))
+    stride = list(geometry.stride)
+    padding = list(geometry.padding)
+    dilation = list(geometry.dilation)
     return torch.ops.aten.convolution_backward(
         grad, images, weight, None, stride, padding, dilation, False, [0, 0], geometry.groups, list(mask)
     )
@@ -117,8 +150,8 @@ def average_pool(images: Tensor, window: int) -> Tensor:
 
 
 def average_pool_gradient(grad: Tensor, window: int, space: torch.Size) -> Tensor:
-    """The gradient of the input, whose spatial size is `space`, from that of the output."""
-    # Only the shape and memory format of the input enter: the result stands for it.
+    """The gradient of the input, of spatial size `space`, from that of the output."""
+    # torch takes only the shape and memory format of the input, so the result stands in for it.
     images = torch.empty(
         (*grad.shape[:2], *space), dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last
     )
@@ -129,11 +162,9 @@ def average_pool_gradient(grad: Tensor, window: int, space: torch.Size) -> Tenso
     )
 
 
-# torch's pooling of images with the channels last took a third of a step of the VGG on an H200, at 0.3 TB/s of 4.
-
-
 def mean_of_windows(images: Tensor, window: int) -> Tensor:
     """`average_pool` by a sum over views, in the order of memory."""
+    # torch's pooling of channels-last images took a third of a step of the VGG on an H200, at 0.3 TB/s of 4.
     return _windows(images, window).mean((2, 4)).movedim(-1, 1)
 
 
@@ -146,7 +177,7 @@ def spread_over_windows(grad: Tensor, window: int, images: Tensor) -> Tensor:
 
 
 def _windows(images: Tensor, window: int) -> Tensor:
-    """View of the pixels that are pooled: `[frames, C, H, W]` -> `[frames, H', window, W', window, C]`."""
+    """View of the pooled pixels: `[frames, C, H, W]` -> `[frames, H', window, W', window, C]`."""
     height, width = pooled_space(images.shape[2:], window)
     pixels = images.movedim(1, -1)[:, : height * window, : width * window]
     return pixels.unflatten(2, (width, window)).unflatten(1, (height, window))

@@ -1,7 +1,7 @@
 """Memory order of dense tensors, memory for large new ones, and rounding of products to TF32.
 
 TF32 has the exponents of float32 and 11 significant bits. By default torch rounds in convolutions (cuDNN) and not in
-matrix products (cuBLAS). Both are set here, and always in the same way.
+matrix products (cuBLAS). `let_products_round` sets both alike.
 """
 
 from __future__ import annotations
@@ -16,36 +16,34 @@ from torch import Tensor
 
 from megasnn.common.memory import counted_array
 
-_ALIGNMENT = 64  # bytes, as torch's own allocator does it
+_ALIGNMENT = 64  # bytes, the same as in torch's allocator
 CAPABILITY = (8, 0)
-"""From which compute capability on a GPU's tensor cores take TF32."""
+"""The first compute capability whose tensor cores take TF32."""
 # Modules whose settings are unknown to type checkers.
 CUDNN: Any = torch.backends.cudnn
 CUBLAS: Any = torch.backends.cuda.matmul
-OPERATIONS = CUDNN.conv, CUDNN.rnn, CUBLAS
+OPERATIONS = (CUDNN.conv, CUDNN.rnn, CUBLAS)
 
 
 def flat_in_memory(x: Tensor) -> Tensor:
-    """The elements in memory order, as a view; of a tensor that is not dense a copy in row-major order."""
+    """A view of the elements in memory order; a row-major copy of a tensor that is not dense."""
     if x.is_contiguous():
         return x.view(-1)
-    # From the slowest dimension to the fastest; those of size 1 have no place of their own, and come first.
+    # From the slowest dimension to the fastest. Dimensions of size 1 may have any stride, and come first.
     strides = x.stride()
     ordered = x.permute(sorted(range(x.ndim), key=lambda dim: (x.shape[dim] != 1, -strides[dim], dim)))
     return ordered.view(-1) if ordered.is_contiguous() else x.reshape(-1)
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """`[T, N, C, ...]` with its channels side by side in memory."""
+    """`[T, N, C, ...]` with the channels fastest in memory, a copy where needed."""
     return x.movedim(2, -1).contiguous().movedim(-1, 2)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised contiguous tensor.
-
-    On the CPU the memory comes from numpy, which asks for huge pages: first touching a large tensor costs several
-    times less than with torch's allocator.
-    """
+    """An uninitialised contiguous tensor."""
+    # On the CPU numpy asks for huge pages: touching a large tensor for the first time costs several times less than
+    # with torch's allocator.
     if device.type != "cpu":
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     memory = empty_array((math.prod(shape) * dtype.itemsize,), np.dtype(np.uint8))
@@ -69,7 +67,8 @@ def on_gpu(values: Tensor) -> bool:
 
 
 def let_products_round(allowed: bool) -> None:
-    """For the process. torch.compile reads the first two settings, and fails where they contradict the others."""
+    """Allows or forbids TF32 in products of float32, for the whole process."""
+    # torch.compile reads the first two settings, and fails where they contradict the others.
     CUDNN.allow_tf32 = CUBLAS.allow_tf32 = allowed
     for operation in OPERATIONS:
         operation.fp32_precision = "tf32" if allowed else "ieee"

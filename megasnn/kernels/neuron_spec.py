@@ -1,6 +1,6 @@
-"""Description of a spiking neuron, as a value: the one for all backends, and the names that it takes.
+"""Description of a spiking neuron for all backends, and the tables of neurons and surrogate gradients.
 
-The tables need neither torch nor numba nor triton: a command line is checked by them before these are imported.
+The tables import neither torch nor numba nor triton: the command line is checked against them before these are loaded.
 """
 
 from __future__ import annotations
@@ -16,6 +16,13 @@ from megasnn.common.registry import Registry, later
 if TYPE_CHECKING:
     from torch import Tensor
 
+LARGEST_LEVEL = 8
+"""Of integer LIF neurons."""
+_OF_COUNTS = {"v_reset": None, "decay_input": False, "surrogate": "sigmoid", "alpha": None}
+_WITHOUT_RECURRENCE = {"tau": 2.0, "v_reset": 0.0, "decay_input": True, "detach_reset": True}
+# Layers are a higher room. The table only names a layer of theirs, which is imported when it is first built.
+_LAYERS = "megasnn.layers.neuron"
+
 
 @dataclass(frozen=True)
 class Neuron:
@@ -23,14 +30,14 @@ class Neuron:
 
     Attributes:
         summary: for --help.
-        charge: (input of a step, last potential, description, q) -> the potential before firing; q is `sigmoid(w)`
-            where the time constant is learned, otherwise what `constant` gives.
-        leaks: its potential decays, by `tau`, and perhaps its input with it.
-        learns: its time constant is learned: it has a parameter `w`, which starts at `tau`.
-        constant: (input of all steps, description) -> what all steps are charged with, made once.
-        levels: D of a neuron that fires whole numbers from 0 to D; None of one that fires 1 from the threshold on.
-        fixed: values that fields of its description must have.
-        layer: (description, context) -> the layer of a neuron that is no recurrence; None where `charge` says it.
+        charge: (input of a step, last potential, description, q) -> potential before firing. q is `sigmoid(w)` of a
+            learned time constant, or the result of `constant`.
+        leaks: the potential decays by `tau`.
+        learns: the time constant is learned, by a parameter `w` that starts at `tau`.
+        constant: (input of all steps, description) -> q, computed once for all steps.
+        levels: D of a neuron that fires whole numbers from 0 to D; None for spikes.
+        fixed: required values of fields of the description.
+        layer: (description, context) -> layer of a neuron without recurrence.
     """
 
     summary: str
@@ -54,8 +61,9 @@ def _leak(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
 
 
 def _divisor(inputs: Tensor, spec: NeuronSpec) -> float | Tensor:
-    """Divisor, rounded once on every device. By a number torch does not divide on a GPU: it multiplies
-    by its reciprocal, which is rounded as well unless the number is a power of two. So it is a tensor otherwise."""
+    """Divisor of the leak, a tensor unless it is a power of two."""
+    # On a GPU torch does not divide by a number: it multiplies by the reciprocal, which is rounded once more unless the
+    # number is a power of two. It divides by a tensor.
     return spec.tau if _is_power_of_two(spec.tau) else inputs.new_full((), spec.tau)
 
 
@@ -67,19 +75,14 @@ def _decay(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
     return (1.0 - 1.0 / spec.tau) * v + x
 
 
-def _at_once(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
-    raise ValueError(f"a {spec.kind} neuron takes all time steps at once; megasnn.layers.neuron.make_neuron gives it")
+def _no_charge(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
+    raise ValueError(f"a {spec.kind} neuron takes all time steps at once: use megasnn.layers.neuron.make_neuron")
 
 
 def _is_power_of_two(number: float) -> bool:
     return math.frexp(number)[0] == 0.5
 
 
-LARGEST_LEVEL = 8
-_OF_COUNTS = {"v_reset": None, "decay_input": False, "surrogate": "sigmoid", "alpha": None}
-_AT_ONCE = {"tau": 2.0, "v_reset": 0.0, "decay_input": True, "detach_reset": True}
-# Layers lie above, and are meant here all the same: the table names a layer, which is imported when it is asked for.
-_LAYERS = "megasnn.layers.neuron"
 NEURONS: Registry[Neuron] = Registry(
     "--neuron",
     {
@@ -92,16 +95,16 @@ NEURONS: Registry[Neuron] = Registry(
         },
         "psn": Neuron(
             "parallel spiking neuron, with learned weights between all time steps",
-            _at_once,
+            _no_charge,
             leaks=False,
-            fixed=_AT_ONCE,
+            fixed=_WITHOUT_RECURRENCE,
             layer=later(f"{_LAYERS}:ParallelPSN"),
         ),
         "sliding_psn": Neuron(
             "the same with one learned weight for this step and one for the last",
-            _at_once,
+            _no_charge,
             leaks=False,
-            fixed=_AT_ONCE,
+            fixed=_WITHOUT_RECURRENCE,
             layer=later(f"{_LAYERS}:ParallelSlidingPSN"),
         ),
     },
@@ -113,8 +116,8 @@ class Surrogate(NamedTuple):
 
     Attributes:
         spikingjelly: its class in spikingjelly.activation_based.surrogate; None where `gradient` says it.
-        alpha: the default of its sharpness.
-        gradient: (potential above the threshold, alpha) -> the derivative that stands for that of the step.
+        alpha: default sharpness.
+        gradient: (potential above the threshold, alpha) -> the surrogate of the step's derivative.
     """
 
     spikingjelly: str | None
@@ -159,15 +162,15 @@ class NeuronSpec:
     ``v_threshold``; with ``detach_reset`` no gradient flows through the spike of the reset.
 
     ``ilif4`` (its ILIFNode, arXiv 2407.20708): ``h = v - v / tau + x``; ``s``, from 0 to 4, is ``h / v_threshold``
-    clipped and rounded half to even; the reset is soft; the gradient of ``s`` is that of ``h / v_threshold`` from 0
-    to 4. ``psn`` and ``sliding_psn`` are layers of their own, whose learned threshold starts at ``v_threshold``.
+    clipped and rounded half to even; the reset is soft; from 0 to 4 ``s`` has the gradient of ``h / v_threshold``.
+    ``psn`` and ``sliding_psn`` are layers of their own, whose learned threshold starts at ``v_threshold``.
 
-    ``alpha=None`` takes SpikingJelly's default for that surrogate function. ``tau`` is used by ``lif``, and is
-    where the learned time constant of ``plif`` starts.
+    ``alpha=None`` takes SpikingJelly's default for the surrogate function. The learned time constant of ``plif`` starts
+    at ``tau``.
 
     Raises:
-        ValueError: an unknown kind or surrogate name, ``tau`` not above 1 for a neuron that leaks, or a value that
-            the neuron has no use for.
+        ValueError: an unknown kind or surrogate name, ``tau`` not above 1 for a neuron that leaks, or a value that the
+            neuron does not allow.
     """
 
     kind: str = "lif"
@@ -194,7 +197,7 @@ class NeuronSpec:
 
     @property
     def largest(self) -> int:
-        """The largest number that it fires in a step."""
+        """The largest number fired in a step."""
         return NEURONS[self.kind].levels or 1
 
     @property
@@ -205,23 +208,22 @@ class NeuronSpec:
 
     @property
     def rest(self) -> float:
-        """The potential that a membrane decays to and starts from: ``v_reset``, or 0 with a soft reset."""
+        """The potential at rest, before the first step: ``v_reset``, or 0 with a soft reset."""
         return 0.0 if self.v_reset is None else self.v_reset
 
 
 def _flag(name: str, value: Any) -> str:
     """A field with its value as on the command line."""
-    words = {"alpha": "surrogate-alpha"}.get(name, name.replace("_", "-"))
+    flag = "surrogate-alpha" if name == "alpha" else name.replace("_", "-")
     if isinstance(value, bool):
-        return f"--{words}" if value else f"--no-{words}"
-    return f"--{words} {'none' if value is None else value}"
-
-
-# --- compiled kernels
+        return f"--{flag}" if value else f"--no-{flag}"
+    if value is None:
+        value = "none"
+    return f"--{flag} {value}"
 
 
 class FusedSurrogate(NamedTuple):
-    """A surrogate gradient `amplitude * shape(slope * (h - threshold))`, whose numbers grow with alpha."""
+    """A surrogate gradient of compiled kernels, `amplitude * shape(slope * (h - threshold))`, for alpha = 1."""
 
     code: str
     amplitude: float
@@ -237,15 +239,14 @@ FUSED_SURROGATES: Registry[FusedSurrogate] = Registry(
 
 @dataclass(frozen=True)
 class Numbers:
-    """A neuron in numbers: what the kernels of all backends compute with.
+    """A neuron in numbers, for the compiled kernels.
 
     Attributes:
-        charge: how input and last potential are charged, named in `numba.step` and `triton.step`.
+        charge: formula of the charge in `numba.step` and `triton.step`.
         surrogate: code of a FusedSurrogate.
-        learned: its factor is learned, and perhaps known on the device alone: then factor, into and through are those
-            of the factor that was given.
-        hard: the reset is.
-        factor: what the charge divides or multiplies by.
+        learned: the factor is learned. Triton kernels, whose factor stays on the device, then ignore factor, into and
+            through.
+        factor: divisor or multiplier of the charge.
         jump, slide: d(v after reset) / d(spike) = jump - slide * h.
         into, through: d(h) / d(x) and d(h) / d(v).
         slope, amplitude: the surrogate gradient is amplitude * shape(slope * (h - threshold)).
@@ -268,16 +269,27 @@ class Numbers:
 
 @lru_cache(maxsize=256)  # each launch of a kernel asks; a learned leak changes with every step
 def numbers(spec: NeuronSpec, learned_leak: float = 0.0) -> Numbers:
-    """A neuron in numbers. learned_leak: its factor, where that is learned and known here."""
-    surrogate, neuron = FUSED_SURROGATES[spec.surrogate], NEURONS[spec.kind]
-    charge, factor, leak = "CHARGE_ADD", 1.0, 0.0
+    """A neuron in numbers. learned_leak: its learned factor, where the host knows it."""
+    surrogate = FUSED_SURROGATES[spec.surrogate]
+    neuron = NEURONS[spec.kind]
+    charge = "CHARGE_ADD"
+    factor = 1.0
+    leak = 0.0
     if neuron.leaks:
-        factor = leak = learned_leak if neuron.learns else 1.0 / spec.tau
-        charge = ("CHARGE_" if spec.decay_input else "LEAK_") + "SCALE"
-    if neuron.leaks and not neuron.learns and not _is_power_of_two(spec.tau):  # otherwise multiplying is the same
-        charge, factor = charge.replace("SCALE", "DIVIDE"), spec.tau
+        leak = learned_leak if neuron.learns else 1.0 / spec.tau
+        # By a power of two, multiplying gives the same bits as dividing.
+        divides = not neuron.learns and not _is_power_of_two(spec.tau)
+        formula = "CHARGE" if spec.decay_input else "LEAK"
+        operation = "DIVIDE" if divides else "SCALE"
+        charge = f"{formula}_{operation}"
+        factor = spec.tau if divides else leak
+    input_factor = leak if neuron.leaks and spec.decay_input else 1.0
     hard = spec.v_reset is not None
-    jump, slide = (spec.rest, 1.0) if hard else (-spec.v_threshold, 0.0)
+    jump = 0.0
+    slide = 0.0
+    if not spec.detach_reset:
+        jump = spec.rest if hard else -spec.v_threshold
+        slide = 1.0 if hard else 0.0
     return Numbers(
         charge=charge,
         surrogate=surrogate.code,
@@ -286,9 +298,9 @@ def numbers(spec: NeuronSpec, learned_leak: float = 0.0) -> Numbers:
         rest=spec.rest,
         threshold=spec.v_threshold,
         factor=factor,
-        jump=0.0 if spec.detach_reset else jump,
-        slide=0.0 if spec.detach_reset else slide,
-        into=leak if neuron.leaks and spec.decay_input else 1.0,
+        jump=jump,
+        slide=slide,
+        into=input_factor,
         through=1.0 - leak,
         slope=spec.surrogate_alpha * surrogate.slope,
         amplitude=spec.surrogate_alpha * surrogate.amplitude,

@@ -1,14 +1,8 @@
-"""The unit of batch norm, optional max pooling and neurons: arguments are checked, a backend computes.
-
-A backend computes a unit by four calls. Between them stand sums over the samples and pixels that one rank has: where
-ranks share a micro-batch, they exchange them there. For backward the input is kept, and the statistics; all else is
-computed again.
-"""
+"""Batch norm, optional max pooling and neurons in one call: arguments are checked, a backend computes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -19,68 +13,35 @@ from torch.autograd.function import once_differentiable
 from megasnn.common.recompute import cached_collective
 from megasnn.kernels.backends import AUTO_BACKEND, backend_for
 from megasnn.kernels.layout import channels_last
-from megasnn.kernels.neuron import check_neuron, gradient_of_w
-from megasnn.kernels.neuron_spec import NeuronSpec
+from megasnn.kernels.neuron import check_neuron
+from megasnn.kernels.norm_neuron_kernels import (
+    Norm,
+    NormNeuron,
+    NormNeuronInput,
+    NormNeuronKernels,
+    ParameterGradients,
+    gradient_of_w,
+)
 from megasnn.kernels.spike_codec import remember_bits
 
 
-@dataclass(frozen=True)
-class NormNeuron:
-    """Description of a unit of norm, pooling and neurons, besides its tensors (not a schedule's or a layout's unit).
-
-    Attributes:
-        eps: of the norm.
-        pool: whether norm and neurons have max pooling between them, which needs `[T, N, C, H, W]`.
-        time_steps: of the spikes. Where the input has a single one, the same comes at every step.
-        above: with pooling, how many rows of the input, 0 or 1, come before the middle of the first windows; without
-            one, the windows reach beyond the image there.
-    """
-
-    spec: NeuronSpec
-    eps: float
-    pool: bool
-    time_steps: int
-    above: int = 0
-
-    def shape_of_spikes(self, x: Tensor) -> tuple[int, ...]:
-        """The shape for an input `[X, N, C, ...]`."""
-        return self.time_steps, *x.shape[1:3], *self.space_of_spikes(x.shape[3:])
-
-    def space_of_spikes(self, space: Sequence[int]) -> tuple[int, ...]:
-        """The sides for an input of these sides."""
-        if not self.pool:
-            return tuple(space)
-        height, width = space
-        return (height - self.above + 1) // 2, (width + 1) // 2
-
-
-class Norm(NamedTuple):
-    """Tensors `[C]`: mean and biased variance to normalise with, in double precision; scale and shift, or None."""
-
-    mean: Tensor
-    variance: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-
-
 class Shared(Protocol):
-    """The exchange between ranks of which each has a part of the values that are normalised together."""
+    """Exchange between ranks whose values are normalised together."""
 
     def statistics(self, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance `[2, C]` of what all ranks have, and its number of values a channel, in double
-        precision, from those of this rank's own."""
+        """Merges the ranks' means and biased variances `[2, C]` of `count` values a channel; adds up the counts."""
 
     def total(self, sums: Tensor) -> Tensor:
-        """The sum over the ranks, on each of them."""
+        """The sum over the ranks."""
 
 
 class BatchNorm(NamedTuple):
-    """Batch norm of a unit.
+    """Batch norm before neurons.
 
     Attributes:
         weight, bias: scale and shift `[C]`, or None.
-        running: mean and variance `[C]` to normalise with; None for those of the input over time, samples and space.
-        shared: with whom the values are shared that are normalised together.
+        running: mean and variance `[C]`; None for statistics of the input over time, samples and space.
+        shared: exchange with other ranks; None where this rank has all values.
     """
 
     weight: Tensor | None = None
@@ -89,62 +50,18 @@ class BatchNorm(NamedTuple):
     shared: Shared | None = None
 
 
-class ParameterGradients(NamedTuple):
-    """Gradients `[C]` of a norm's scale and shift, in their types; None of what it lacks."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-
-
 class NormNeuronOutput(NamedTuple):
     """
     Attributes:
         spikes: `[time_steps, N, C, ...]` in the type of the input.
-        mean, variance: `[C]`, those that the input was normalised with; without gradient.
-        values: a channel, over which they were taken: their number; a scalar on the device where ranks share them.
+        mean, variance: `[C]` of the norm; without gradient.
+        values: number of values per channel behind them; a scalar on the device where ranks share them.
     """
 
     spikes: Tensor
     mean: Tensor
     variance: Tensor
     values: int | Tensor
-
-
-class NormNeuronKernels(Protocol):
-    """The four calls. Inputs `[X, N, C, ...]`, X = T or 1, and spikes are channels-last in memory."""
-
-    def statistics(self, x: Tensor) -> Tensor:
-        """Mean and biased variance of each channel, `[2, C]` in double precision."""
-
-    def fire(
-        self, x: Tensor, norm: Norm, w: Tensor | None, norm_neuron: NormNeuron, packed: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Spikes `[T, N, C, ...]` in the type of x; if asked for, also as `spike_codec.pack_bits` packs them."""
-
-    def backward_sums(
-        self, x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, norm_neuron: NormNeuron, learn: bool
-    ) -> tuple[Tensor, Any, ParameterGradients | None]:
-        """Sums `[3, C]` in double precision, g being the gradient of the normalised input: of g, of g (x - mean), and
-        with `learn` of what the gradient of w needs (`gradient_of_w`). What `input_gradient` takes as carried. And the
-        gradients of the norm's parameters, where they come with the sums; otherwise `parameter_gradients` gives them.
-        """
-
-    def input_gradient(
-        self,
-        x: Tensor,
-        g_spikes: Tensor,
-        norm: Norm,
-        w: Tensor | None,
-        norm_neuron: NormNeuron,
-        sums: Tensor | None,
-        count: int,
-        carried: Any,
-    ) -> Tensor:
-        """The gradient of x.
-
-        Args:
-            sums: the first two, over `count` values a channel; None where statistics did not depend on x.
-        """
 
 
 def norm_pool_neuron(
@@ -159,69 +76,77 @@ def norm_pool_neuron(
 ) -> NormNeuronOutput:
     """Batch norm, then optionally ``MaxPool2d(3, stride=2, padding=1)``, then a layer of neurons at rest.
 
-    The norm leaves running statistics alone: the caller merges what is returned.
+    Running statistics are left alone: the caller merges the returned ones.
 
     Args:
-        x: ``[T, N, C, H, W]`` or ``[T, N, C, L]``, T being the unit's time steps or 1; on the meta device as for
-            `neuron_multi_step`.
-        above: with pooling, the row ``[T, N, C, 1, W]`` above ``x`` that another rank has, which statistics do not
-            count. Then ``x`` begins with an even row of the image; without it, or of no row, at its edge.
+        x: ``[T, N, C, H, W]`` or ``[T, N, C, L]``, with ``time_steps`` steps or 1. On the meta device only shapes are
+            computed.
+        above: with pooling, another rank's row ``[T, N, C, 1, W]`` above ``x``, without part in the statistics. ``x``
+            then begins with an even row of the image. None, or no column: ``x`` begins at the edge.
         fires: False where only the graph is wanted: the spikes are then zeros without memory.
 
-    Returns:
-        Spikes, and the statistics that were used (float32 when ``x`` is bfloat16); see `NormNeuronOutput`.
-
     Raises:
-        ValueError: an unknown backend, time steps that do not fit, a single value per channel to take statistics of,
-            or a backend that cannot be used here.
+        ValueError: an unknown or unusable backend, time steps that do not fit, or statistics of a single value.
     """
-    spec, steps, own = norm_neuron.spec, norm_neuron.time_steps, x.numel() // x.shape[2]
+    spec = norm_neuron.spec
+    own_values = x.numel() // x.shape[2]
     check_neuron(x, spec, w)
-    if x.shape[0] not in (1, steps):
-        raise ValueError(f"input has {x.shape[0]} time steps; it must have 1 or {steps} (--time-steps)")
-    if own == 1 and norm.running is None and norm.shared is None:
+    if x.shape[0] not in (1, norm_neuron.time_steps):
+        raise ValueError(
+            f"input has {x.shape[0]} time steps; it must have 1 or {norm_neuron.time_steps} (--time-steps)"
+        )
+    if own_values == 1 and norm.running is None and norm.shared is None:
         raise ValueError(f"batch statistics need more than one value per channel, got input {tuple(x.shape)}")
     if x.is_meta:
         of_channels = x.new_empty(x.shape[2:3])
-        return NormNeuronOutput(x.new_empty(norm_neuron.shape_of_spikes(x)), of_channels, of_channels, own)
-    x, calls = channels_last(x), backend_for(backend, x, spec).norm_neuron_kernels()
-    statistics, count = _statistics(calls, x.detach(), norm)
-    # Writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
-    packed = torch.is_grad_enabled() and spec.largest == 1
+        return NormNeuronOutput(x.new_empty(norm_neuron.shape_of_spikes(x)), of_channels, of_channels, own_values)
+    x = channels_last(x)
+    kernels = backend_for(backend, x, spec).norm_neuron_kernels()
+    statistics, count = _statistics(kernels, x.detach(), norm)
     options = _CallOptions(
-        norm_neuron, calls, statistics, None if norm.running is not None else count, norm.shared, fires, packed
+        norm_neuron,
+        kernels,
+        statistics,
+        values=count if norm.running is None else None,
+        shared=norm.shared,
+        fires=fires,
+        # Writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
+        packed=torch.is_grad_enabled() and spec.largest == 1,
     )
+    # For backward only the input and the statistics are stored; the kernels compute everything else again.
     spikes, bits = _NormNeuronFunction.apply(x, above, norm.weight, norm.bias, w, options)
-    mean, variance = statistics.to(torch.float64 if x.dtype == torch.float64 else torch.float32).unbind()
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    mean, variance = statistics.to(dtype).unbind()
     return NormNeuronOutput(remember_bits(spikes, bits), mean, variance, count)
 
 
-def _statistics(calls: NormNeuronKernels, x: Tensor, norm: BatchNorm) -> tuple[Tensor, int | Tensor]:
-    """Mean and variance to normalise with, `[2, C]` in double precision, and of how many values a channel they are."""
-    own, shared = x.numel() // x.shape[2], norm.shared
+def _statistics(kernels: NormNeuronKernels[Any], x: Tensor, norm: BatchNorm) -> tuple[Tensor, int | Tensor]:
+    """Mean and variance to normalise with, `[2, C]` in double precision, and the number of values per channel."""
+    own_values = x.numel() // x.shape[2]
+    shared = norm.shared
     if norm.running is not None:
-        return torch.stack([each.detach().double() for each in norm.running]), own
+        return torch.stack([each.detach().double() for each in norm.running]), own_values
     if shared is None:
-        return cached_collective(partial(calls.statistics, x)), own
+        return cached_collective(partial(kernels.statistics, x)), own_values
 
-    def of_all() -> tuple[Tensor, int | Tensor]:
-        of_own = calls.statistics(x) if own else x.new_zeros((2, x.shape[2]), dtype=torch.float64)
-        return shared.statistics(of_own, own)
+    def over_ranks() -> tuple[Tensor, int | Tensor]:
+        own = kernels.statistics(x) if own_values else x.new_zeros((2, x.shape[2]), dtype=torch.float64)
+        return shared.statistics(own, own_values)
 
-    return cached_collective(of_all)
+    return cached_collective(over_ranks)
 
 
 class _CallOptions(NamedTuple):
-    """Options that the forward and the backward of a unit have in common.
+    """Options of a forward and its backward.
 
     Attributes:
-        statistics: see `_statistics`. values: over how many values of the input they were taken; None where they do not
-            depend on it.
-        fires, packed: whether the spikes are wanted, and as bits as well.
+        statistics: mean and variance `[2, C]`.
+        values: number of values per channel behind them; None where they do not depend on the input.
+        fires, packed: the spikes are wanted; their bits are wanted, too.
     """
 
     norm_neuron: NormNeuron
-    calls: NormNeuronKernels
+    kernels: NormNeuronKernels[Any]
     statistics: Tensor
     values: int | Tensor | None
     shared: Shared | None
@@ -240,16 +165,25 @@ class _NormNeuronFunction(torch.autograd.Function):
         w: Tensor | None,
         options: _CallOptions,
     ) -> tuple[Tensor, Tensor | None]:
-        norm_neuron, (mean, variance) = options.norm_neuron, options.statistics.unbind()
-        ctx.without_above = above if above is not None and not above.shape[3] else None
+        norm_neuron = options.norm_neuron
+        mean, variance = options.statistics.unbind()
+        ctx.empty_above = None
         if above is not None and above.shape[3]:
-            norm_neuron, x = replace(norm_neuron, above=1), channels_last(torch.cat([above, x], dim=3))
+            norm_neuron = replace(norm_neuron, above=1)
+            x = channels_last(torch.cat([above, x], dim=3))
+        elif above is not None:
+            ctx.empty_above = above
+        bits = None
         if options.fires and x.numel():
-            spikes, bits = options.calls.fire(x, Norm(mean, variance, weight, bias), w, norm_neuron, options.packed)
+            inputs = NormNeuronInput(x, Norm(mean, variance, weight, bias), w, norm_neuron)
+            spikes, bits = options.kernels.fire(inputs, options.packed)
         else:
-            spikes, bits = x.new_zeros(()).expand(norm_neuron.shape_of_spikes(x)), None
+            spikes = x.new_zeros(()).expand(norm_neuron.shape_of_spikes(x))
         ctx.set_materialize_grads(False)
-        ctx.norm_neuron, ctx.calls, ctx.values, ctx.shared = norm_neuron, options.calls, options.values, options.shared
+        ctx.norm_neuron = norm_neuron
+        ctx.kernels = options.kernels
+        ctx.values = options.values
+        ctx.shared = options.shared
         ctx.save_for_backward(x, weight, bias, w, mean, variance)
         if bits is not None:
             ctx.mark_non_differentiable(bits)
@@ -261,47 +195,64 @@ class _NormNeuronFunction(torch.autograd.Function):
         if g_spikes is None:
             return (None,) * 6
         x, weight, bias, w, mean, variance = ctx.saved_tensors
-        need_x, need_above, need_weight, need_bias, need_w = ctx.needs_input_grad[:5]
-        norm_neuron, calls, norm = ctx.norm_neuron, ctx.calls, Norm(mean, variance, weight, bias)
-        g_spikes, count = channels_last(g_spikes), x.numel() // x.shape[2]
+        need_x, need_above, _, _, need_w, _ = ctx.needs_input_grad
+        inputs = NormNeuronInput(x, Norm(mean, variance, weight, bias), w, ctx.norm_neuron)
+        g_spikes = channels_last(g_spikes)
+        own_values = x.numel() // x.shape[2]
+        carried = None
         of_norm = None
-        if count:
-            sums, carried, of_norm = calls.backward_sums(x, g_spikes, norm, w, norm_neuron, need_w)
+        if own_values:
+            sums, carried, of_norm = ctx.kernels.backward_sums(inputs, g_spikes, need_w)
         else:
             sums = x.new_zeros((3, x.shape[2]), dtype=torch.float64)
         if of_norm is None:
-            of_norm = parameter_gradients(sums, norm, norm_neuron.eps)
-        g_x, g_above = None, ctx.without_above
+            of_norm = parameter_gradients(sums, inputs.norm, ctx.norm_neuron.eps)
+        g_x = None
+        g_above = ctx.empty_above
         if need_x or need_above:
-            means = None if ctx.values is None else sums
-            if means is not None and ctx.shared is not None:
-                # What is divided by this rank's number of values is to be a mean over all.
-                means = ctx.shared.total(sums) * (count / ctx.values)
-            g_x = calls.input_gradient(x, g_spikes, norm, w, norm_neuron, means, count, carried) if count else x
-            if norm_neuron.above:
-                g_above, g_x = g_x[:, :, :, :1], g_x[:, :, :, 1:]
-                if means is not None:  # the rank whose row that is takes these off
-                    g_above = g_above + _means_of(x[:, :, :, :1], means / count, norm, norm_neuron.eps)
-        return (
-            g_x,
-            g_above,
-            of_norm.weight if need_weight else None,
-            of_norm.bias if need_bias else None,
-            gradient_of_w(sums[2].sum(), w, norm_neuron.spec) if need_w else None,
-            None,
-        )
+            all_sums = _sums_of_all_ranks(ctx, sums, own_values)
+            g_x = x
+            if own_values:
+                g_x = ctx.kernels.input_gradient(inputs, g_spikes, all_sums, own_values, carried)
+            if ctx.norm_neuron.above:
+                g_above = g_x[:, :, :, :1]
+                g_x = g_x[:, :, :, 1:]
+                if all_sums is not None:
+                    # The means are subtracted by the rank that owns the row, so they are added back here.
+                    g_above = g_above + _subtracted_means(inputs, x[:, :, :, :1], all_sums / own_values)
+        g_w = gradient_of_w(sums[2].sum(), w, ctx.norm_neuron.spec) if need_w else None
+        return g_x, g_above, of_norm.weight, of_norm.bias, g_w, None
+
+
+def _sums_of_all_ranks(ctx: Any, sums: Tensor, own_values: int) -> Tensor | None:
+    """Sums for `input_gradient`; None where the statistics do not depend on the input."""
+    if ctx.values is None:
+        return None
+    if ctx.shared is None:
+        return sums
+    # Scaled, because the kernels divide by this rank's number of values to get a mean over all ranks.
+    return ctx.shared.total(sums) * (own_values / ctx.values)
 
 
 def parameter_gradients(sums: Tensor, norm: Norm, eps: float) -> ParameterGradients:
     """Gradients of scale and shift from the sums of a backward."""
-    of_weight = None if norm.weight is None else (sums[1] * (norm.variance + eps).rsqrt()).to(norm.weight.dtype)
-    return ParameterGradients(of_weight, None if norm.bias is None else sums[0].to(norm.bias.dtype))
+    of_weight = None
+    of_bias = None
+    if norm.weight is not None:
+        of_weight = (sums[1] * (norm.variance + eps).rsqrt()).to(norm.weight.dtype)
+    if norm.bias is not None:
+        of_bias = sums[0].to(norm.bias.dtype)
+    return ParameterGradients(of_weight, of_bias)
 
 
-def _means_of(x: Tensor, means: Tensor, norm: Norm, eps: float) -> Tensor:
-    """Part that the input gradient of values has lost by the means of the gradients, and of those by deviations."""
-    precision = (norm.variance + eps).reciprocal()
-    scale = precision.sqrt() if norm.weight is None else precision.sqrt() * norm.weight.detach()
-    of_channels = scale * means[0], scale * means[1] * precision, norm.mean
-    each, slope, mean = (values.view(-1, 1, 1) for values in of_channels)
-    return (each + (x - mean) * slope).to(x.dtype)
+def _subtracted_means(inputs: NormNeuronInput, x: Tensor, means: Tensor) -> Tensor:
+    """Part that the input gradient at values x loses through the statistics: mean gradient and mean per deviation."""
+    norm = inputs.norm
+    precision = (norm.variance + inputs.norm_neuron.eps).reciprocal()
+    scale = precision.sqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight.detach()
+    offset = (scale * means[0]).view(-1, 1, 1)
+    slope = (scale * means[1] * precision).view(-1, 1, 1)
+    mean = norm.mean.view(-1, 1, 1)
+    return (offset + (x - mean) * slope).to(x.dtype)

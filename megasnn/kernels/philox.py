@@ -1,6 +1,6 @@
-"""Random choices for tensors, each by the place of a value in the whole tensor, with equal bits on every device.
+"""Random choices for tensors, keyed by the place of a value in the whole tensor: equal bits on every device.
 
-On the CPU a compiled loop draws them, on a GPU a Triton kernel; both must equal integer arithmetic on tensors.
+A compiled loop draws them on the CPU, and a Triton kernel on a GPU; both must equal integer arithmetic on tensors.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ def kept(
     all_channels: int,
     first_step: int = 0,
 ) -> Tensor:
-    """Mask of values that dropout with probability p keeps: bool `[steps, N, pixels, channels]`, where the keys are.
+    """Mask of the values that dropout with probability p keeps: bool `[steps, N, pixels, channels]`.
 
-    Each sample's values `[steps, pixels, all_channels]` are numbered in this order, and the number is the place in the
-    stream of its key; a value is kept where the number in [0, 1) drawn there is at least p.
+    Each sample's values `[steps, pixels, all_channels]` are numbered in this order. A value's number is its place in
+    the stream of the sample's key. The value is kept where the draw there, in [0, 1), is at least p.
 
     Args:
-        keys: N keys of `megasnn.common.random.philox_key`, one behind the other: int64 `[2, N]`, contiguous.
-        channels: those wanted of `all_channels`.
-        first_step: the number of the first of the steps.
+        keys: int64 `[2, N]`, contiguous, of `megasnn.common.random.philox_key`. The mask is on their device.
+        channels: this rank's among `all_channels`.
+        first_step: number of the first time step.
     """
-    # All channels of all pixels are one run of values; some of them are a run for each pixel.
+    # All channels of all pixels are one run of values; some channels are a run for each pixel.
     runs = 1 if len(channels) == all_channels else pixels
     begin = first_step * pixels * all_channels + channels.start
     cut = Runs(runs, pixels * all_channels // runs, begin, pixels * len(channels) // runs)
+    # A draw is a multiple of 2^-24: comparing its integer with the rounded-up p decides the same.
     threshold = math.ceil(p * 2**UNIFORM_BITS)
-    samples, device = keys.shape[1], keys.device
+    device = keys.device
     if usable_on(device):
         from megasnn.kernels.triton.philox import kept_by_kernel
 
@@ -48,11 +49,11 @@ def kept(
         rows = _kept_by_loops(threshold, keys, steps, cut)
     else:
         rows = kept_by_tensors(threshold, keys, steps, cut)
-    return rows.view(steps, samples, pixels, len(channels))
+    return rows.view(steps, keys.shape[1], pixels, len(channels))
 
 
 class Runs(NamedTuple):
-    """A part of each time step's values that consists of runs of neighbours: run r begins at r * stride + offset."""
+    """Runs of neighbouring values in each time step: run r begins at r * stride + offset."""
 
     runs: int
     stride: int
@@ -71,10 +72,10 @@ def _kept_by_loops(threshold: int, keys: Tensor, steps: int, cut: Runs) -> Tenso
 
 
 def kept_by_tensors(threshold: int, keys: Tensor, steps: int, cut: Runs) -> Tensor:
-    """Mask as the compiled loops give it, by tensor operations alone: bool `[steps, N, runs, length]`.
+    """The mask by tensor operations alone, bool `[steps, N, runs, length]`.
 
     Args:
-        threshold: the least upper 24 bits that are kept.
+        threshold: a value is kept where its upper 24 bits are at least this.
     """
     device = keys.device
     starts = torch.arange(steps * cut.runs, device=device).view(steps, 1, cut.runs, 1) * cut.stride + cut.offset

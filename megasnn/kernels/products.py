@@ -1,7 +1,6 @@
-"""Products of a layer's input: with its weight, and with the gradient of its output for that of the weight.
+"""Products of a layer's input: with the weight for the output, with the output's gradient for the weight gradient.
 
-Where few values of the input are not 0, the output and the weight gradient are sums over these
-(`megasnn.kernels.numba.spike_sums`): the terms of the dense product, without those that are 0.
+Where few values of the input are nonzero, `megasnn.kernels.numba.spike_sums` sums over these alone.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ from megasnn.kernels.numba.spike_sums import output as sparse_output
 
 @dataclass(frozen=True)
 class Products:
-    """Products of images `[frames, C_in, H, W]` and a weight `[C_out, C_in / groups, k, k]`; rows are images of one
-    pixel.
+    """Products of images `[frames, C_in, H, W]` and a weight `[C_out, C_in / groups, k, k]`.
+
+    A linear layer's rows are images of one pixel.
 
     Attributes:
-        sparse: True to sum over the values of the input that are not 0, where these are few.
+        sparse: sum over the nonzero values of the input, where these are few.
     """
 
     sparse: bool = False
@@ -41,7 +41,7 @@ class Products:
             add_weight_gradient(total, grad, x, self.geometry)
 
     def add_weight_gradient_of_bits(self, total: Tensor, grad: Tensor, packed: Tensor, shape: torch.Size) -> bool:
-        """Adds the same for packed spikes of this shape (channels last); False where they must be unpacked for it."""
+        """Adds the same from packed spikes of this shape, channels last. Returns False if they must be unpacked."""
         return self.sparse and add_sparse_weight_gradient_of_bits(total, grad, packed, shape, self.geometry)
 
 

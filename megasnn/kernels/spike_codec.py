@@ -1,10 +1,10 @@
-"""Exact small formats: what a tensor is known to hold decides how it travels and how it is stashed.
+"""Exact small formats: the known content of a tensor decides how it travels and is stashed.
 
-A spike is 0 or 1 and takes one bit. Spikformer's residual stream is a sum of spikes: a small count, one byte. Both are
-exact. Everything else (images, averages, gradients) is dense. A value that does not fit raises; nothing is cut.
+A spike, 0 or 1, takes one bit. A small count of spikes, as in Spikformer's residual stream, takes one byte. Everything
+else (images, averages, gradients) is dense. A value that does not fit raises; nothing is truncated.
 
-Packed values are flat in memory order of the tensor that they come from. On the CPU numpy packs bits, on a GPU Triton
-kernels; where they cannot be used plain tensor operations do it, with equal results.
+Packed values are flat, in the memory order of their tensor. numpy packs on the CPU, Triton kernels on a GPU, and plain
+tensor operations elsewhere, with equal results.
 """
 
 from __future__ import annotations
@@ -36,23 +36,19 @@ DENSE, SPIKES, COUNTS = Content
 
 
 def may_be_sparse(content: Content, pool: int = 1) -> bool:
-    """True where a layer may sum over spikes: its input holds spikes or counts, or averages of 2, 4, ... pixels square.
-
-    The bound of 11 bits is that of values that are exact in TF32.
-    """
-    largest = {Content.DENSE: None, Content.SPIKES: 1, Content.COUNTS: 255}[content]
-    return largest is not None and pool & (pool - 1) == 0 and largest * pool**2 <= 2**11
-
-
-# --- by content
+    """True where a layer may sum over spikes: for spikes, counts, or their averages over 2, 4, ... pixels square."""
+    if content is Content.DENSE:
+        return False
+    largest = 1 if content is Content.SPIKES else 255
+    # TF32 holds values of up to 11 bits exactly.
+    return pool & (pool - 1) == 0 and largest * pool**2 <= 2**11
 
 
 def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:
-    """Packs a contiguous 1-d tensor: uint8 for SPIKES ([ceil(n/8)]) and COUNTS ([n]), itself for DENSE. Of a
-    tensor without values (on the meta device), the shape of that.
+    """Packs a contiguous 1-d tensor: uint8 [ceil(n/8)] for SPIKES, uint8 [n] for COUNTS, the tensor itself for DENSE.
 
     Raises:
-        ValueError: with `check`, a value that the format cannot hold exactly; inside of a step it is noted
+        ValueError: with `check`, a value that the format cannot hold exactly. Inside a step it is noted
             (megasnn/common/checks.py).
     """
     if flat.is_meta:
@@ -62,21 +58,23 @@ def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:
     pack = pack_bits if content is Content.SPIKES else pack_counts
     if not check:
         return pack(flat)
-    with explained(
-        lambda text: (
-            f"{text}; what the layers before gave was said to hold {content.value}: a neuron of one's own "
-            "that gives other values says so, SpikingNeuron(..., largest=...), a forward mark_spikes(..., largest)"
-        )
-    ):
+    with explained(partial(_explain_content, content)):
         return pack(flat, check)
+
+
+def _explain_content(content: Content, text: str) -> str:
+    return (
+        f"{text}; the layers before declared {content.value}. Your own neuron declares other values by "
+        "SpikingNeuron(..., largest=...), and your own forward by mark_spikes(..., largest)"
+    )
 
 
 def encoded_like(count: int, content: Content, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An empty buffer for `count` encoded values."""
     if content is Content.SPIKES:
-        count, dtype = packed_size(count), torch.uint8
-    elif content is Content.COUNTS:
-        dtype = torch.uint8
+        return torch.empty(packed_size(count), dtype=torch.uint8, device=device)
+    if content is Content.COUNTS:
+        return torch.empty(count, dtype=torch.uint8, device=device)
     return torch.empty(count, dtype=dtype, device=device)
 
 
@@ -88,34 +86,26 @@ def decode_into(payload: Tensor, content: Content, rows: Tensor) -> None:
         rows.copy_(payload.view(rows.shape))
 
 
-# --- spikes that know their bits
-
-
 def wants_bits(x: Tensor) -> bool:
-    """True where what fires on an input `[T, N, C, ...]` is to give its spikes as bits as well: they cost next to
-    nothing while the spikes are at hand, and a backward needs them."""
+    """True where neurons with the input `[T, N, C, ...]` also give their spikes as bits."""
+    # A backward needs them, and they cost next to nothing while the spikes are at hand.
     return torch.is_grad_enabled() and x.ndim > 2 and not torch.compiler.is_exporting()
 
 
 def remember_bits(spikes: Tensor, bits: Tensor | None) -> Tensor:
-    """Notes on the spikes what `pack_bits` makes of them, until torch changes them in place.
-
-    Those of `torch.inference_mode` never know: torch does not count their changes.
-    """
+    """Stores the result of `pack_bits` with the spikes, valid until torch changes them in place."""
+    # In `torch.inference_mode` torch does not count such changes, so nothing is stored.
     if bits is not None and not spikes.is_inference():
         spikes._bits = bits, spikes._version  # type: ignore[attr-defined]
     return spikes
 
 
 def bits_of(x: Tensor) -> Tensor | None:
-    """Bits of spikes that a kernel has packed, as `pack_bits` gives them; None for all other tensors."""
+    """The bits of spikes, as `remember_bits` stored them; None for all other tensors."""
     bits, version = getattr(x, "_bits", (None, 0))
-    if bits is None or x.is_inference():  # a copy that is made in `torch.inference_mode` has what was remembered
+    if bits is None or x.is_inference():  # a copy made in `torch.inference_mode` takes the stored bits along
         return None
     return bits if x._version == version else None
-
-
-# --- packing
 
 
 def packed_size(numel: int) -> int:
@@ -130,8 +120,8 @@ def pack_bits(x: Tensor, check: bool = False) -> Tensor:
     not dense is packed in row-major order.
 
     Raises:
-        ValueError: with ``check``, a value is neither 0 nor 1 (-0 is neither); inside of a step it is noted
-            (megasnn/common/checks.py). Without it every non-zero value is a spike.
+        ValueError: with ``check``, a value is neither 0 nor 1 (-0 is neither); inside a step it is noted
+            (megasnn/common/checks.py). Without ``check`` every nonzero value is a spike.
     """
     flat = flat_in_memory(x.detach())
     on_gpu = _on_gpu(flat)
@@ -151,7 +141,7 @@ def pack_bits(x: Tensor, check: bool = False) -> Tensor:
 
 
 def pack_where_not_zero(x: Tensor) -> tuple[Tensor, bool]:
-    """Packs which values of a tensor on a CPU are not 0, and tells whether all of them are 1."""
+    """Packs the positions of nonzero values of a CPU tensor; the second result: all of them are 1."""
     flat = flat_in_memory(x.detach())
     if _by_numpy(flat):
         packed, differs = _pack_bits_by_numpy(flat)
@@ -162,10 +152,8 @@ def pack_where_not_zero(x: Tensor) -> tuple[Tensor, bool]:
 def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
     """Writes ``rows * columns`` bits, row after row, into ``out [rows, columns]``, which may be a strided view.
 
-    With ``out`` a block of columns of a channels-last tensor, this puts one rank's channels in their place.
-
     Raises:
-        ValueError: ``packed`` has not ``ceil(rows * columns / 8)`` bytes.
+        ValueError: ``packed`` does not have ``ceil(rows * columns / 8)`` bytes.
     """
     if packed.numel() != packed_size(out.numel()):
         raise ValueError(f"{out.numel()} spikes take {packed_size(out.numel())} bytes, got {packed.numel()}")
@@ -183,8 +171,8 @@ def pack_counts(x: Tensor, check: bool = False) -> Tensor:
     """Packs integers 0 to 255, in any dtype, as uint8 ``[numel]`` in memory order.
 
     Raises:
-        ValueError: with ``check``, a value is not an integer from 0 to 255 (-0 is not); inside of a step it is noted.
-            Without it the result is then undefined.
+        ValueError: with ``check``, a value is not an integer from 0 to 255 (-0 is not); inside a step it is noted.
+            Without ``check`` the result for such a value is undefined.
     """
     flat = flat_in_memory(x.detach())
     on_gpu = _on_gpu(flat)
@@ -195,7 +183,8 @@ def pack_counts(x: Tensor, check: bool = False) -> Tensor:
         values = _values(flat)
         with np.errstate(invalid="ignore"):
             counts = counted_array(values.astype(np.uint8))
-        packed, strange = torch.from_numpy(counts), check and _differ(counts, values)
+        packed = torch.from_numpy(counts)
+        strange = check and _differ(counts, values)
     else:
         packed = flat.to(torch.uint8)
         if check:
@@ -210,9 +199,6 @@ def _span(flat: Tensor) -> str:
     return f"got values from {flat.min().item()} to {flat.max().item()}"
 
 
-# --- the plain codec, which the others must equal
-
-
 def _pack_bits_plain(flat: Tensor) -> Tensor:
     spikes = (flat != 0).to(torch.uint8)
     spikes = torch.cat([spikes, spikes.new_zeros(-flat.numel() % 8)])
@@ -225,16 +211,13 @@ def _unpack_bits_plain(packed: Tensor, numel: int) -> Tensor:
     return ((packed.view(-1, 1) >> shifts) & 1).view(-1)[:numel]
 
 
-# --- numpy and kernels
-
-
 def _by_numpy(x: Tensor) -> bool:
-    """True on a CPU, whose memory numpy takes: it is several times faster than torch at this."""
+    """True on a CPU, where numpy packs several times faster than torch."""
     return x.device.type == "cpu"
 
 
 def _pack_bits_by_numpy(flat: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-    """Packed spikes, and what tells whether a value is neither 0 nor 1."""
+    """Packed spikes, and a function that returns whether a value is neither 0 nor 1."""
     values = _values(flat)
     spikes = counted_array(values != 0)
     packed = torch.from_numpy(counted_array(np.packbits(spikes, bitorder="little")))
@@ -242,20 +225,22 @@ def _pack_bits_by_numpy(flat: Tensor) -> tuple[Tensor, Callable[[], bool]]:
 
 
 def _values(flat: Tensor) -> np.ndarray:
-    """In a type that numpy has, with the same values."""
+    """The same values in a type of numpy."""
     return (flat.float() if flat.dtype == torch.bfloat16 else flat).numpy()
 
 
 def _differ(narrow: np.ndarray, values: np.ndarray) -> bool:
-    """True where whole numbers are not `values` bit for bit: -0 and NaN are none."""
-    bits, few = f"u{values.itemsize}", 1024  # the first ones are looked at before all
-    return any(
-        not np.array_equal(narrow[part].astype(values.dtype).view(bits), values[part].view(bits))
-        for part in (slice(few), slice(few, None))
-    )
+    """True where `values` are not these whole numbers bit for bit: -0 and NaN are none."""
+    bits = f"u{values.itemsize}"
+    few = 1024
+    for part in (slice(few), slice(few, None)):  # most wrong tensors are wrong among their first values
+        if not np.array_equal(narrow[part].astype(values.dtype).view(bits), values[part].view(bits)):
+            return True
+    return False
 
 
 def _on_gpu(values: Tensor) -> ModuleType | None:
+    """The module of the kernels that pack these values; None where there are none."""
     if not usable_on(values.device) or values.numel() > MOST_VALUES:
         return None
     from megasnn.kernels.triton import codec

@@ -1,4 +1,4 @@
-"""The neuron and the norm-(pool-)neuron unit in plain PyTorch: the truth that every faster kernel must equal.
+"""Neurons, and batch norm and max pooling before them, in plain PyTorch: the reference for every faster kernel.
 
 Charge, fire and reset do the arithmetic of SpikingJelly 2.0.0 (``spikingjelly/_ops``) in its order.
 """
@@ -16,15 +16,21 @@ from torch.autograd.function import once_differentiable
 
 from megasnn.kernels.layout import channels_last
 from megasnn.kernels.neuron_spec import NEURONS, SURROGATES, NeuronSpec
-from megasnn.kernels.norm_neuron import Norm, NormNeuron
+from megasnn.kernels.norm_neuron_kernels import BackwardSums, Norm, NormNeuron, NormNeuronInput, NormNeuronKernels
 from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
 
 REDUCED = (torch.bfloat16, torch.float16)
+"""Types whose arithmetic is done in float32."""
+
+
+def computed_in(x: Tensor) -> torch.dtype:
+    """Type of the arithmetic on x."""
+    return torch.float32 if x.dtype in REDUCED else x.dtype
 
 
 @cache
 def surrogate_function(name: str, alpha: float) -> Callable[[Tensor], Tensor]:
-    """The surrogate function of that name: a step forward, a smooth gradient backward."""
+    """The surrogate function of a name: a step forward, a smooth gradient backward."""
     entry = SURROGATES[name]
     if entry.gradient is not None:
         return partial(_fire, partial(_step, entry.gradient, alpha))
@@ -34,7 +40,9 @@ def surrogate_function(name: str, alpha: float) -> Callable[[Tensor], Tensor]:
 
 
 def _fire(surrogate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return surrogate(x) if x.requires_grad else (x >= 0).to(x.dtype)  # which torch.jit.trace follows
+    if x.requires_grad:
+        return surrogate(x)
+    return (x >= 0).to(x.dtype)  # torch.jit.trace follows this, and not the surrogate
 
 
 def _step(gradient: Callable[[Tensor, float], Tensor], alpha: float, x: Tensor) -> Tensor:
@@ -46,7 +54,8 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradient: Callable[[Tensor, float], Tensor], alpha: float) -> Tensor:
-        ctx.gradient, ctx.alpha = gradient, alpha
+        ctx.gradient = gradient
+        ctx.alpha = alpha
         ctx.save_for_backward(x)
         return (x >= 0).to(x.dtype)
 
@@ -57,7 +66,7 @@ class _Step(torch.autograd.Function):
 
 
 def firing(spec: NeuronSpec) -> Callable[[Tensor], Tensor]:
-    """The function from a potential before firing to spikes, or to a count of them."""
+    """The function from the potential before firing to spikes, or to counts of them."""
     levels = NEURONS[spec.kind].levels
     if levels is not None:
         return lambda h: _Count.apply(h / spec.v_threshold, levels)
@@ -88,29 +97,28 @@ def reset(h: Tensor, spike: Tensor, spec: NeuronSpec) -> Tensor:
     return spike * spec.v_reset + (1.0 - spike) * h
 
 
-def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See :func:`megasnn.kernels.neuron.neuron_multi_step`."""
-    if x.dtype in REDUCED:
-        spikes, v = recompute_in_backward(partial(_neuron_multi_step, spec=spec), x, v0, w)
-    else:
-        spikes, v = _neuron_multi_step(x, v0, w, spec)
-    are_bits = spec.largest == 1 and wants_bits(spikes)
-    return remember_bits(spikes, pack_bits(spikes) if are_bits else None), v
-
-
 def _neuron_multi_step(x: Tensor, v0: Tensor | None, w: Tensor | None, spec: NeuronSpec) -> tuple[Tensor, Tensor]:
-    dtype = _computed_in(x)
+    dtype = computed_in(x)
     q = None if w is None else w.to(dtype).sigmoid()
-    spikes, v = _steps(x.to(dtype), None if v0 is None else v0.to(dtype), q, spec)
-    return spikes.to(x.dtype), v
+    v = None if v0 is None else v0.to(dtype)
+    spikes, last = _steps(x.to(dtype), v, q, spec)
+    return spikes.to(x.dtype), last
 
 
 def _steps(inputs: Tensor, v0: Tensor | None, q: Tensor | None, spec: NeuronSpec) -> tuple[Tensor, Tensor]:
-    """Spikes, channels last, and the last potential; q: what the charge multiplies by where it is learned."""
-    v = torch.full_like(inputs[0], spec.rest) if v0 is None else v0
+    """Runs all time steps.
+
+    Args:
+        q: learned factor of the charge; None for neurons without one.
+
+    Returns:
+        Spikes, channels-last in memory, and the last potential.
+    """
     neuron = NEURONS[spec.kind]
     factor = neuron.constant(inputs, spec) if q is None else q
-    fire, spikes = firing(spec), []
+    fire = firing(spec)
+    v = torch.full_like(inputs[0], spec.rest) if v0 is None else v0
+    spikes = []
     for current in inputs:
         h = neuron.charge(current, v, spec, factor)
         spike = fire(h)
@@ -121,10 +129,10 @@ def _steps(inputs: Tensor, v0: Tensor | None, q: Tensor | None, spec: NeuronSpec
 
 
 def recompute_in_backward(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Calls a function whose intermediate values are computed again in backward: only its inputs are kept.
+    """Calls a function and stores only its inputs: backward computes intermediate values again.
 
     Args:
-        function: without effects; gradients reach its arguments and nothing else.
+        function: free of side effects; all tensors with a gradient are among its arguments.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
@@ -144,9 +152,10 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
         inputs = [None if each is None else each.detach() for each in ctx.saved_tensors]
-        wanted = [
-            each.requires_grad_() for each, needs in zip(inputs, needed, strict=True) if each is not None and needs
-        ]
+        wanted = []
+        for tensor, needs in zip(inputs, needed, strict=True):
+            if tensor is not None and needs:
+                wanted.append(tensor.requires_grad_())
         with torch.enable_grad():
             outputs = ctx.function(*inputs)
         with_gradient = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
@@ -160,98 +169,106 @@ class _Recomputed(torch.autograd.Function):
 def batch_norm(
     x: Tensor, running: tuple[Tensor, Tensor] | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """torch's, on ``[N, C, ...]``, with these statistics or those of `x`.
-
-    Of a single frame in channels-last order torch 2.13 takes the gradient's memory order for the input's, and returns
-    a wrong gradient without a word: such a frame goes in as rows ``[pixels, C]``.
-    """
+    """torch's batch norm of ``[N, C, ...]`` with running statistics, or with those of `x` where there are none."""
     mean, var = running or (None, None)
-    is_single = x.shape[0] == 1
-    rows = x.movedim(1, -1).reshape(-1, x.shape[1]) if is_single else x
-    y = F.batch_norm(rows, mean, var, weight, bias, training=running is None, eps=eps)
-    return y.view(1, *x.shape[2:], x.shape[1]).movedim(-1, 1) if is_single else y
+    training = running is None
+    if x.shape[0] != 1:
+        return F.batch_norm(x, mean, var, weight, bias, training=training, eps=eps)
+    # For a single frame in channels-last order torch 2.13 and 2.14 confuse the memory orders of gradient and input, and
+    # return a wrong gradient without an error (findings/torch_batch_norm_one_frame.sh). Such a frame goes in as rows
+    # [pixels, C].
+    rows = x.movedim(1, -1).reshape(-1, x.shape[1])
+    y = F.batch_norm(rows, mean, var, weight, bias, training=training, eps=eps)
+    return y.view(1, *x.shape[2:], x.shape[1]).movedim(-1, 1)
 
 
-def statistics(x: Tensor) -> Tensor:
-    """This and the next three are the calls of `neuron.UnitCalls`."""
-    frames = _frames(x)
-    over = [dim for dim in range(frames.ndim) if dim != 1]
-    variance, mean = torch.var_mean(frames, dim=over, correction=0)
-    return torch.stack((mean, variance)).double()
+class TorchKernels(NormNeuronKernels[Tensor]):
+    """The reference. Carries the gradient of the normalised input."""
 
+    def statistics(self, x: Tensor) -> Tensor:
+        frames = _frames(x)
+        over = [dim for dim in range(frames.ndim) if dim != 1]
+        variance, mean = torch.var_mean(frames, dim=over, correction=0)
+        return torch.stack((mean, variance)).double()
 
-def fire(
-    x: Tensor, norm: Norm, w: Tensor | None, norm_neuron: NormNeuron, packed: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    q = None if w is None else w.detach().to(_computed_in(x)).sigmoid()
-    with torch.no_grad():
-        spikes = channels_last(_spikes(_normalised(x, norm, norm_neuron.eps), q, norm_neuron).to(x.dtype))
-    return spikes, pack_bits(spikes) if packed else None
+    def fire(self, inputs: NormNeuronInput, packed: bool = False) -> tuple[Tensor, Tensor | None]:
+        x, norm, w, norm_neuron = inputs
+        q = None if w is None else w.detach().to(computed_in(x)).sigmoid()
+        with torch.no_grad():
+            normalised = _normalised(x, norm, norm_neuron.eps)
+            spikes = channels_last(_spikes(normalised, q, norm_neuron).to(x.dtype))
+        return spikes, pack_bits(spikes) if packed else None
 
+    def backward_sums(self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool) -> BackwardSums[Tensor]:
+        x, norm, w, norm_neuron = inputs
+        y = _normalised(x, norm, norm_neuron.eps).requires_grad_()
+        q = None if w is None else w.detach().to(y.dtype).sigmoid().requires_grad_(learn)
+        with torch.enable_grad():
+            spikes = _spikes(y, q, norm_neuron)
+        wanted = [y] if q is None or not learn else [y, q]
+        g, *of_q = torch.autograd.grad(spikes, wanted, g_spikes.to(y.dtype))
+        sums = g.new_zeros((3, x.shape[2]), dtype=torch.float64)
+        over = [dim for dim in range(g.ndim) if dim != 2]
+        sums[0] = g.sum(over, dtype=torch.float64)
+        sums[1] = (g * (x.to(g.dtype) - _of_channels(norm.mean, g))).sum(over, dtype=torch.float64)
+        if q is not None and of_q:
+            total = of_q[0].sum()
+            if norm_neuron.spec.decay_input:
+                total = total * q.detach() ** 2  # `gradient_of_w` then multiplies by (1 - q) / q in place of q (1 - q)
+            sums[2, 0] = total
+        return BackwardSums(sums, carried=g, of_norm=None)
 
-def backward_sums(
-    x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, norm_neuron: NormNeuron, learn: bool
-) -> tuple[Tensor, Tensor, None]:
-    """Carries the gradient of the normalised input."""
-    y = _normalised(x, norm, norm_neuron.eps).requires_grad_()
-    q = None if w is None else w.detach().to(y.dtype).sigmoid().requires_grad_(learn)
-    with torch.enable_grad():
-        spikes = _spikes(y, q, norm_neuron)
-    wanted = [y] if q is None or not learn else [y, q]
-    g, *of_q = torch.autograd.grad(spikes, wanted, g_spikes.to(y.dtype))
-    sums = g.new_zeros((3, x.shape[2]), dtype=torch.float64)
-    over = [dim for dim in range(g.ndim) if dim != 2]
-    sums[0] = g.sum(over, dtype=torch.float64)
-    sums[1] = (g * (x.to(g.dtype) - _of_channels(norm.mean, g))).sum(over, dtype=torch.float64)
-    if q is not None and of_q:
-        # `gradient_of_w` multiplies by (1 - q) / q where the input decays, and otherwise by q (1 - q).
-        sums[2, 0] = of_q[0].sum() * (q.detach() ** 2 if norm_neuron.spec.decay_input else 1)
-    return sums, g, None
+    def input_gradient(
+        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, carried: Tensor
+    ) -> Tensor:
+        x, norm, _, norm_neuron = inputs
+        g = carried
+        precision = (norm.variance.double() + norm_neuron.eps).reciprocal()
+        if sums is not None:
+            mean_g = _of_channels(sums[0] / count, g)
+            of_deviations = _of_channels(sums[1] * precision / count, g)
+            g = g - mean_g - (x.to(g.dtype) - _of_channels(norm.mean, g)) * of_deviations
+        scale = precision.sqrt()
+        if norm.weight is not None:
+            scale = scale * norm.weight.detach()
+        return (g * _of_channels(scale, g)).to(x.dtype)
 
-
-def input_gradient(
-    x: Tensor,
-    g_spikes: Tensor,
-    norm: Norm,
-    w: Tensor | None,
-    norm_neuron: NormNeuron,
-    sums: Tensor | None,
-    count: int,
-    carried: Tensor,
-) -> Tensor:
-    g = carried
-    precision = (norm.variance.double() + norm_neuron.eps).reciprocal()
-    if sums is not None:
-        of_deviations = _of_channels(sums[1] * precision / count, g)
-        g = g - _of_channels(sums[0] / count, g) - (x.to(g.dtype) - _of_channels(norm.mean, g)) * of_deviations
-    scale = precision.sqrt() if norm.weight is None else precision.sqrt() * norm.weight.detach()
-    return (g * _of_channels(scale, g)).to(x.dtype)
+    def neuron_multi_step(
+        self, x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if x.dtype in REDUCED:
+            spikes, v = recompute_in_backward(partial(_neuron_multi_step, spec=spec), x, v0, w)
+        else:
+            spikes, v = _neuron_multi_step(x, v0, w, spec)
+        are_bits = spec.largest == 1 and wants_bits(spikes)
+        return remember_bits(spikes, pack_bits(spikes) if are_bits else None), v
 
 
 def _normalised(x: Tensor, norm: Norm, eps: float) -> Tensor:
-    dtype = _computed_in(x)
+    dtype = computed_in(x)
     mean, variance, weight, bias = (None if each is None else each.detach().to(dtype) for each in norm)
     y = F.batch_norm(_frames(x).detach(), mean, variance, weight, bias, training=False, eps=eps)
     return y.unflatten(0, x.shape[:2])
 
 
 def _spikes(y: Tensor, q: Tensor | None, norm_neuron: NormNeuron) -> Tensor:
+    """Pools where wanted, and runs neurons at rest."""
     if norm_neuron.pool:
-        frames, padding = y.flatten(0, 1), (1, 1)
-        if norm_neuron.above:
-            frames, padding = F.pad(frames, (0, 0, 0, 1), value=-torch.inf), (0, 1)
+        frames = y.flatten(0, 1)
+        padding = (1, 1)
+        if norm_neuron.above:  # another rank's row takes the place of the padding at the top
+            frames = F.pad(frames, (0, 0, 0, 1), value=-torch.inf)
+            padding = (0, 1)
         y = F.max_pool2d(frames, kernel_size=3, stride=2, padding=padding).unflatten(0, y.shape[:2])
-    return _steps(y.expand(norm_neuron.time_steps, *y.shape[1:]), None, q, norm_neuron.spec)[0]
+    spikes, _ = _steps(y.expand(norm_neuron.time_steps, *y.shape[1:]), None, q, norm_neuron.spec)
+    return spikes
 
 
 def _of_channels(values: Tensor, like: Tensor) -> Tensor:
+    """Values `[C]` in a shape and type that broadcast with `[T, N, C, ...]`."""
     return values.detach().to(like.dtype).view(-1, *[1] * (like.ndim - 3))
 
 
 def _frames(x: Tensor) -> Tensor:
     """`[T * N, C, ...]`, in float32 where the type is narrower."""
-    return x.flatten(0, 1).to(_computed_in(x))
-
-
-def _computed_in(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in REDUCED else x.dtype
+    return x.flatten(0, 1).to(computed_in(x))

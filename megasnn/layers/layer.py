@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,6 +66,23 @@ def require_module(what: str, module: object) -> nn.Module:
     return module
 
 
+def require_initialiser(what: str, initialise: object) -> None:
+    """Raises ValueError for something else than a function of one module, or None."""
+    if initialise is None:
+        return
+    fits = callable(initialise)
+    if callable(initialise):
+        with suppress(ValueError):  # some builtins do not say what they take
+            try:
+                inspect.signature(initialise).bind(nn.Identity())
+            except TypeError:
+                fits = False
+    if not fits:
+        raise ValueError(
+            f"{what}: initialise={initialise!r} is called with each module alone: give a function of one module"
+        )
+
+
 def layer(
     name: str,
     module: nn.Module | LayerSource | Callable[..., Any],
@@ -78,9 +96,10 @@ def layer(
 
     A function is a layer as well, but not where ranks share out rows: `layer("add", torch.add, takes=("a", "b"))`.
 
-    Raises ValueError for an empty `takes`, `initialise` beside that of `megasnn.shard`, and for what is neither a
-    module nor a function of its inputs alone.
+    Raises ValueError for an empty `takes`, `initialise` beside that of `megasnn.shard` or not a function of one module,
+    and for what is neither a module nor a function of its inputs alone.
     """
+    require_initialiser(name, initialise)
     candidate: Any = module
     is_sharded = isinstance(candidate, LayerSource)
     if inspect.isroutine(candidate) or isinstance(candidate, partial):

@@ -55,6 +55,27 @@ def content_of(tensor: Tensor) -> Content:
     return Content.SPIKES if largest <= 1 else Content.COUNTS
 
 
+def mark_both(tensor: Tensor, other: Tensor) -> None:
+    """Marks a tensor of the dry run with what it, or another one in its place, holds."""
+    if Content.DENSE in (content_of(tensor), content_of(other)):
+        tensor._largest = None  # type: ignore[attr-defined]
+    elif content_of(other) is Content.COUNTS:
+        mark_spikes(tensor, max(max_of(tensor) or 1, max_of(other) or 1))
+
+
+def said_of_values(error: Exception) -> str | None:
+    """What to change where the dry run failed because tensors on the meta device have no values; None elsewhere."""
+    text = str(error).lower()
+    if not isinstance(error, (RuntimeError, TypeError)) or "meta" not in text:
+        return None
+    if "expected device" in text:
+        return "it joins tensors of two devices: make those of its own with device=x.device"
+    return (
+        "sizes and branches must not depend on values, which tensors lack while a model is built: sum x * mask for "
+        "x[mask], take torch.where for `if`, and no .item() or NumPy"
+    )
+
+
 class MaxInference(TorchFunctionMode):
     """Marks every result of a torch function with the largest value that follows from its arguments."""
 

@@ -150,7 +150,9 @@ class WeightedLayer(nn.Module):
 
         Raises ValueError for another number of them, and for two inputs in one forward of which only one has all.
         """
-        again, size = count_call(self) > 1, self.options.group.size
+        again, size = vars(self).get("_has_learned", False), self.options.group.size
+        vars(self)["_has_learned"] = True
+        count_call(self)
         whole = size > 1 and x.shape[dim] == channels
         if again and whole != self._has_whole_input:
             raise ValueError("it is called again, and of the two inputs every tensor parallel rank has only one whole")

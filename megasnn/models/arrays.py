@@ -87,6 +87,13 @@ class ArraySpec:
         return None
 
 
+def not_finite(name: str, values: Tensor) -> str | None:
+    """Reason why no answer follows from an input; None where all values are finite. A neuron would hide a nan."""
+    if values.is_floating_point() and not bool(values.isfinite().all()):
+        return f"{name} hold values that are nan or infinite: no answer follows from them"
+    return None
+
+
 def shape_and_type(value: object) -> str:
     """Text for a message: shape and type of a tensor, or the class of anything else."""
     return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -21,12 +21,19 @@ from megasnn.layers import ParallelConv, ParallelLinear
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.init import tensors_of
 from megasnn.layers.layer import Layer
-from megasnn.layers.plain.by_channel import ChannelWatch, cuts_by_shape, may_be_cut
+from megasnn.layers.plain.by_channel import ChannelWatch, cuts_by_shape, is_of_libraries, may_be_cut
 from megasnn.layers.plain.initial_values import without_memory
 from megasnn.layers.plain.network import convert_network, why_whole
 from megasnn.layers.plain.refusals import is_plain, refuse_mixed_rows, require_supported
 from megasnn.layers.plain.replicated import apply_layer, forget_state, make_whole, plain_layer
-from megasnn.layers.shape_inference import MaxInference, RefuseRandom, content_of, note_never_called
+from megasnn.layers.shape_inference import (
+    MaxInference,
+    RefuseRandom,
+    content_of,
+    mark_both,
+    note_never_called,
+    said_of_values,
+)
 from megasnn.models.description import (
     DRY_SAMPLES,
     Built,
@@ -181,9 +188,9 @@ def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence
             module = _made(whole_layers()[number] if size > 1 else each, context.replicated())
             if size > 1:
                 make_whole(module, context.tp, cuts, is_last)
-            with _counting(module) if one is None else nullcontext(lambda: 0) as count:
-                found = module, dry_run(each.name, module, inputs)
-            operations = count()
+            counted = list[int]() if one is None else None
+            found = module, dry_run(each.name, module, inputs, counted=counted)
+            operations = sum(counted or [])
         outputs[number] = found[1], cuts_by_shape(found[1], of_one)
         built.append(Built(each.name, each.layer_group, sources, *found, operations))
     tie_all(built, ties)
@@ -270,48 +277,86 @@ def _made(each: Layer, context: BuildContext) -> nn.Module:
 
 
 def dry_run(
-    name: str, layer: nn.Module, inputs: Sequence[Bundle], watch: AbstractContextManager[Any] | None = None
+    name: str,
+    layer: nn.Module,
+    inputs: Sequence[Bundle],
+    watch: ChannelWatch | None = None,
+    counted: list[int] | None = None,
 ) -> Bundle:
-    """The output of a layer on the meta device; the layer learns what its inputs hold.
+    """The output of a layer in training, on the meta device; the layer learns what its inputs hold.
+
+    Code that is not a library's runs in evaluation, too: it may compute something else there.
 
     Args:
-        watch: entered around its forward.
+        watch: entered around each forward; then the output has the same shape in both.
+        counted: is given the multiply-adds of a sample in training.
     Raises:
         ValueError: it cannot take what it is given, changes it or a buffer, or gives no tensors; names the layer.
     """
     for module in layer.modules():
-        for noted in ("_calls", "_noted_height"):  # for another layer that it was copied of
-            vars(module).pop(noted, None)
-    before, buffers = _versions(inputs), _buffers(layer)
+        vars(module).pop("_has_learned", None)  # of another layer that it was copied of
+    evaluated: Bundle | None = None
     try:
-        with MaxInference(), RefuseRandom(), watch or nullcontext():
-            output = apply_layer(layer, inputs[0], range(DRY_SAMPLES), *inputs[1:])
-        if wrong := [x for x in entries_of(output).values() if x.shape[1:2] != (DRY_SAMPLES,)]:
-            raise ValueError(f"its output {list(wrong[0].shape)} is not [T, N, ...] of {DRY_SAMPLES} samples")
-        if _versions(inputs) != before:
-            raise ValueError("it changes its input in place, which others take as it was: let it work on a clone")
-        if changed := [name for name, version in _buffers(layer).items() if buffers.get(name) != version]:
-            raise ValueError(f"it changes its buffer {changed[0]!r}, on each replica otherwise: let it keep no state")
+        if not is_of_libraries(layer):
+            layer.eval()
+            try:
+                with torch.no_grad():
+                    evaluated = _forward(layer, inputs, watch)
+            except (RuntimeError, TypeError):  # may be of tensors without values alone, which only one rank can have
+                if watch is not None:
+                    raise
+        layer.train()
+        with nullcontext() if counted is None else _counting(layer, counted):
+            output = _forward(layer, inputs, watch)
+        if evaluated is not None:
+            _join(output, evaluated, watch is not None)
     except Exception as error:
         raise ValueError(f"{name}, given {shapes_text(*inputs)}: {_explained(error, layer)}") from error
-    forget_state(layer)
     note_never_called(layer)
     return output
 
 
+def _forward(layer: nn.Module, inputs: Sequence[Bundle], watch: ChannelWatch | None) -> Bundle:
+    """Runs a layer once, and forgets its state."""
+    for module in layer.modules():
+        for noted in ("_calls", "_noted_height"):
+            vars(module).pop(noted, None)
+    before, buffers = _versions(inputs), _buffers(layer)
+    with MaxInference(), RefuseRandom(), watch or nullcontext():
+        output = apply_layer(layer, inputs[0], range(DRY_SAMPLES), *inputs[1:])
+    if wrong := [x for x in entries_of(output).values() if x.shape[1:2] != (DRY_SAMPLES,)]:
+        raise ValueError(f"its output {list(wrong[0].shape)} is not [T, N, ...] of {DRY_SAMPLES} samples")
+    if _versions(inputs) != before:
+        raise ValueError("it changes its input in place, which others take as it was: let it work on a clone")
+    if changed := [name for name, version in _buffers(layer).items() if buffers.get(name) != version]:
+        raise ValueError(f"it changes its buffer {changed[0]!r}, on each replica otherwise: let it keep no state")
+    forget_state(layer)
+    return output
+
+
+def _join(output: Bundle, evaluated: Bundle, has_one_shape: bool) -> None:
+    """Marks an output in training with what it holds in evaluation, too. Raises ValueError where there are others."""
+    trained, others = entries_of(output), entries_of(evaluated)
+    if trained.keys() != others.keys() or (has_one_shape and shapes_text(output) != shapes_text(evaluated)):
+        text = f"{shapes_text(output)} in training, and {shapes_text(evaluated)} in evaluation"
+        raise ValueError(f"it gives {text}: let it give the same in both")
+    for key, entry in trained.items():
+        mark_both(entry, others[key])
+
+
 @contextmanager
-def _counting(layer: nn.Module) -> Iterator[Callable[[], int]]:
-    """Counts multiply-adds of a sample in the dry run of a layer, around it; layers of ours give shapes alone there."""
-    found: list[int] = []
+def _counting(layer: nn.Module, found: list[int]) -> Iterator[None]:
+    """Counts multiply-adds of a sample in a dry run of a layer, around it; layers of ours give shapes alone there."""
 
     def add(module: ParallelConv | ParallelLinear, inputs: object, output: Tensor) -> None:
-        found.append(output.numel() * module.weight[0].numel())
+        found.append(output.numel() * module.weight[0].numel() // DRY_SAMPLES)
 
     ours = [each for each in layer.modules() if isinstance(each, (ParallelConv, ParallelLinear))]
     hooks = [each.register_forward_hook(add) for each in ours]
     try:
         with FlopCounterMode(display=False) as counter:
-            yield lambda: (sum(found) + counter.get_total_flops() // 2) // DRY_SAMPLES
+            yield
+        found.append(counter.get_total_flops() // 2 // DRY_SAMPLES)
     finally:
         for hook in hooks:
             hook.remove()
@@ -341,4 +386,4 @@ def _explained(error: Exception, layer: nn.Module) -> str:
         if not any(file.is_relative_to(folder) for folder in _LIBRARIES):
             line = f" ({file}, line {number})"
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return f"{where}{kind}{error}{line}"
+    return f"{where}{said_of_values(error) or f'{kind}{error}'}{line}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megasnn.common.bundle import Bundle, logits_of, map_entries
+from megasnn.layers.shape_inference import said_of_values
 from megasnn.models.arrays import ArraySpec, shape_and_type
 from megasnn.models.losses import correct_predictions
 
@@ -88,9 +89,7 @@ class Task:
             tried = "predict"
             answer = self.answers_of(output)
         except Exception as error:
-            why = str(error)
-            if isinstance(error, RuntimeError) and "meta" in why.lower():  # torch's words: a dry run has shapes alone
-                why = "sizes and branches must not depend on values: instead of x[mask], sum x * mask over each sample"
+            why = said_of_values(error) or str(error)
             raise ValueError(f"{tried} of the model, tried without values: {why}") from error
         spec = ArraySpec(tuple(answer.shape[1:]), "float" if answer.is_floating_point() else "int")
         return replace(self, evaluated=names, trained=names if self.metrics else self.trained, answer=spec)

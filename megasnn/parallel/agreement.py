@@ -31,6 +31,21 @@ def gather(group: dist.ProcessGroup | None, value: _T) -> list[_T]:
     return values  # type: ignore[return-value]
 
 
+def gather_in_call(group: dist.ProcessGroup | None, call: str, value: _T) -> list[_T]:
+    """Gathers every rank's value, in rank order, at the beginning of a call that all ranks make.
+
+    Raises ValueError on every rank where they make different ones.
+    """
+    of_ranks = gather(group, (call, value))
+    first: dict[str, int] = {}
+    for rank, (called, _) in enumerate(of_ranks):
+        first.setdefault(called, rank)
+    if len(first) > 1:
+        calls = ", ".join(f"rank {rank} called {called}" for called, rank in first.items())
+        raise ValueError(f"every rank calls the same methods in the same order (not under `if rank == 0`): {calls}")
+    return [found for _, found in of_ranks]
+
+
 def sum_over_ranks(group: dist.ProcessGroup | None, values: Sequence[float]) -> list[float]:
     """Sums numbers of the hosts over all ranks; no device takes part. Collective."""
     return [math.fsum(of_ranks) for of_ranks in zip(*gather(group, values), strict=True)]

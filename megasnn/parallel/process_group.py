@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -64,7 +65,7 @@ def start_process_group(device: str = "auto", timeout_minutes: float = 10.0, sta
             dist.init_process_group(
                 COMMUNICATION_BACKENDS[chosen.type], store=store, rank=rank, world_size=world_size, timeout=timeout
             )
-        except dist.DistError as error:
+        except (dist.DistError, OSError) as error:  # OSError: another program holds the port
             raise ConnectionError(f"{problem} ({error})") from error
     return chosen
 
@@ -79,16 +80,37 @@ def _meet(timeout: datetime.timedelta, problem: str) -> tuple[dist.Store, int, i
     limit = threading.Timer(timeout.total_seconds() + 5, _give_up, [problem])
     limit.daemon = True
     limit.start()
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
+        if not is_torchruns and _is_loopback(os.environ.get("MASTER_ADDR", "")):
+            return _meet_on_this_host(timeout)
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     finally:
         limit.cancel()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not is_torchruns:
         return store, rank, world_size
     # A change of nodes starts all ranks anew without counting as a restart: so the arrivals are counted.
     name = f"megasnn/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{world_size}"
     start = (store.add(f"{name}/arrivals", 1) - 1) // world_size
     return dist.PrefixStore(f"{name}/{start}", store), rank, world_size
+
+
+def _is_loopback(host: str) -> bool:
+    """Tells whether a name or address is reached from this host alone."""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def _meet_on_this_host(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
+    """Returns a store on the loopback, and this rank and their number: torch's store listens on all interfaces, and
+    trusts everyone."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    listener: int | None = None
+    if rank == 0:
+        family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN).detach()
+    store = dist.TCPStore(host, port, size, rank == 0, timeout, multi_tenant=True, master_listen_fd=listener)
+    return store, rank, size
 
 
 def _give_up(problem: str) -> None:
@@ -107,10 +129,15 @@ def choose_device(asked: str) -> tuple[torch.device, str]:
         The device, and why it is not a GPU where somebody may expect one; "" elsewhere.
 
     Raises:
-        ValueError: CUDA asked for where there is none for this rank.
+        ValueError: CUDA asked for where there is none for this rank, or ranks that do not know their number on a host.
     """
     gpus, cuda, why = torch.cuda.device_count(), torch.version.cuda, ""
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if gpus > 1 and asked != "cpu" and "LOCAL_RANK" not in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and LOCAL_RANK is not set: all ranks of this host would take "
+            f"one of its {gpus} GPUs; set LOCAL_RANK to the rank's number on its host, or start with torchrun"
+        )
     if torch.version.hip is not None:
         why = f"torch {torch.__version__} is built for ROCm {torch.version.hip}, on which MegaSNN has never run"
     elif not gpus and cuda is None:

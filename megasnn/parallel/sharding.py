@@ -267,6 +267,8 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
     Each value follows from (seed, global name) alone: the global tensor is drawn, this rank's part is kept, so
     the model starts from the same numbers on every layout. At most one global tensor exists at a time. What is tied has
     the same memory.
+
+    Raises ValueError for a tensor that nothing initialises, or whose function raises; names it.
     """
     layers = list(named_layers)
     values: dict[str, Tensor] = {}
@@ -278,7 +280,11 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
             # Floating-point values are drawn in float32 whatever the precision: fp64 checks start from the fp32 run's.
             dtype = torch.float32 if entry.tensor.is_floating_point() else entry.tensor.dtype
             full = torch.empty(entry.shard.global_shape, dtype=dtype)
-            entry.shard.initialise(full, keyed_generator(seed, "init", entry.name))
+            try:
+                entry.shard.initialise(full, keyed_generator(seed, "init", entry.name))
+            except Exception as error:  # a function of the user's may raise anything
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                raise ValueError(f"initial values of {entry.name}: {kind}{error}") from error
             value = entry.shard.cut(full).to(device, entry.tensor.dtype)
             # Kernels of convolutions have channels last, like activations: nothing is reordered when they meet.
             is_kernel = value.ndim == 4

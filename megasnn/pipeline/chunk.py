@@ -28,19 +28,18 @@ from megasnn.telemetry.timers import named
 class PipelineChunk(nn.Module):
     """Layers `start..end` of a model, in order.
 
-    A chunk is given what layers before it have given and it or a chunk behind it needs, and hands on what chunks behind
-    it need, of its own layers' outputs and of what it was given. One without layers (legal in an explicit layout) hands
-    its input on.
+    Receives the earlier outputs that this or a later chunk uses; passes on those that later chunks use. A chunk without
+    layers, as an explicit layout may have it, passes its input on.
 
     Args:
         bounds: layers of each chunk.
-        index: place among all chunks of the pipeline, from input to loss.
-        layers: its own. context: of their building.
+        index: position among all chunks of the pipeline, from input to loss.
+        layers: of this chunk. context: of their building.
     Attributes:
         is_first, is_last: True if it takes the images, and if it gives the logits.
-        receives, hands_on: tensors at its beginning and at its end, in their order.
-        weight_gradients: takes the second part of its layers' backward.
-        graphs: CUDA graphs of it in training; None without.
+        receives, hands_on: tensors at its beginning and at its end, in order.
+        weight_gradients: the second part of its layers' backward.
+        graphs: its CUDA graphs in training; None without.
     """
 
     def __init__(
@@ -52,25 +51,34 @@ class PipelineChunk(nn.Module):
         context: BuildContext,
     ) -> None:
         super().__init__()
-        self._description, self._span = description, bounds[index]
-        span = self._span
+        span = bounds[index]
         self.index = index
-        self.is_first, self.is_last = index == 0, index == len(bounds) - 1
-        self.names = [description.layers[i].name for i in span]
+        self.is_first = index == 0
+        self.is_last = index == len(bounds) - 1
+        self.names = [description.layers[number].name for number in span]
         self.weight_gradients = context.weight_gradients
         self.layers = nn.ModuleList(layers)
-        self.receives, self.hands_on = description.carried(span.start), description.carried(span.stop)
-        self._is_chain = description.is_chain
-        stateful = [each for each in self.layers.modules() if isinstance(each, (NeuronLayer, ParallelDropout))]
-        self._carrying = [each for each in stateful if each.carries]
-        self._last = [{*description.layers[number].inputs} - {*description.needed_from(number + 1)} for number in span]
-        self._context, self._rows = context, row_group(context)
+        self.receives = description.carried(span.start)
+        self.hands_on = description.carried(span.stop)
         self.graphs: ChunkGraphs | None = None
+        self._description = description
+        self._span = span
+        self._is_chain = description.is_chain
+        stateful = [module for module in self.layers.modules() if isinstance(module, (NeuronLayer, ParallelDropout))]
+        self._carrying = [module for module in stateful if module.carries]
+        # Inputs of each layer that no later layer takes.
+        self._last: list[set[int]] = []
+        for number in span:
+            needed_later = description.needed_from(number + 1)
+            self._last.append({*description.layers[number].inputs} - {*needed_later})
+        self._context = context
+        self._rows = row_group(context)
 
     def capture_graphs(self, capture: Capture) -> None:
         """Runs as graphs in training from now on. Raises ValueError for a layer that cannot."""
         for name, layer in self.named_layers():
-            if why := why_not(layer):
+            why = why_not(layer)
+            if why:
                 raise ValueError(f"{name} cannot have CUDA graphs: {why}; use --cuda-graphs off")
         if len(self.layers):
             self.graphs = ChunkGraphs(self.layers, self._run, self.weight_gradients, capture)
@@ -90,10 +98,10 @@ class PipelineChunk(nn.Module):
     ) -> Any:
         """
         Args:
-            x: tensors of `receives`, in a list that is emptied, so that they are freed when they are used up; for the
-                first chunk, inputs by name as they are loaded, or the tensor of the only one.
+            x: tensors of `receives`, in a list that is emptied, so that each is freed with its last use; for the first
+                chunk, loaded inputs by name, or the tensor of the only one.
             samples: positions of the micro-batch's samples in the training, for dropout.
-            goes_on: True for a later window of the samples that the last forward was on (--bptt-steps).
+            goes_on: True for a later window of the samples of the last forward (--bptt-steps).
             micro_batch: its number in the step.
         Returns:
             tensors of `hands_on`; of the last chunk, the output of the model.
@@ -103,9 +111,10 @@ class PipelineChunk(nn.Module):
         if not isinstance(x, list):  # samples of a micro-batch
             inputs = [*self._description.task.inputs.items()]
             named_inputs = {inputs[0][0]: x} if isinstance(x, Tensor) else x
-            specs = [inputs[-1 - each.layer] for each in self.receives]
+            specs = [inputs[-1 - carried.layer] for carried in self.receives]
             x = [spec.frames(named_inputs[name]) for name, spec in specs]
-            x = x if self._rows is None else [own_pixel_rows(each, self._rows) for each in x]
+            if self._rows is not None:
+                x = [own_pixel_rows(frames, self._rows) for frames in x]
         if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
             y = self.graphs.apply(x, samples, micro_batch)
             x.clear()
@@ -119,15 +128,17 @@ class PipelineChunk(nn.Module):
         received.clear()
         for number, last, layer in zip(self._span, self._last, self.layers, strict=True):
             described = self._description.layers[number]
-            inputs, name = [outputs[source] for source in described.inputs], described.name
-            for source in last:  # nothing behind this layer needs them
+            name = described.name
+            inputs = [outputs[source] for source in described.inputs]
+            for source in last:  # `inputs` has the last reference
                 del outputs[source]
             with explained(partial("{}: {}".format, name)), named(name):
                 y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
                 if self._is_chain and isinstance(y, Tensor):
                     outputs[number] = to_channels_last(y)
                     continue
-                if (keys := entries_of(y).keys()) != described.entries.keys():
+                keys = entries_of(y).keys()
+                if keys != described.entries.keys():
                     raise ValueError(f"it gives {[*keys]}, and gave {[*described.entries]} in the dry run")
             outputs[number] = _with_edges_of_their_own(map_entries(to_channels_last, y), inputs)
         if self.is_last:
@@ -136,14 +147,17 @@ class PipelineChunk(nn.Module):
         return [entries_of(outputs[each.layer])[each.key] for each in self.hands_on]
 
     def forget(self) -> None:
-        """Lets neurons forget the state that the last forward left, and dropout its time steps."""
+        """Resets the state that the last forward left in neurons, and the time steps of dropout."""
         for layer in self._carrying:
             layer.forget()
 
     @contextmanager
     def only_graph(self) -> Iterator[None]:
-        """Surrounds a forward that is computed again for its graph: the last neurons, whose spikes only leave the
-        chunk, need not fire. Raises ValueError for one that has changed what is kept."""
+        """Surrounds a forward that is computed again for its graph alone.
+
+        The last neurons need not fire: their spikes have left the chunk. Raises ValueError for a layer that has changed
+        what the first forward kept.
+        """
         last: Any = self.layers[-1] if len(self.layers) else None
         skips = not self.is_last and isinstance(last, ConvNormNeuron) and type(last).forward is ConvNormNeuron.forward
         try:
@@ -162,12 +176,12 @@ class PipelineChunk(nn.Module):
         return list(sharded_tensors(self.named_layers()))
 
     def copied_tensors(self) -> list[ShardedTensor]:
-        """Tensors that another one owns."""
+        """Tensors of this chunk that another layer owns (ties)."""
         return [entry for entry in described_tensors(self.named_layers()) if entry.is_copy]
 
 
 def _unpacked(carried: Sequence[Carried], tensors: Sequence[Tensor]) -> dict[int, Bundle]:
-    """Outputs that a boundary carried, by the number of their layer."""
+    """Outputs that a boundary carried, by number of their layer."""
     entries: dict[int, dict[EntryKey, Tensor]] = {}
     for each, tensor in zip(carried, tensors, strict=True):
         entries.setdefault(each.layer, {})[each.key] = tensor
@@ -175,8 +189,11 @@ def _unpacked(carried: Sequence[Carried], tensors: Sequence[Tensor]) -> dict[int
 
 
 def _with_edges_of_their_own(y: Bundle, inputs: Sequence[Bundle]) -> Bundle:
-    """Separates an output that is one of the inputs: its gradients are summed apart from the input's, as they would be
-    with a boundary between them, so that the order of the sum does not depend on the cut."""
+    """An output with an edge of its own in the graph where it is one of the inputs.
+
+    Its gradients are summed apart from the input's, as with a boundary between them: the order of a sum does not depend
+    on the cut into chunks.
+    """
     seen = {id(entry) for x in inputs for entry in entries_of(x).values()}
 
     def apart(entry: Tensor) -> Tensor:
@@ -197,13 +214,13 @@ def build_chunks(
     built: Sequence[Built] | None = None,
     shard: tuple[Sequence[range], Callable[[int, Sequence[nn.Module]], None]] | None = None,
 ) -> dict[int, PipelineChunk]:
-    """Builds a rank's chunks: of all layers, only their own get memory, and keyed initial values.
+    """Builds a rank's chunks. Only their layers get memory, and keyed initial values.
 
     Args:
         indices: of these chunks.
         built: all layers for this rank; None to build them.
-        shard: layers of each segment, and what is called with a segment's number and its layers when these have their
-            values, before others get theirs.
+        shard: layers of each segment, and a function that is called with a segment's number and layers as soon as they
+            have their values: with gathered weights, one segment at a time is whole.
     """
     layers = [each.module for each in built or description.build(context)]
     segments, keep = shard or (bounds, None)

@@ -177,7 +177,7 @@ class PipelineExecutor:
             step.backwards[key] = partial(torch.autograd.backward, loss)
             step.losses.append(loss.detach())
         elif not micro.is_padding:
-            step.consume(y, micro.targets)
+            step.consume(*micro.counted(y))
         if stashed is not None:
             del step.backwards[key]  # and with it the graph; it has shown what needs a gradient
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from megasnn.common.bundle import Bundle, map_entries
 from megasnn.common.checks import explained
 from megasnn.common.recompute import Cache
 from megasnn.kernels.spike_codec import Content, bits_of, remember_bits
@@ -76,6 +77,7 @@ class MicroBatchInput:
         goes_on: True for a later window of the samples of the micro-batch before: neurons go on from the state that it
             left. A segment's forwards are in ascending order in every schedule, as its validation proves.
         is_padding: keeps this replica in step with others, in evaluation; nobody is told of its output.
+        left_out: places of samples whose outputs an evaluation does not count.
     """
 
     inputs: Tensor | Mapping[str, Tensor] | None
@@ -84,6 +86,14 @@ class MicroBatchInput:
     samples: range | None = None
     goes_on: bool = False
     is_padding: bool = False
+    left_out: frozenset[int] = frozenset()
+
+    def counted(self, output: Bundle) -> tuple[Bundle, Tensor | None]:
+        """Returns the outputs `[T, n, ...]` and targets of the samples that an evaluation counts."""
+        if not self.left_out or self.targets is None:
+            return output, self.targets
+        places = [place for place in range(self.size) if place not in self.left_out]
+        return map_entries(lambda entry: entry[:, places], output), self.targets[places]
 
 
 @dataclass

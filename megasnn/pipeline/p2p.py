@@ -1,15 +1,15 @@
-"""Tensors from one pipeline rank to another: spikes as bits, counts as bytes, all else dense.
+"""Transfers between pipeline ranks: spikes as bits, counts as bytes, all other tensors dense.
 
-Both ends know shape, type, content and need of a gradient of what a boundary carries: they follow from the model's dry
-run. In memory the channels are last, on the wire as everywhere between layers (megasnn/layers/shape_inference.py), so a
-pipeline changes no bit. So every receive can be posted, and no host waits for another one.
+The dry run of a model gives shape, type, content and need of a gradient of every tensor at a boundary. Both ends know
+them, so every receive can be posted early, and no host waits for another one. Channels are last in memory and on the
+wire, as everywhere between layers (megasnn/layers/shape_inference.py), so a pipeline changes no bit.
 
-A link is all that one rank sends to another, forward and backward, first in, first out. Each direction between two
-ranks has a process group of its own: with both in one queue, a receive that is posted early would hold up the send that
-its peer waits for. `megasnn/schedule/receives.py` decides which receives are posted before which action.
+A link carries messages between two ranks, first in, first out. Each direction has a process group of its own: in one
+queue, a receive that is posted early would hold up the send that its peer waits for. `megasnn/schedule/receives.py`
+decides which receives are posted before which action.
 
-A message has the size that was planned, whatever the values: a packed one that cannot hold them is noted by its sender
-(megasnn/common/checks.py) and read with the loss. No host looks at what travels.
+A message has its planned size, whatever the values. The sender of a packed message that cannot hold them notes it
+(megasnn/common/checks.py), and it is read with the loss.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from megasnn.schedule.receives import known_arrivals, sent_by_then
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Tensor in transit.
+    """A tensor in transit.
 
     Attributes:
-        content: decides the format.
+        content: gives the format: bits, bytes, or dense values.
         learns: True if a gradient comes back.
     """
 
@@ -57,26 +57,32 @@ class TensorSpec:
     learns: bool = False
 
     def buffer(self, device: torch.device) -> Tensor:
-        """Empty message."""
+        """An empty message."""
         return encoded_like(torch.Size(self.shape).numel(), self.content, self.dtype, device)
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Makes the message. Spikes that know their bits are not looked at.
+        """The message for a tensor. Spikes that are packed already are taken as they are.
 
-        Raises ValueError for values that do not fit; inside of a step they are noted, and the message is of no use.
+        Raises:
+            ValueError: values that do not fit; inside a step they are noted instead.
         """
-        bits = bits_of(tensor) if self.content is Content.SPIKES else None
-        if bits is not None and is_channels_last(tensor):
-            return bits
-        flat = (tensor.detach().movedim(2, -1) if tensor.ndim > 3 else tensor.detach()).reshape(-1)
+        if self.content is Content.SPIKES and is_channels_last(tensor):
+            bits = bits_of(tensor)
+            if bits is not None:
+                return bits
+        values = tensor.detach()
+        if values.ndim > 3:
+            values = values.movedim(2, -1)
+        flat = values.reshape(-1)
         return flat if self.content is Content.DENSE else encode(flat, self.content, check=True)
 
     def unpack(self, message: Tensor) -> Tensor:
-        """Makes the tensor, its channels last in memory."""
+        """The tensor of a message, its channels last in memory."""
         values = message
         if self.content is not Content.DENSE:
             values = empty((torch.Size(self.shape).numel(),), self.dtype, message.device)
-            decode_into(message, self.content, values.view((-1, 1) if self.content is Content.COUNTS else (1, -1)))
+            rows = (-1, 1) if self.content is Content.COUNTS else (1, -1)
+            decode_into(message, self.content, values.view(rows))
         if len(self.shape) < 4:
             return values.view(self.shape).requires_grad_(self.learns)
         steps, samples, channels, *space = self.shape
@@ -84,10 +90,10 @@ class TensorSpec:
 
 
 class Boundaries:
-    """Tensors that boundaries between stages carry, on this rank; a boundary is between ranks with the same part of it.
+    """Tensors at the boundaries between stages, as this rank has them. Both ends of a boundary have the same part.
 
     Args:
-        context: what this rank's layers were built with. built: these, with outputs of a dry run.
+        context: of the building of this rank's layers. built: these layers, with outputs of a dry run.
     """
 
     def __init__(self, description: ModelDescription, context: BuildContext, built: Sequence[Built]) -> None:
@@ -95,23 +101,26 @@ class Boundaries:
         inputs = [each.frames(each.empty(DRY_SAMPLES, context.dtype)) for each in description.task.inputs.values()]
         self._image_dims = inputs[0].ndim
         self._specs: dict[tuple[int, EntryKey], TensorSpec] = {}
-        learns, by_rows = dict[int, bool](), dict[int, bool]()
+        learns: dict[int, bool] = {}  # by number of the layer, -1, -2, ... for the inputs of the model
+        by_rows: dict[int, bool] = {}  # images are cut by rows of pixels, where ranks share them so
         for number, frames in enumerate(inputs):
-            learns[-1 - number], by_rows[-1 - number] = False, True
+            learns[-1 - number] = False
+            by_rows[-1 - number] = True
             self._add(-1 - number, None, TensorSpec(tuple(frames.shape), frames.dtype), True)
         for number, (layer, described) in enumerate(zip(built, description.layers, strict=True)):
-            takes, parameters = described.inputs, tensors_of(layer.module)
-            learns[number] = any(x.requires_grad for x in parameters) or any(learns[n] for n in takes)
-            joins = any(isinstance(each, WholeImages) for each in layer.module.modules())
-            by_rows[number] = not joins and all(by_rows[n] for n in takes)
+            has_gradient = any(tensor.requires_grad for tensor in tensors_of(layer.module))
+            learns[number] = has_gradient or any(learns[source] for source in described.inputs)
+            joins_rows = any(isinstance(module, WholeImages) for module in layer.module.modules())
+            by_rows[number] = not joins_rows and all(by_rows[source] for source in described.inputs)
             for key, entry in entries_of(layer.output).items():
                 content = described.entries[key].content
                 learning = learns[number] and entry.is_floating_point()
                 self._add(number, key, TensorSpec(tuple(entry.shape), entry.dtype, content, learning), by_rows[number])
 
     def _add(self, number: int, key: EntryKey, spec: TensorSpec, by_rows: bool) -> None:
-        """Notes this rank's part, where ranks share the rows of images, which a dry run sees whole."""
-        rows, shape = row_group(self._context), spec.shape
+        """Adds this rank's part of a tensor. A dry run sees whole images, of which ranks may share the pixel rows."""
+        rows = row_group(self._context)
+        shape = spec.shape
         if rows is not None and len(shape) >= 4:
             if not by_rows or len(shape) != self._image_dims:
                 return
@@ -119,7 +128,7 @@ class Boundaries:
         self._specs[number, key] = replace(spec, shape=shape)
 
     def spec(self, carried: Carried, samples: int) -> TensorSpec:
-        """Tensor of a micro-batch of so many samples. Raises ValueError where its shape is not known."""
+        """A tensor for a micro-batch of so many samples. Raises ValueError where its shape is not known."""
         spec = self._specs.get((carried.layer, carried.key))
         if spec is None:
             raise ValueError(
@@ -139,11 +148,13 @@ class Link:
 
     Args:
         outward, inward: groups that this rank sends through, and receives through.
-        peer: global rank.
+        peer: global rank of the other one.
     """
 
     def __init__(self, outward: Group, inward: Group, peer: int, device: torch.device) -> None:
-        self.outward, self.inward, self.peer = outward, inward, peer
+        self.outward = outward
+        self.inward = inward
+        self.peer = peer
         self._device = device
         self._in_flight: deque[tuple[int, dist.Work, Tensor]] = deque()  # with the number of the transfer
         self._posted: deque[tuple[dist.Work, Tensor]] = deque()
@@ -159,19 +170,24 @@ class Link:
             self._in_flight.popleft()
 
     def arrived(self, transfers: int) -> None:
-        """Lets go of the step's first transfers, which the peer has received. Gloo does not tell by itself."""
+        """Frees the messages of the step's first transfers, which the peer has received."""
+        # Gloo does not tell of a send that is done before somebody waits for it.
         while self._in_flight and self._in_flight[0][0] <= transfers:
             self._in_flight.popleft()[1].wait()
 
     def post(self, spec: TensorSpec) -> None:
-        """Announces the next message."""
+        """Posts the receive of the next message."""
         buffer = spec.buffer(self._device)
         work = dist.irecv(buffer, self.peer, group=self.inward.handle)
         assert work is not None
         self._posted.append((work, buffer))
 
     def receive(self, spec: TensorSpec, let_go: Callable[[], None]) -> Tensor:
-        """Waits for the first message that was announced. Args: let_go: called before its tensor takes memory."""
+        """Waits for the first message that was posted.
+
+        Args:
+            let_go: called before the tensor takes memory.
+        """
         work, buffer = self._posted.popleft()
         work.wait()
         let_go()
@@ -184,15 +200,14 @@ class Link:
 
 
 Message = tuple[Link, dict[int, tuple[TensorSpec, str]]]
-"""Tensors of a transfer with their names, by their places among those that the boundary carries."""
+"""A transfer: its link, and its tensors with their names, by position in the boundary."""
 
 
 class Transfers:
     """One rank's links, used action by action.
 
     Args:
-        segments: this rank's segments by index. placement: pipeline rank of every segment.
-        boundaries: what they carry.
+        segments: of this rank, by number. placement: pipeline rank of every segment.
     """
 
     def __init__(
@@ -202,35 +217,49 @@ class Transfers:
         state: ParallelState,
         boundaries: Boundaries,
     ) -> None:
-        self._segments, self.placement, self._boundaries = segments, tuple(placement), boundaries
-        self._rank, self.links = state.pp.rank, dict[int, Link]()
-        up, down, device = state.pp, state.pp_down, state.device
+        self.placement = tuple(placement)
+        self.links: dict[int, Link] = {}
+        self._segments = segments
+        self._boundaries = boundaries
+        self._rank = state.pp.rank
+        up = state.pp
+        down = state.pp_down
         for low, high in linked(pairwise(placement)):
-            start_messages(up, low, high, device)
-            start_messages(down, high, low, device)
-            if self._rank in (low, high):
-                ways, peer = ((up, down), high) if self._rank == low else ((down, up), low)
-                self.links[peer] = Link(*ways, up.ranks[peer], device)
+            start_messages(up, low, high, state.device)
+            start_messages(down, high, low, state.device)
+            if self._rank == low:
+                self.links[high] = Link(up, down, up.ranks[high], state.device)
+            elif self._rank == high:
+                self.links[low] = Link(down, up, up.ranks[low], state.device)
+        self._schedule: Schedule | None = None  # the last one; the next four belong to it
         self._sizes: Sequence[int] = ()
-        self._schedule: Schedule | None = None  # the last one, for which the next three are made
-        self._arrivals, self._posts = dict[Action, int](), dict[Action, list[Action]]()
+        self._arrivals: dict[Action, int] = {}
+        self._posts: dict[Action, list[Action]] = {}
         self._messages: dict[Action, Message] = {}
 
     def begin(self, schedule: Schedule, sizes: Sequence[int]) -> None:
-        """Begins a step. Args: sizes: samples of each micro-batch."""
-        if schedule is not self._schedule:  # large ones take a second to read
-            self._schedule, self._arrivals = schedule, known_arrivals(schedule, self._rank)
+        """Begins a step.
+
+        Args:
+            sizes: samples of each micro-batch.
+        """
+        if schedule is not self._schedule:  # reading a large one takes a second
+            self._schedule = schedule
+            self._arrivals = known_arrivals(schedule, self._rank)
             self._posts = sent_by_then(schedule, self._rank)
         elif sizes == self._sizes:
             return
         self._sizes = sizes
-        transfers = [each for each in schedule.actions[self._rank] if each.kind in SENDS | RECEIVES]
-        self._messages = {each: self._message(each, sizes, schedule.forward_only) for each in transfers}
+        self._messages = {}
+        for action in schedule.actions[self._rank]:
+            if action.kind in SENDS or action.kind in RECEIVES:
+                self._messages[action] = self._message(action, sizes, schedule.forward_only)
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
-        """Does not wait for the peer.
+        """Starts sending tensors; does not wait for the peer.
 
-        Raises ValueError, naming the tensor, for one that is not as it was planned, and for values that do not fit.
+        Raises:
+            ValueError: a tensor of another shape or type than in the dry run, or values that do not fit; names it.
         """
         link, carried = self._messages[action]
         link.transfers += 1
@@ -248,14 +277,14 @@ class Transfers:
             link.send(message)
 
     def announce(self, action: Action) -> None:
-        """Posts what was sent for certain before this rank does what comes now, a receive itself at the latest."""
+        """Posts receives of all messages that were sent for certain before this action; at a receive, its own."""
         for receive in self._posts.get(action, ()):
             link, carried = self._messages[receive]
             for spec, _ in carried.values():
                 link.post(spec)
 
     def receive(self, action: Action) -> dict[int, Tensor]:
-        """Waits for the tensors, which are given by their places among those that the boundary carries."""
+        """Waits for the tensors of a transfer, by position in the boundary."""
         self.announce(action)
         link, carried = self._messages[action]
         let_go = partial(link.arrived, self._arrivals[action])
@@ -269,11 +298,14 @@ class Transfers:
             link.finish()
 
     def _message(self, action: Action, sizes: Sequence[int], forward_only: bool) -> Message:
-        """Link and tensors of a transfer; of gradients, those of the tensors that learn."""
-        segment, forward = self._segments[action.segment], action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
-        samples, carried = sizes[action.key[1]], dict[int, tuple[TensorSpec, str]]()
-        for position, each in enumerate(segment.receives if action.kind.is_receive == forward else segment.hands_on):
-            spec = self._boundaries.spec(each, samples)
+        """Link and tensors of a transfer. Gradients travel for tensors that learn."""
+        segment = self._segments[action.segment]
+        forward = action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+        # A forward is received at the beginning of a segment, a backward at its end.
+        boundary = segment.receives if action.kind.is_receive == forward else segment.hands_on
+        carried: dict[int, tuple[TensorSpec, str]] = {}
+        for position, each in enumerate(boundary):
+            spec = self._boundaries.spec(each, sizes[action.key[1]])
             if forward:
                 carried[position] = replace(spec, learns=spec.learns and not forward_only), each.name
             elif spec.learns:

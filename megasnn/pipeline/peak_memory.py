@@ -21,11 +21,10 @@ class SegmentMemory:
 
     Attributes:
         resident: kept by its forward. entering: the same where it is computed again.
-        working: most that a computation needs above what is there before it, its input and the gradient of its output
-            included.
+        working: peak of a computation above the memory before it, with its input and the gradient of its output.
         deferred: left by an input gradient for the weight gradient.
         again: seconds to compute the forward again.
-        transfers: its output and the gradient of that, on their way to and from another rank.
+        transfers: its output and the output's gradient, on their way to and from another rank.
         cast: its weights in another type, which a step makes once and keeps.
     """
 
@@ -39,8 +38,13 @@ class SegmentMemory:
 
 
 def segment_memory(costs: PipelineCosts, segments: Sequence[range]) -> list[SegmentMemory]:
-    """Bytes of segments of one layer each, or of none. Args: segments: layers of each."""
-    found, layers = [], costs.layers
+    """Bytes of segments of one layer each, or of none.
+
+    Args:
+        segments: layers of each.
+    """
+    found = []
+    layers = costs.layers
     for span in segments:
         before = layers[span.start - 1] if span.start else LayerCost()
         # A segment without a layer hands its input on.
@@ -50,15 +54,23 @@ def segment_memory(costs: PipelineCosts, segments: Sequence[range]) -> list[Segm
         forward, inputs, weights = layer.working
         working = {
             Kind.FORWARD: before.output + forward,
-            # Its output is not made again; the gradient of that waits in its place.
+            # The output is not made again; its gradient waits instead.
             Kind.RECOMPUTE: before.output + forward,
-            # In a backward in one part the weight gradient comes while all that the forward has kept is there.
+            # In a backward in one part the weight gradient comes while the forward's tensors are still there.
             Kind.BACKWARD: gradient + max(inputs, weights + layer.deferred - layer.held),
             Kind.INPUT_GRADIENT: gradient + inputs,
             Kind.WEIGHT_GRADIENT: weights,
         }
-        entering, transfers = before.message + layer.found, behind.message + behind.gradient
-        found.append(SegmentMemory(layer.held, entering, working, layer.deferred, layer.forward, transfers, layer.cast))
+        memory = SegmentMemory(
+            resident=layer.held,
+            entering=before.message + layer.found,
+            working=working,
+            deferred=layer.deferred,
+            again=layer.forward,
+            transfers=behind.message + behind.gradient,
+            cast=layer.cast,
+        )
+        found.append(memory)
     return found
 
 
@@ -87,17 +99,21 @@ def moments(schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], ex
 
     Args:
         segments: of each chunk of the schedule.
-        exchanged: bytes that travel to and from those who own rows, behind all computations.
+        exchanged: bytes that travel to and from the owners of shards, behind all computations.
     """
-    order, placement = schedule.actions[rank], schedule.placement
+    order = schedule.actions[rank]
+    placement = schedule.placement
     again = {(segment, m) for segment, kind, m in order if kind is Kind.RECOMPUTE}
-    cast = sum(segment.cast for segment, home in zip(segments, placement, strict=True) if home == rank)
-    boundaries = [u for u in range(schedule.segments) if crosses(placement, u) and rank in placement[u : u + 2]]
-    messages = sum(segments[segment].transfers for segment in boundaries)
+    cast = sum(segments[number].cast for number in schedule.segments_of(rank))
+    messages = 0
+    for number in range(schedule.segments):
+        if crosses(placement, number) and rank in placement[number : number + 2]:
+            messages += segments[number].transfers
     stashed = cast
     for action in order:
         segment, kind, m = action
-        memory, is_again = segments[segment], (segment, m) in again
+        memory = segments[segment]
+        is_again = (segment, m) in again
         if kind is Kind.FORWARD and is_again:
             stashed += memory.entering
         if kind in COMPUTE:
@@ -121,21 +137,27 @@ def peak_moments(
 
     Args:
         bounds: layers of each chunk of the schedule.
-        exchanged: on each rank, the bytes that travel to and from those who own rows.
+        exchanged: on each rank, bytes that travel to and from the owners of shards.
     """
     counts = [max(1, len(span)) for span in bounds]
     if max(counts) > 1:  # a chunk's layers run one after another, as segments do
         schedule = refine(schedule, counts)
-        bounds = [part for span in bounds for part in ([range(i, i + 1) for i in span] or [span])]
-    segments, behind = segment_memory(costs, bounds), exchanged or [0] * schedule.ranks
-    found = (moments(schedule, rank, segments, size) for rank, size in enumerate(behind))
-    return [max(of_rank, key=lambda moment: moment.total) for of_rank in found]
+        parts: list[range] = []
+        for span in bounds:
+            parts += [range(number, number + 1) for number in span] or [span]
+        bounds = parts
+    segments = segment_memory(costs, bounds)
+    peaks = []
+    for rank in range(schedule.ranks):
+        size = exchanged[rank] if exchanged else 0
+        peaks.append(max(moments(schedule, rank, segments, size), key=lambda moment: moment.total))
+    return peaks
 
 
 def within_budget(schedule: Schedule, segments: Sequence[SegmentMemory], budget: float) -> frozenset[int]:
-    """Chooses segments whose forwards are computed again so that no rank needs more than its budget.
+    """Chooses segments whose forwards are computed again, so that no rank needs more than its budget.
 
-    Greedy: segments that save most bytes for each second of their time first, as many as `moments` asks for.
+    Greedy: segments that save most bytes for a second of their time come first.
 
     Args:
         schedule: of segments, complete, in which nothing is computed again.
@@ -143,22 +165,23 @@ def within_budget(schedule: Schedule, segments: Sequence[SegmentMemory], budget:
     Raises:
         ValueError: more is needed even with all of them.
     """
-    chosen, least = frozenset[int](), 0
+    chosen = frozenset[int]()
+    least = 0
+
+    def saved_per_second(segment: int) -> float:
+        memory = segments[segment]
+        return (memory.resident - memory.entering) / max(memory.again, 1e-9)
+
     for rank in range(schedule.ranks):
-        useful = [
-            segment for segment in schedule.segments_of(rank) if segments[segment].resident > segments[segment].entering
-        ]
-        useful.sort(
-            key=lambda segment: (
-                (segments[segment].resident - segments[segment].entering) / max(segments[segment].again, 1e-9)
-            )
-        )
+        useful = [segment for segment in schedule.segments_of(rank) if saved_per_second(segment) > 0]
+        useful.sort(key=saved_per_second)
         added = frozenset[int]()
         need = _need(schedule, rank, segments, added)
         while need > budget and useful:
             added |= {useful.pop()}
             need = _need(schedule, rank, segments, added)
-        chosen, least = chosen | added, max(least, need)
+        chosen |= added
+        least = max(least, need)
     if least > budget:
         raise ValueError(
             f"--memory-budget {budget / MB:g} cannot be kept with all forwards computed again: the least is "
@@ -170,6 +193,7 @@ def within_budget(schedule: Schedule, segments: Sequence[SegmentMemory], budget:
 
 def _need(schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], chosen: Collection[int]) -> int:
     """Bytes of a rank where the forwards of these segments are computed again."""
-    order = with_recompute(schedule.actions[rank], lambda segment, m: segment in chosen)
-    orders = (*schedule.actions[:rank], order, *schedule.actions[rank + 1 :])
-    return max((each.total for each in moments(replace(schedule, actions=orders), rank, segments)), default=0)
+    orders = list(schedule.actions)
+    orders[rank] = with_recompute(schedule.actions[rank], lambda segment, m: segment in chosen)
+    changed = replace(schedule, actions=tuple(orders))
+    return max((moment.total for moment in moments(changed, rank, segments)), default=0)

@@ -1,10 +1,11 @@
-"""Plan of a model's pipeline: layers and place of each chunk, and the schedules; the same on every rank."""
+"""Plan of a model's pipeline: layers and pipeline rank of each chunk, and the schedules; the same on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain
 
 from torch import nn
 
@@ -34,9 +35,9 @@ class PipelinePlan:
 
     Attributes:
         bounds: layers of each chunk.
-        schedules: for any number of micro-batches; carries those decided on for the numbers of a step.
+        schedules: for any number of micro-batches; those of a training step are decided.
         micro_batches: of a usual step.
-        costs: measured; None where nobody needed them.
+        costs: measured; None where no decision needed them.
     """
 
     bounds: tuple[range, ...]
@@ -61,15 +62,20 @@ class PipelinePlan:
 
     def describe(self, asked: ParallelConfig) -> list[str]:
         """Lines about the choice of the schedule, where costs decide, and forwards that are computed again."""
-        count, schedule, lines = self.micro_batches, self.schedules.training(self.micro_batches), list[str]()
-        result, budget = self.simulation(count), asked.memory_budget
+        lines = []
+        count = self.micro_batches
+        schedule = self.schedules.training(count)
+        result = self.simulation(count)
         if result is not None:
             lines.append(
                 f"--pipeline-schedule {asked.pipeline_schedule}: {schedule.name}, predicted for {count} micro-batches "
                 f"{1e3 * result.makespan:.1f} ms ({result.idle_share:.1%} bubble)"
             )
-        if again := sum(action.kind is Kind.RECOMPUTE for order in schedule.actions for action in order):
-            flag = f"--recompute {asked.recompute}" if budget is None else f"--memory-budget {budget:g}"
+        again = sum(action.kind is Kind.RECOMPUTE for action in chain.from_iterable(schedule.actions))
+        if again:
+            flag = f"--recompute {asked.recompute}"
+            if asked.memory_budget is not None:
+                flag = f"--memory-budget {asked.memory_budget:g}"
             forwards = sum(map(len, self.bounds)) * count
             lines.append(f"{flag}: {again} of a step's {forwards} forwards of layers are computed again")
         return lines
@@ -82,19 +88,23 @@ def plan_pipeline(
     state: ParallelState,
     built: Sequence[Built],
 ) -> PipelinePlan:
-    """Profiles layers where that is needed, on all ranks, and lets the first one choose. Collective over the world.
+    """Profiles layers on all ranks, where a decision needs it, and lets the first rank decide. Collective.
 
     Args:
         built: the layers for this rank.
     Raises:
-        ValueError: on every rank, what the schedule cannot place, or a budget that it cannot keep.
+        ValueError: on every rank, layers that the schedule cannot place, or a budget that it cannot keep.
     """
-    training, parallel, stages, replicas = config.training, config.parallel, state.pp.size, state.dp.size
-    counts = micro_batch_counts(training.global_batch_size, training.micro_batch_size, replicas, config.windows)
+    training = config.training
+    parallel = config.parallel
+    stages = state.pp.size
+    counts = micro_batch_counts(training.global_batch_size, training.micro_batch_size, state.dp.size, config.windows)
     if training.evaluate_only:  # no activation is kept, so none is recomputed; there are no other steps
         parallel = replace(parallel, recompute=NEVER, memory_budget=None)
         counts = counts[:1]
-    bounds, costs, weights_of = None, None, None
+    bounds = None
+    costs = None
+    weights_of = None
     if parallel.layout is not None:
         bounds = tuple(layout_to_bounds(parallel.layout, [layer.layer_group for layer in description.layers]))
     elif stages == 1 and parallel.chunks_per_rank in (1, None):
@@ -126,10 +136,10 @@ def choose(
 
     Args:
         counts: these numbers, the usual one first.
-        bounds: layers of each chunk; None: balanced by the costs.
-        weights_of: where replicas shard weights; layers are executed one by one then.
+        bounds: layers of each chunk; None to balance them by the costs.
+        weights_of: weights that replicas share; layers are executed one by one then.
     Raises:
-        ValueError: what the schedule cannot place, and a budget that it cannot keep.
+        ValueError: layers that the schedule cannot place, or a budget that it cannot keep.
     """
 
     @cache
@@ -158,7 +168,8 @@ def choose(
         refined = choice.in_segments(cut, NEVER)
         memory = segment_memory(costs, refined.segment_bounds(cut))
         again = within_budget(refined.training(counts[0]), memory, MB * parallel.memory_budget)
-        choice = replace(refined, chosen=again) if again else choice
+        if again:
+            choice = replace(refined, chosen=again)
     if weights_of is not None:
         choice = choice.sharing(weights_of(choice.segment_bounds(cut)), counts)
     return PipelinePlan(cut, choice, counts[0], costs)
@@ -167,13 +178,17 @@ def choose(
 def shared_weights(
     layers: Sequence[nn.Module], segments: Sequence[range], ranks: int, scatters: bool = False
 ) -> SharedWeights:
-    """Weights that replicas shard by rows, of each segment.
+    """Weights of each segment that replicas share, to be gathered before use.
 
     Args:
-        layers: of the model; they may be without memory.
+        layers: of the model, with or without memory.
         segments: layers of each.
         scatters: gradients are scattered after every micro-batch.
     """
-    gathered = tuple(segment_bytes([layers[number] for number in segment]) for segment in segments)
-    scattered = frozenset(segment for segment, size in enumerate(gathered) if size) if scatters else frozenset()
-    return SharedWeights(gathered, scattered, ranks)
+    gathered = []
+    for segment in segments:
+        gathered.append(segment_bytes([layers[number] for number in segment]))
+    scattered = frozenset[int]()
+    if scatters:
+        scattered = frozenset(number for number, size in enumerate(gathered) if size)
+    return SharedWeights(tuple(gathered), scattered, ranks)

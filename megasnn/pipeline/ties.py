@@ -1,8 +1,8 @@
-"""Tensors that several layers have: one owner, and copies on whatever stages the other layers are.
+"""Ties: tensors of several layers, with one owner and copies on the stages of the other layers.
 
-A copy has a gradient of its own, which is added to the owner's once in a step, copy by copy in the order of the layers:
-the sum does not depend on which stage has which layer, nor on the schedule. The owner's value goes back to the copies
-whenever it has changed. Every rank takes the pairs of ranks in the same order, so that messages meet.
+A copy has a gradient of its own. Once in a step it is added to the owner's gradient, copy by copy in the order of the
+layers, so that the sum depends neither on the stages nor on the schedule. A changed value goes from the owner to the
+copies. Every rank takes the pairs of ranks in the same order, so that messages meet.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megasnn.pipeline.p2p import linked
 
 @dataclass
 class _Pair:
-    """Copies that a chunk has of tensors which one rank owns.
+    """Copies on one chunk of tensors of one owning rank.
 
     Attributes:
         owner, copy: the two pipeline ranks, which may be the same.
         originals, copies: the tensors, in the same order; empty where they are not on this rank.
-        owning_norms, copied_norms: those whose running statistics are among them.
+        owning_norms, copied_norms: norms whose running statistics are among the tensors.
     """
 
     owner: int
@@ -48,10 +48,10 @@ class Ties:
 
     Args:
         bounds, placement: the layers and the pipeline rank of each chunk.
-        pipeline: this rank's group. Whatever its ranks have sent in a step must have arrived.
-        device: where messages lie.
-        gradient: of a parameter, what this rank has of it, the same of an owner and of its copies.
-        local_part: what this rank keeps of a tensor, likewise.
+        pipeline: this rank's group. Messages of a step must have arrived before.
+        device: of the messages.
+        gradient: gives this rank's part of a parameter's gradient, the same part of an owner and of its copies.
+        local_part: gives this rank's part of a tensor, likewise.
     """
 
     def __init__(
@@ -65,18 +65,23 @@ class Ties:
         gradient: Callable[[Tensor], Tensor | None],
         local_part: Callable[[ShardedTensor], ShardedTensor],
     ) -> None:
-        self._pipeline, self._device, self._gradient = pipeline, device, gradient
-        chunk_of = {description.layers[number].name: index for index, span in enumerate(bounds) for number in span}
-        originals = {
-            entry.name: local_part(entry).tensor for chunk in chunks.values() for entry in chunk.sharded_tensors()
-        }
+        self._pipeline = pipeline
+        self._device = device
+        self._gradient = gradient
+        chunk_of: dict[str, int] = {}
+        for index, span in enumerate(bounds):
+            chunk_of.update({description.layers[number].name: index for number in span})
+        originals: dict[str, Tensor] = {}
+        for chunk in chunks.values():
+            originals.update({entry.name: local_part(entry).tensor for entry in chunk.sharded_tensors()})
         copies = {index: iter(chunk.copied_tensors()) for index, chunk in chunks.items()}
         norms = [each for chunk in chunks.values() for each in chunk.modules() if isinstance(each, ParallelBatchNorm)]
         norm_of = {norm.running_mean: norm for norm in norms if norm.running_mean is not None}
         pairs: dict[tuple[int, int], _Pair] = {}
         for tie in description.ties:
             index = chunk_of[tie.copy]
-            owner, copy = placement[chunk_of[tie.owner]], placement[index]
+            owner = placement[chunk_of[tie.owner]]
+            copy = placement[index]
             pair = pairs.setdefault((index, owner), _Pair(owner, copy))
             if pipeline.rank == owner:
                 pair.originals.append(originals[tie.name])
@@ -91,14 +96,13 @@ class Ties:
         self._copied_norms = {norm for pair in self._pairs for norm in pair.copied_norms}
 
     def sum_gradients(self) -> None:
-        """Adds the copies' gradients, which are reduced over the replicas, to those of their owners."""
+        """Adds the copies' gradients to those of their owners. Both are reduced over the replicas before."""
         with torch.no_grad():
             for pair in self._pairs:
                 originals = [self._gradient_of(tensor) for tensor in pair.originals if tensor.requires_grad]
-                outgoing = [self._gradient_of(tensor) for tensor in pair.copies if tensor.requires_grad]
-                for gradient, part in zip(
-                    originals, self._moved(outgoing, originals, pair.copy, pair.owner), strict=True
-                ):
+                copies = [self._gradient_of(tensor) for tensor in pair.copies if tensor.requires_grad]
+                arrived = self._moved(copies, originals, pair.copy, pair.owner)
+                for gradient, part in zip(originals, arrived, strict=True):
                     gradient.add_(part)
 
     def _gradient_of(self, tensor: Tensor) -> Tensor:
@@ -118,35 +122,47 @@ class Ties:
                         copy.copy_(value)
 
     def statistics_of_owners(self, found: Sequence[StepStatistics]) -> list[StepStatistics]:
-        """Statistics of a step of all norms, for those that own their running statistics: behind a norm's own those of
-        its copies, in the order in which a forward calls them."""
-        of: dict[ParallelBatchNorm, list[Tensor]] = {norm: [] for norm in self._copied_norms}
+        """Statistics of a step for the norms that own their running statistics.
+
+        Behind a norm's own come those of its copies, in the order in which a forward calls them.
+        """
+        of_copies: dict[ParallelBatchNorm, list[Tensor]] = {norm: [] for norm in self._copied_norms}
+        result = []
         for norm, mean, variance in found:
-            if norm in of:
-                of[norm].append(torch.stack([mean, variance]))
-        result = [each for each in found if each[0] not in of]
+            if norm in of_copies:
+                of_copies[norm].append(torch.stack([mean, variance]))
+            else:
+                result.append((norm, mean, variance))
         for pair in self._pairs:
             like = [_statistics_like(norm) for norm in pair.owning_norms]
-            outgoing = [torch.stack(of[norm]) for norm in pair.copied_norms]
+            outgoing = [torch.stack(of_copies[norm]) for norm in pair.copied_norms]
             moved = self._moved(outgoing, like, pair.copy, pair.owner)
             for norm, calls in zip(pair.owning_norms, moved, strict=True):
                 result += [(norm, mean, variance) for mean, variance in calls]
         return result
 
     def _moved(self, outgoing: Sequence[Tensor], like: Sequence[Tensor], source: int, target: int) -> Sequence[Tensor]:
-        """Moves the tensors `outgoing` from pipeline rank `source` to rank `target`, where they are like those of
-        `like`; nothing on other ranks."""
-        ranks, group, moved = self._pipeline.ranks, self._pipeline.handle, list[Tensor]()
+        """Moves tensors from pipeline rank `source` to rank `target`.
+
+        Args:
+            outgoing: on the source. like: tensors of their shapes and types, on the target.
+        Returns:
+            the tensors on the target; nothing on other ranks.
+        """
         if source == target:
             return outgoing
-        for tensor in outgoing if self._pipeline.rank == source else ():
-            message = tensor.detach().contiguous()
-            traffic.record("ties", message.nbytes)
-            dist.send(message, ranks[target], group=group)
-        for tensor in like if self._pipeline.rank == target else ():
-            message = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-            dist.recv(message, ranks[source], group=group)
-            moved.append(message)
+        pipeline = self._pipeline
+        if pipeline.rank == source:
+            for tensor in outgoing:
+                message = tensor.detach().contiguous()
+                traffic.record("ties", message.nbytes)
+                dist.send(message, pipeline.ranks[target], group=pipeline.handle)
+        moved: list[Tensor] = []
+        if pipeline.rank == target:
+            for tensor in like:
+                message = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+                dist.recv(message, pipeline.ranks[source], group=pipeline.handle)
+                moved.append(message)
         return moved
 
 

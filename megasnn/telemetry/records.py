@@ -98,7 +98,7 @@ class EvaluationRecord:
     Attributes:
         metrics: means over the `samples`, by name; "top1" of a classification, and "top5" of more than five classes.
         top1, top5: those of `metrics`; an AttributeError where it has none.
-        skipped_samples: broken samples that others replaced, over all ranks.
+        skipped_samples: broken samples, which are not among the `samples`, over all ranks.
     """
 
     iteration: int

@@ -6,7 +6,7 @@ from functools import partial
 
 from megasnn.common.checks import error_context
 from megasnn.config import PretrainConfig
-from megasnn.config.values import samples
+from megasnn.config.values import CLASS_NAMES, samples
 from megasnn.data import BatchLoader, Datasets, open_datasets
 from megasnn.data.arrays import ArrayFile, ArrayFormat
 from megasnn.data.loader import epoch_samples, order_identity
@@ -70,11 +70,15 @@ class RunData:
             "dataset": order_identity(self.datasets.train, batch, last_batch),
             **{"seed": training.seed, "shuffle": data.shuffle, "last_batch": last_batch},
             "frames": {"split_by": data.split_by},
+            CLASS_NAMES: [*self.datasets.classes],
         }
 
     @property
-    def notice(self) -> str:
-        """For the user: the model has more classes than the data, or nothing is evaluated; "" otherwise."""
+    def notices(self) -> list[str]:
+        """For the user: shards are used twice, the model has more classes than the data, or nothing is evaluated."""
+        return [*self.datasets.warnings, self._notice()]
+
+    def _notice(self) -> str:
         if self._config.logging.eval_iters != 0 and not self.evaluates:
             return "without --valid-data-path nothing is evaluated"
         found, classes = int(self.datasets.train.labels.max()) + 1, self._classes

@@ -88,7 +88,7 @@ class TrainingRun:
             self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
             announce(self._memory, reporter)
             of_folder = claimed.notice if claimed is not None else ""
-            self._introduce_start(begin.averaged, [of_folder, begin.notice, self.data.notice])
+            self._introduce_start(begin.averaged, [of_folder, begin.notice, *self.data.notices])
             undo.pop_all()
 
     def _outline(self) -> RunOutline:
@@ -234,7 +234,7 @@ class TrainingRun:
             skipped = data.skipped_over_replicas(engine, loader.skipped, training=False)
         self._in_evaluation = False
         due = data.samples_to_evaluate
-        self.has_evaluated = record.samples == due
+        self.has_evaluated = record.samples + skipped == due
         if not self.has_evaluated:
             reporter.line(
                 f"asked to stop: the evaluation at iteration {engine.iteration} was left after {record.samples} of "

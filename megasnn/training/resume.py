@@ -21,7 +21,16 @@ from megasnn.checkpoint.source import read_state_dict
 from megasnn.common.checks import error_context
 from megasnn.common.files import CheckpointError, NoCheckpointError, in_message
 from megasnn.config import PretrainConfig
-from megasnn.config.values import SAMPLES_KEY, changed_recipe, changed_samples, config_identity, recipe, samples
+from megasnn.config.values import (
+    CLASS_NAMES,
+    SAMPLES_KEY,
+    changed_recipe,
+    changed_samples,
+    config_identity,
+    recipe,
+    samples,
+)
+from megasnn.data.datasets import class_difference
 from megasnn.engine import Engine
 from megasnn.parallel.agreement import broadcast_result, run_on_all_ranks
 from megasnn.parallel_state import ParallelState
@@ -275,18 +284,29 @@ def _problems(config: PretrainConfig, data_position: Mapping[str, object], saved
     """Yields differences of the model; unless it only evaluates, of the data and its order, to which the checkpoint's
     position refers."""
     yield from model_differences(saved, config.model.name, config_identity(config))
+    yield from _class_problems(data_position, saved)
     if config.training.evaluate_only:
         return
     if not saved.extra.keys() & data_position.keys():
         yield "it keeps no place in the data, as a megasnn.Engine has none: --finetune takes its weights only"
         return
     for name, value in data_position.items():
-        if saved.extra.get(name) != value:
+        if name != CLASS_NAMES and saved.extra.get(name) != value:
             before = in_message(saved.extra.get(name))
             yield (
                 f"{name}: {before} when it was saved, {value} now: in other data or another order "
                 "its place in the data means nothing (--finetune takes its weights only)"
             )
+
+
+def _class_problems(data_position: Mapping[str, object], saved: Metadata) -> Iterator[str]:
+    """Yields a class number that stood for another class in the training that saved; where both lists are known."""
+    before, now = saved.extra.get(CLASS_NAMES), data_position.get(CLASS_NAMES)
+    if isinstance(before, list) and isinstance(now, list) and (different := class_difference(before, now)):
+        yield (
+            f"{different} when it was saved and in the data now: make the shards again, with --classes-of and the "
+            "folder that was trained on"
+        )
 
 
 def _warnings(remarks: Iterable[str]) -> str:

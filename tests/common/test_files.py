@@ -171,6 +171,20 @@ def test_machine_code_is_out_of_date_when_a_file_beside_it_changes(tmp_path: Pat
         assert stamp() != before
 
 
+def test_machine_code_of_other_modules_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index that another release wrote names modules that are gone, and numba unpickles it before it looks at it."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    (tmp_path / "kernel.py").write_text("name = 'kernel'\n")
+
+    def path() -> str:
+        return FolderLocator.from_function(add, str(tmp_path / "kernel.py")).get_cache_path()
+
+    before = path()
+    assert path() == before
+    with mock.patch.object(Path, "glob", return_value=[Path("calls.py"), Path("alone.py")]):
+        assert path() != before
+
+
 def test_machine_code_lies_in_the_cache_and_not_beside_the_source(cache):
     """numba runs what it finds in its cache."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -19,6 +19,7 @@ class Server(ThreadingHTTPServer):
         silent: seconds without a byte in the middle of a shard.
         leads_to: the address that it answers with in place of a shard.
         has_length: whether the size of a file is in the header.
+        version: headers of every answer, such as an ETag.
         asked: the shards whose content was asked for. authorizations: the header of that name in each request.
     """
 
@@ -28,6 +29,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder, self.leads_to, self.silent, self.has_length = folder, "", 0.0, True
         self.statuses, self.cuts, self.asked, self.authorizations = [], [], [], []
+        self.version: dict[str, str] = {}
 
     def url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/{name}"
@@ -48,6 +50,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Location", server.leads_to)
         if server.has_length:
             self.send_header("Content-Length", str(len(content)))
+        for name, value in self.server.version.items():
+            self.send_header(name, value)
         self.end_headers()
         cut = server.cuts.pop(0) if content and server.cuts else len(content)
         with suppress(BrokenPipeError, ConnectionResetError):  # the client has had enough

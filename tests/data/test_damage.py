@@ -12,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megasnn.common.files import read_array
+from megasnn.data.arrays import ArrayFile, ArrayFormat
 from megasnn.data.datasets import BrokenSample, ShardDataset
 from megasnn.data.events import FrameOptions
 from megasnn.data.formats import EventFormat
@@ -71,7 +73,7 @@ HOSTILE = {  # small files that were made to take the machine
 def test_what_would_take_the_machine_is_refused_before_it_does(name):
     format, content = HOSTILE[name]
     assert len(content) < 1 << 20
-    with pytest.raises(ValueError, match="Unable to allocate 7.28 TiB" if "npy" in name else "--max-sample-mb"):
+    with pytest.raises(ValueError, match="header says 8,000,000,000,000 bytes" if "npy" in name else "--max-sample-mb"):
         format.decode(content)
 
 
@@ -113,3 +115,74 @@ def test_whatever_is_damaged_is_decoded_or_a_value_error(suffix, data):
         (EVENTS if suffix.endswith("npz") else IMAGE).decode(bytes(content))
     except ValueError:
         pass
+
+
+def array_format(**changes: object) -> ArrayFormat:
+    """An input `x` of two numbers, and classes a pixel as target."""
+    x = ArrayFile("x", "npy", (2,), **{"dtype": "float"} | changes)
+    return ArrayFormat((x, ArrayFile("y", "seg.png", (8, 8), "int", 4)), ("x",), "y")
+
+
+def array_sample(x: bytes, classes: bytes | None = None) -> dict[str, bytes]:
+    return {"npy": x, "seg.png": classes or image_file(np.zeros((8, 8), np.uint8))}
+
+
+BROKEN_ARRAYS = {
+    "empty": (b"", "float", "npy"),
+    "text": (b"1.0 2.0", "float", "npy"),
+    "header of 8 TB": (npy_header((10**12,)), "float", "header"),
+    "header of ten elements": (npy_header((10,)) + bytes(16), "float", "header"),
+    "header of -2 elements": (npy_header((-2,)) + bytes(16), "float", "header"),
+    "header that is no Python": (npy(np.zeros(2)).replace(b"'shape'", b"'sh(pe'"), "float", "npy"),
+    "object": (npy(np.zeros(2)).replace(b"'<f8'", b"'|O' "), "float", "Python objects"),
+    "nan": (npy(np.array([0, np.nan])), "float", "nan or infinite"),
+    "infinity": (npy(np.array([np.inf, 0], np.float32)), "float", "nan or infinite"),
+    "float64 beyond float32": (npy(np.array([1e300, 0])), "float", "nan or infinite.*float32"),
+    "2^63": (npy(np.array([2**63, 0], np.uint64)), "int", "9223372036854775808.*int64"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_ARRAYS)
+def test_an_array_that_cannot_be_decoded_is_a_broken_sample(tmp_path, name):
+    content, dtype, reason = BROKEN_ARRAYS[name]
+    sound = npy(np.arange(2.0 if dtype == "float" else 2))
+    shard = write_shard(tmp_path / "a.tar", {"a": array_sample(sound), "b": array_sample(content)})
+    dataset = ShardDataset([open_shard(shard)], array_format(dtype=dtype), 0)
+    assert dataset.sample(0)["x"].tolist() == [0, 1]
+    with pytest.raises(BrokenSample, match=f"'b' of shard {shard} cannot be decoded.*{reason}.*--skip-broken-samples"):
+        dataset.sample(1)
+
+
+def test_a_mask_that_is_cut_is_a_broken_sample_too(tmp_path):
+    picture = image_file(np.arange(64, dtype=np.uint8).reshape(8, 8) % 4)
+    shard = write_shard(tmp_path / "a.tar", {"a": array_sample(npy(np.arange(2.0)), picture[:-30])})
+    with pytest.raises(BrokenSample, match="'a' of shard .*cannot be decoded"):
+        ShardDataset([open_shard(shard)], array_format(), 0).sample(0)
+
+
+def test_arrays_are_bounded_before_memory_is_taken(limits):
+    content = npy(np.zeros(300))
+    assert read_array(content).shape == (300,)
+    limits(2000)
+    with pytest.raises(ValueError, match="--max-sample-mb"):
+        read_array(content)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
+def test_frames_that_are_not_finite_are_refused(value):
+    frames = np.ones((4, 2, 8, 8))
+    frames[3, 1, 7, 7] = value
+    with pytest.raises(ValueError, match="nan or infinite"):
+        EVENTS.decode(npz(frames=npy(frames)))
+    larger = EventFormat(FrameOptions(4, size=4))
+    with pytest.raises(ValueError, match="nan or infinite"):
+        larger.decode(npz(frames=npy(frames)))
+
+
+def test_broken_arrays_are_skipped_and_counted(tmp_path):
+    samples = {f"s{n}": array_sample(npy(np.full(2, n, float))) for n in range(5)}
+    samples["s2"]["npy"] = npy(np.array([np.nan, 0]))
+    dataset = ShardDataset([open_shard(write_shard(tmp_path / "a.tar", samples))], array_format(), 0)
+    (batch,) = loader(dataset, shuffle=False, skip_broken_samples=True, global_batch_size=5).batches(limit=1)
+    assert [part.skipped for part in batch.micro_batches] == [1, 0]
+    assert batch.micro_batches[0].inputs["x"][:, 0].tolist() == [0, 1, 3]

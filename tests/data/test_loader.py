@@ -195,3 +195,16 @@ def test_skipped_samples_are_counted_as_they_are_handed_out(broken):
     none = open_all(write_shards(broken[0].parent, 5, per_shard=5, broken=tuple(range(5)))[:1])
     with pytest.raises(ValueError, match="none of the 5 samples"):
         next(loader(none, skip_broken_samples=True).batches())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_evaluation_counts_no_sample_in_place_of_a_broken_one(broken, num_workers):
+    """Sizes stay, as all stages know them; the places that count are those of all sound samples, each once."""
+    passes = loader(open_all(broken), training=False, skip_broken_samples=True, num_workers=num_workers).batches()
+    parts = [part for batch in passes for part in batch.micro_batches]
+    places = [[place for place in range(part.size) if place not in part.left_out] for part in parts]
+    counted = [numbers(part)[place] for part, kept in zip(parts, places, strict=True) for place in kept]
+    assert counted == [number for number in range(SAMPLES) if number not in BROKEN]
+    assert sum(part.size for part in parts) == SAMPLES and sum(part.skipped for part in parts) == len(BROKEN)
+    trained = next(loader(open_all(broken), skip_broken_samples=True, global_batch_size=SAMPLES).batches())
+    assert not any(part.left_out for part in trained.micro_batches)

@@ -124,3 +124,23 @@ def test_commands_and_object_stores(folder, cache, monkeypatch):
     for url in ("memory://bucket/none.tar", "nowhere://host/"):
         with pytest.raises(FetchError, match=url):
             opened(url)
+
+
+@pytest.mark.parametrize("header", ["ETag", "Last-Modified"])
+def test_a_shard_of_the_same_size_is_fetched_anew_where_the_server_tells_another_version(folder, server, header):
+    url = server.url("train-00000.tar")
+    server.version = {header: "one"}
+    assert samples(opened(url)) == samples(opened(url)) == [0, 1, 2]
+    before = (folder / "train-00000.tar").stat().st_size
+    assert write_shard(folder / "train-00000.tar", numbered(range(3, 6))).stat().st_size == before
+    assert samples(opened(url)) == [0, 1, 2], "the server tells of no change"
+    server.version = {header: "two"}
+    assert samples(opened(url)) == [3, 4, 5]
+
+
+def test_object_stores_tell_the_time_of_a_change(folder):
+    store = fsspec.filesystem("memory")
+    for numbers in ([0, 1, 2], [3, 4, 5]):
+        shard = write_shard(folder / "a.tar", numbered(range(numbers[0], numbers[0] + 3)))
+        store.pipe("/bucket/same.tar", shard.read_bytes())
+        assert samples(opened("memory://bucket/same.tar")) == numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import tarfile
@@ -10,10 +11,11 @@ import tarfile
 import numpy as np
 import pytest
 
+from megasnn.common.files import NAME_BYTES
 from megasnn.data import shards as shards_
 from megasnn.data.remote import expand_shards
 from megasnn.data.shards import open_shard, scan
-from tests.data.shard_files import image_file, numbered, open_all, write_shard, write_shards
+from tests.data.shard_files import after, image_file, numbered, open_all, write_shard, write_shards
 
 
 def values(dataset) -> list[int]:
@@ -62,7 +64,7 @@ def test_offsets_in_index_json_spare_the_scan_and_are_checked(tmp_path, monkeypa
         content = {"version": 1, "classes": [], "shards": [record]}
         (tmp_path / "index.json").write_text(json.dumps(content))
 
-    write()
+    after(path, write)
     monkeypatch.setattr(shards_, "scan", lambda *_: pytest.fail("it is scanned"))
     assert values(open_all([path])) == [0, 1, 2]
     for changes, named in (
@@ -119,6 +121,9 @@ CHANGES = {
     "s001.cls.*b'cat'": lambda files: files.update(cls=b"cat"),
     "s001.cls.*b''": lambda files: files.update(cls=b""),
     "s001.cls.*b'111": lambda files: files.update(cls=b"1" * 1000),
+    "s001.cls.*b'1_0'": lambda files: files.update(cls=b"1_0"),
+    "s001.cls.*b'1  .* class number alone": lambda files: files.update(cls=b"1" + b" " * 40 + b"cat"),
+    "s001.cls.*b'2147483648'": lambda files: files.update(cls=b"2147483648"),
 }
 
 
@@ -141,6 +146,36 @@ def test_a_file_that_is_no_sound_shard_is_named(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=str(path)):
             open_shard(path)
+
+
+@pytest.mark.parametrize("kind", ["old GNU", "PAX 0.1"])
+def test_a_sparse_member_is_refused_by_name(tmp_path, kind):
+    """The bytes at its place in the tar are not those of the file: holes are left out."""
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        for name, content in (("a.png", bytes(512)), ("a.cls", b"0")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            if name == "a.png" and kind == "PAX 0.1":
+                member.pax_headers = {"GNU.sparse.map": "0,512", "GNU.sparse.size": "4096", "GNU.sparse.name": name}
+            archive.addfile(member, io.BytesIO(content))
+    if kind == "old GNU":
+        content = bytearray(path.read_bytes())
+        content[156] = ord("S")  # type of the first member
+        content[386:410] = b"00000000000\0" + b"00000001000\0"  # a piece of 512 bytes at 0
+        content[483:495] = b"00000010000\0"  # of a file of 4,096
+        content[148:156] = b" " * 8
+        content[148:156] = b"%06o\0 " % sum(content[:512])
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"shard {path}: 'a.png' is stored as a sparse file.*--sparse"):
+        open_shard(path)
+
+
+def test_a_name_is_bounded_since_all_take_the_space_of_the_longest(tmp_path):
+    longest = "n" * NAME_BYTES
+    assert open_shard(write_shard(tmp_path / "a.tar", {longest: numbered(range(1))["s000"]})).members.keys == [longest]
+    with pytest.raises(ValueError, match=f"shard {tmp_path}/b.tar: the name 'nnnn.*more than {NAME_BYTES} bytes"):
+        open_shard(write_shard(tmp_path / "b.tar", {longest + "n": numbered(range(1))["s000"]}))
 
 
 def test_labels_out_of_range_are_named_and_the_fingerprint_tells_data_sets_apart(tmp_path):
@@ -192,6 +227,8 @@ def test_braces_keep_their_order_and_globs_are_sorted(folder):
         ("{folder}/train-00000.tar::{folder}/train-00000.tar", "train-00000.tar"),
         ("http://me:secret@host/1.tar::http://me:secret@host/1.tar", "--data-path http://host/1.tar"),
         ("{folder}", "is a folder"),
+        ("{folder}/${{NOT_SET}}/1.tar", r"--data-path .*\$\{NOT_SET\}.*WDS_NOT_SET is not set"),
+        ("http://me:secret@host/{{0..9999999}}.tar", "--data-path 'http://host/.*more than 100,000 shards"),
         ("file:pipe:touch x", "becomes the command 'pipe:touch x'"),
         ("file://file:pipe:touch x", "becomes the command"),
         ("a.tar::{{p,p}}ipe:touch x", "becomes the command"),

@@ -142,6 +142,17 @@ def test_the_last_of_four_ranks_takes_the_gpu_of_its_number_or_the_one_it_is_sho
             choose_device("cuda")
 
 
+def test_ranks_that_do_not_know_their_number_on_a_host_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for asked in ("auto", "cuda"):
+        with pytest.raises(ValueError, match="LOCAL_RANK is not set"):
+            choose_device(asked)
+    assert choose_device("cpu") == (torch.device("cpu"), "")
+
+
 def policies() -> list[int]:
     initialize_model_parallel(pp=2)
     tasks = [task for task in TASKS.iterdir() if (task / "comm").read_text().startswith("gloo")]

@@ -6,7 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -111,6 +113,33 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all_and_changes_nothing(ranks) -
     with Engine(MODEL, **SIZES, ema_decay=0.9, precision="fp64") as alone:
         losses = [alone.train_step(x, y).loss for _ in range(2)]
     assert [float(first[0]), float(first[-1])] == pytest.approx(losses, rel=1e-9)
+
+
+def of_different_methods(calls: list[tuple[str, str]]) -> list[str]:
+    """Errors of this rank, where the first one calls one method, and the second another."""
+    found = []
+    x, y = batch()
+    with Engine(net(), **SIZES) as engine:
+        arguments: dict[str, tuple[Any, ...]] = {
+            **{"train_step": (x, y), "evaluate": (x, y), "predict": (x,), "state_dict": ()},
+            **{"load_state_dict": (engine.state_dict(),), "save": ("folder",), "load": ("folder",)},
+        }
+        for both in calls:
+            name = both[engine.state.rank]
+            with pytest.raises(ValueError) as error:
+                getattr(engine, name)(*arguments[name])
+            found.append(str(error.value))
+        engine.train_step(x, y)
+        assert engine.iteration == 1
+    return found
+
+
+def test_ranks_that_call_different_methods_are_told_so_on_all_of_them(ranks) -> None:
+    names = ("train_step", "evaluate", "predict", "state_dict", "load_state_dict", "save", "load")
+    calls = [*permutations(names, 2)]
+    for found in ranks(2, of_different_methods, calls):
+        for (first, second), text in zip(calls, found, strict=True):
+            assert text.endswith(f"rank 0 called {first}, rank 1 called {second}") and "\n" not in text
 
 
 def test_an_iterable_that_raises_ends_the_engine(engine: Engine) -> None:

@@ -3,7 +3,10 @@ in folders."""
 
 from __future__ import annotations
 
+import copy
 import json
+import multiprocessing
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,3 +192,68 @@ def test_a_run_and_what_is_damaged(tmp_path: Path) -> None:
     weights.unlink()
     with pytest.raises(DamagedError):
         TrainedModel.from_pretrained(folder)
+
+
+# --- in programs of others
+
+
+def test_inputs_that_are_not_the_models_are_refused(trained: Any) -> None:
+    model, x, _ = trained
+    wrong = {
+        "nan or infinite": x.clone().index_fill_(-1, torch.tensor([0]), torch.nan),
+        "nan or infinite:": x * 1e39 if model.dtype == torch.float32 else x / 0,
+        "uint8": (255 * x.abs().clamp(0, 1)).to(torch.uint8),
+        "int64": x.long(),
+        "bool": x > 0,
+        r"\[6, .*\] of torch.float64": x[..., :-1],
+        "got .*3": x.unsqueeze(0).expand(3, *x.shape),
+        "list": x.tolist(),
+    }
+    for named, images_given in wrong.items():
+        for call in (model, model.steps, model.output):
+            with pytest.raises(ValueError, match=named):
+                call(images_given)
+    if model.about.model == "vgg":
+        with pytest.raises(ValueError, match="got"):
+            model(x.repeat(1, 2, 1, 1, 1))  # T = 4
+
+
+def test_no_samples_and_arrays_of_numpy_have_answers(trained: Any) -> None:
+    model, x, expected = trained
+    assert model(x[:0]).shape == (0, *expected.shape[1:]) and model(x[:0]).dtype == expected.dtype
+    assert model.steps(x[:0]).shape == (model.config.time_steps, 0, *expected.shape[1:])
+    assert close(model(x.numpy()), expected)
+    with pytest.raises(ValueError, match="uint8"):
+        model((255 * x.abs().clamp(0, 1)).numpy().astype("uint8"))
+    with pytest.raises(ValueError, match="got"):
+        model(x[:0, ..., 1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_it_computes_in_the_type_it_is_moved_to(trained: Any, dtype: torch.dtype) -> None:
+    model, x, expected = trained
+    moved = copy.deepcopy(model).to(dtype)
+    assert moved.dtype == dtype and moved.steps(x).dtype == dtype
+    assert moved(x).isfinite().all() and moved(x).shape == expected.shape
+    if dtype == torch.float64:
+        assert close(moved(x), expected)
+    again = pickle.loads(pickle.dumps(moved))
+    assert again.dtype == dtype and torch.equal(again(x), moved(x))
+
+
+def _answer(model: TrainedModel, x: Tensor, answers: Any) -> None:
+    answers.put(model(x).numpy())
+
+
+def test_it_is_pickled_saved_and_sent_to_another_process(trained: Any, tmp_path: Path) -> None:
+    model, x, _ = trained
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+    torch.save(model, tmp_path / "model.pt")
+    assert torch.equal(torch.load(tmp_path / "model.pt", weights_only=False)(x), model(x))
+    processes = multiprocessing.get_context("spawn")
+    answers = processes.Queue()
+    worker = processes.Process(target=_answer, args=(model, x, answers))
+    worker.start()
+    found = answers.get(timeout=120)
+    worker.join(60)
+    assert worker.exitcode == 0 and torch.equal(torch.from_numpy(found), model(x))

@@ -126,7 +126,7 @@ def test_threads_wait_before_they_read_what_others_have_written() -> None:
 
 def test_learned_factors_compile() -> None:
     """Repeated input, running statistics, given potentials and a single channel as well."""
-    from megasnn.kernels.triton import norm_neuron
+    from megasnn.kernels.triton.norm_neuron import TritonKernels
 
     spec = NeuronSpec("plif", decay_input=False, v_reset=None, detach_reset=False, surrogate="atan")
     w = plif_weight(spec, torch.float32)
@@ -134,7 +134,7 @@ def test_learned_factors_compile() -> None:
     with compiling_for(90) as found, chosen:
         x = channels_last(2, 1, 3, 5, dtype=torch.float32).half().requires_grad_()
         v0 = torch.zeros(1, 3, 5, requires_grad=True)
-        spikes, v = norm_neuron.neuron_multi_step(x, spec, v0, w)
+        spikes, v = TritonKernels().neuron_multi_step(x, spec, v0, w)
         (spikes.sum() + v.sum()).backward()
         x = channels_last(1, 1, 1, 3, 5, dtype=torch.float64).requires_grad_()
         for running, pool in ((None, True), ((torch.zeros(1), torch.ones(1)), False)):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import mmap
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,10 +17,10 @@ from megasnn.common.random import philox_key
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO_BACKEND, BACKENDS, backend_for
 from megasnn.kernels.neuron import neuron_multi_step
-from megasnn.kernels.neuron_spec import numbers
 from megasnn.kernels.norm_neuron import BatchNorm, NormNeuron, norm_pool_neuron
 from megasnn.kernels.philox import Runs, kept_by_tensors
 from megasnn.kernels.spike_codec import bits_of, pack_bits, pack_counts
+from tests.kernels.far_memory import BLOCK, FAR, far_kernels
 from tests.kernels.models import (
     assert_close,
     channels_last,
@@ -266,75 +264,6 @@ def chosen_in_there() -> None:
     assert backend_for(AUTO_BACKEND, x, spec) is BACKENDS["triton"]
     for given_x, given_spec in ((x, NeuronSpec(surrogate="erf")), (x.long(), spec), (x[:0], spec)):
         assert BACKENDS["triton"].unavailable(given_x, given_spec)
-
-
-# --- far into memory: offsets of more than 31 bits, in address space of which only a few pages are used
-
-FAR = 3 * 2**29  # values of a time step: the third one begins beyond 2^31
-BLOCK, CHANNELS = 256, 16
-MAP_NORESERVE = 0x4000  # on Linux; mmap has the name from Python 3.13 on
-
-
-class Far:
-    """Room for float32, of which memory is taken only where something is written.
-
-    Attributes:
-        start: the first value alone, which tells a kernel where the others are: the interpreter copies what it gets.
-    """
-
-    def __init__(self, length: int) -> None:
-        before = 2**31  # for offsets that have become negative: a wrong result, and no crash
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        self._values = np.frombuffer(mmap.mmap(-1, 4 * (before + length), flags), np.float32)[before:]
-        self.start = torch.from_numpy(self._values[:1])
-
-    def write(self, place: int, values: Tensor) -> None:
-        self._values[place : place + len(values)] = values
-
-    def read(self, place: int, count: int) -> Tensor:
-        return torch.from_numpy(self._values[place : place + count].copy())
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def far(steps: Tensor, size: int) -> Far:
-    """Time steps of which each has `size` values, the first ones of them given."""
-    room = Far(len(steps) * size)
-    for t, values in enumerate(steps):
-        room.write(t * size, values)
-    return room
-
-
-def near(room: Far, steps: int, size: int) -> Tensor:
-    return torch.stack([room.read(t * size, BLOCK) for t in range(steps)])
-
-
-def far_kernels(size: int, steps: int, seed: int, chunk: int) -> list[Tensor]:
-    """What the kernels of a forward and a backward give for steps of so many values, of which the first are used."""
-    from megasnn.kernels.triton.fire import fire_kernel, gradient_kernel
-    from megasnn.kernels.triton.launch import COLUMNS, NUMBERS, at_once, launch
-    from megasnn.kernels.triton.sums import backward_sums_kernel
-
-    norm = normal(5, CHANNELS, seed=seed)
-    x, g = (far(2 * normal(steps, BLOCK, seed=seed + each), size) for each in (1, 2))
-    spikes, g_x, kept, partial = Far(steps * size), Far(steps * size), Far(steps * size), torch.zeros(2, 1, COLUMNS)
-    starts = kept.start if steps > chunk else None
-    common = {"T": steps, "REPEATED": False, "N": numbers(NeuronSpec()), "D": NUMBERS[torch.float32]}
-    launch(
-        fire_kernel, 1, x.start, norm, None, None, spikes.start, None, None, size, size, CHANNELS, 0, 0, 0,
-        POOL=False, AT_ONCE=at_once(steps), BLOCK=BLOCK, **common,
-    )  # fmt: skip
-    launch(
-        gradient_kernel, 1, x.start, g.start, g_x.start, norm, None, None, None, None, None, starts, size, CHANNELS,
-        CHUNK=chunk, BATCH=True, BLOCK=BLOCK, **common,
-    )  # fmt: skip
-    launch(
-        backward_sums_kernel, 1, x.start, g.start, norm, None, None, None, partial, starts, size, size, CHANNELS, 0, 0,
-        0, COLUMNS, 1, 1, CHUNK=chunk, POOL=False, LEARN=False, ROWS=BLOCK // COLUMNS, COLUMNS=COLUMNS, **common,
-    )  # fmt: skip
-    return [near(spikes, steps, size), near(g_x, steps, size), partial]
 
 
 def far_steps_in_there() -> None:

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.norm_neuron import Norm, NormNeuron
+from megasnn.kernels.norm_neuron_kernels import Norm, NormNeuron, NormNeuronInput
 
 SMALL = 8, 64, 32, 32  # samples, channels and sides: programs that sum have several tiles
 
@@ -112,7 +112,7 @@ def compiled(
 
     Several tests look at the same ones: compiling takes seconds.
     """
-    from megasnn.kernels.triton import norm_neuron
+    from megasnn.kernels.triton.norm_neuron import TritonKernels
 
     def absent(*sides: int) -> torch.Tensor:
         samples, channels, *_ = sizes
@@ -122,11 +122,12 @@ def compiled(
     channels = torch.empty(sizes[1], device="meta")
     neuron, norm = NormNeuron(spec, 1e-5, pool, steps), Norm(channels.double(), channels.double(), channels, channels)
     x, g = absent(*sizes[2:]), absent(*neuron.space_of_spikes(sizes[2:]))
+    kernels, inputs = TritonKernels(), NormNeuronInput(x, norm, None, neuron)
     with compiling_for(capability) as found:
-        norm_neuron.statistics(x)
-        norm_neuron.fire(x, norm, None, neuron, packed=True)
-        sums, carried, _ = norm_neuron.backward_sums(x, g, norm, None, neuron, False)
-        norm_neuron.input_gradient(x, g, norm, None, neuron, sums, 7, carried)
+        kernels.statistics(x)
+        kernels.fire(inputs, packed=True)
+        backward = kernels.backward_sums(inputs, g, False)
+        kernels.input_gradient(inputs, g, backward.sums, 7, backward.carried)
         if not pool:
-            norm_neuron.neuron_multi_step(x.requires_grad_(), spec, None, None)[0].backward(g)
+            kernels.neuron_multi_step(x.requires_grad_(), spec, None, None)[0].backward(g)
     return found

@@ -18,7 +18,9 @@ from megasnn.common.bundle import Bundle, logits_of
 from megasnn.common.grid import ContextCut, micro_batch_counts, micro_batch_sizes, micro_batches_of
 from megasnn.config import ParallelConfig, PretrainConfig, TrainingConfig
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.engine.model import DistributedModel, StepFigures
+from megasnn.engine.model import DistributedModel
+from megasnn.engine.replica import build_replica
+from megasnn.engine.step_sums import StepFigures
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.layers.plain.replicated import LayerCall
@@ -167,7 +169,8 @@ def built(
             plan = plan.sharing(shared, [])
         parallel = ParallelConfig(use_distributed_optimizer=shards_have_owners)
         config = PretrainConfig(model_config(), training=TrainingConfig(seed=seed), parallel=parallel)
-        made = DistributedModel(model, layers, context, state, PipelinePlan(tuple(bounds), plan, 1), config)
+        pipeline = PipelinePlan(tuple(bounds), plan, 1)
+        made = build_replica(config, model, layers, context, state, pipeline, lambda: False)
         for chunk in made.chunks.values():
             if graphs is not None:
                 chunk.capture_graphs(graphs)
@@ -218,7 +221,7 @@ def bits_of(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput], 
     found = forward_backward(engine, micro_batches, samples)
     engine.merge_statistics(len(micro_batches))
     tensors = whole.digests(tensors_of(engine))
-    return Bits(found.mean_loss, found.norm, found.sums["top1"], evaluated(engine, micro_batches), tensors)
+    return Bits(found.loss, found.grad_norm, found.values["metrics"][0], evaluated(engine, micro_batches), tensors)
 
 
 def tensors_of(engine: DistributedModel) -> dict[str, Tensor]:
@@ -272,7 +275,7 @@ def record_step(
     engine.merge_statistics(micro_batch_counts(len(labels), micro_batch_size, state.dp.size)[0])
     coordinates = state.coordinates
     rank = coordinates.pp, state.dp.rank, coordinates.cp, coordinates.tp
-    result = RankStep(rank, found.mean_loss, found.norm, logits, sum(fired))
+    result = RankStep(rank, found.loss, found.grad_norm, logits, sum(fired))
     for each in engine.owned:
         trains = each.is_parameter and each.tensor.requires_grad
         assert (each.tensor.grad is not None) == trains, each.name
@@ -303,7 +306,7 @@ def take_steps(
     """
     steps = list[RankStep]()
     with built(describe_model(model, spec), layout, batch[0].dtype, **build) as engine:
-        engine.loss = loss or engine.loss
+        engine.loss.of_samples = loss or engine.loss.of_samples
         if weights is not None:
             values = torch.load(weights, mmap=True, weights_only=True)
             load_globals_into(engine.tensors, values, engine.state.world.handle)

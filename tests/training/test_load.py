@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic_core import to_json as json_bytes
 
 from megasnn.checkpoint.load import load_global_tensors
 from megasnn.checkpoint.save import save_global_tensors
 from megasnn.common.files import CheckpointError, NoCheckpointError
 from megasnn.config import PretrainConfig, to_json, validate
 from megasnn.config.values import samples
+from megasnn.data.shards import Index, ShardRecord, scan
+from megasnn.export.trained_model import load_model
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
 from megasnn.pretraining import configuration, pretrain
@@ -234,3 +238,25 @@ def test_a_damaged_one_gives_way_to_the_one_before_unless_it_is_asked_for(cache,
 def contents(folder: Path) -> dict[str, str]:
     """Files of the checkpoints and their hashes."""
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("iter_*/*")}
+
+
+def test_class_names_go_with_a_checkpoint_and_are_compared(cache, tmp_path):
+    """Shards that number the classes otherwise are refused; of shards without a list nothing is known."""
+    names = {"one": [f"c{number}" for number in range(10)], "other": [f"c{number}" for number in reversed(range(10))]}
+    shards = {}
+    for name, classes in names.items():
+        (tmp_path / name).mkdir()
+        shards[name] = path = write_shard(tmp_path / name / "a.tar", numbered(range(12)))
+        record = ShardRecord(path.name, "train", path.stat().st_size, [], scan(path, name))
+        (tmp_path / name / "index.json").write_bytes(json_bytes(asdict(Index(classes, [record]))))
+    paths = {name: ("--data-path", str(path), "--valid-data-path", str(path)) for name, path in shards.items()}
+    run = tmp_path / "run"
+    train(cache, "--train-iters", "1", *paths["one"], "--save", str(run))
+    assert load_model(run).about.samples["class_names"] == names["one"]
+    load_model(run).save_pretrained(tmp_path / "pretrained")
+    assert '"c9"' in (tmp_path / "pretrained" / "README.md").read_text()
+    for flags in (("--evaluate-only",), ("--train-iters", "2")):
+        with pytest.raises(CheckpointError, match="class 0 is 'c0' and 'c9' when it was saved and in the data now"):
+            train(cache, *flags, "--load", str(run), *paths["other"])
+    (tmp_path / "other" / "index.json").unlink()
+    train(cache, "--evaluate-only", "--load", str(run), *paths["other"])

@@ -17,7 +17,7 @@ from megasnn.data.formats import encode_frames
 from megasnn.models import task
 from megasnn.models.losses import correct_predictions
 from megasnn.optim.rates import learning_rate
-from tests.data.shard_files import write_shard, write_shards
+from tests.data.shard_files import numbered, write_shard, write_shards
 from tests.data.shard_server import serving
 from tests.training.runs import log_of, train, train_vgg
 
@@ -129,6 +129,24 @@ def test_a_run_is_the_same_with_empty_chunks(ranks, cache) -> None:
     one = train(cache, *common).tensors
     two = ranks(2, train, cache, *common, "--pipeline-model-parallel-size", "2", "--recompute", "always", *flags)
     assert all(torch.equal(one[name], value) for name, value in two[0].tensors.items())
+
+
+@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"])
+def test_an_evaluation_leaves_broken_samples_out(ranks, cache, tmp_path, layout) -> None:
+    """It is that of the sound samples alone, on two replicas, two stages, and ranks that share samples."""
+    broken = (1, 4, 10)
+    (valid,) = write_shards(tmp_path, 11, 11, broken)
+    samples = numbered(range(11))
+    for number in broken:
+        del samples[f"s{number:03d}"]
+    sound = write_shard(tmp_path / "b.tar", samples)
+    flags = ("--train-iters", "1", "--precision", "fp64", "--micro-batch-size", "2", "--skip-broken-samples")
+    train(cache, *flags, "--valid-data-path", str(sound), "--tensorboard-dir", str(tmp_path / "sound"))
+    given = ("--valid-data-path", str(valid), "--tensorboard-dir", str(tmp_path / "given"))
+    ranks(2, train, cache, *flags, *given, *layout.split())
+    (expected,), (found,) = (log_of(tmp_path / name, "validation") for name in ("sound", "given"))
+    assert found["samples"] == expected["samples"] == 8 and found["skipped_samples"] == 3
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-9) and found["top1"] == expected["top1"]
 
 
 def test_a_new_head_on_the_weights_of_another_run(ranks, cache, tmp_path) -> None:

@@ -13,6 +13,7 @@ import tyro
 
 from megasnn.common.files import SAMPLE_LIMIT, SAMPLE_MB
 from megasnn.data.events import FrameOptions, TimeUnit
+from megasnn.data.preprocess.folders import describe_left_out
 from megasnn.data.preprocess.sources import (
     Listing,
     Reading,
@@ -26,7 +27,7 @@ from megasnn.data.preprocess.sources import (
     list_tiny_imagenet,
 )
 from megasnn.data.preprocess.writing import Encode, preprocess
-from megasnn.data.shards import INDEX_NAME
+from megasnn.data.shards import INDEX_NAME, read_index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,8 @@ class ShardOptions(ABC):
     """Leave out and count samples that cannot be used, instead of stopping at the first one."""
     max_sample_mb: int = SAMPLE_MB
     """A recording or image that takes more megabytes, in its file, decoded, or as frames, cannot be used."""
+    classes_of: Path | None = None
+    """A folder of shards whose list of classes numbers these, too; by default the order of their names does."""
     workers: int = os.cpu_count() or 1
     """Processes; the shards do not depend on their number."""
 
@@ -65,7 +68,9 @@ class ShardOptions(ABC):
         if not self.input.is_dir():
             raise ValueError(f"--input {self.input} is no folder; the data set is expected there")
         os.environ[SAMPLE_LIMIT] = str(self.max_sample_mb)
-        listing, encode = self.listing(self.input), self.encode()
+        listing, encode = self.listing(self.input).with_unique_keys(), self.encode()
+        if self.classes_of is not None:
+            listing = listing.numbered_as(self._other_classes(self.classes_of))
         index = preprocess(listing, encode, self.output, self.samples_per_shard, self.workers, self.skip_broken)
         lines = []
         for split in listing.splits:
@@ -74,7 +79,17 @@ class ShardOptions(ABC):
             lines.append(f"{samples} samples, {size / 1e6:.1f} MB: {len(shards)} x {self.output / split}-*.tar")
         if broken := [reason for shard in index.shards for reason in shard.broken]:
             lines.append(f"{len(broken)} samples cannot be used and were left out ({INDEX_NAME} has all): {broken[0]}")
+        used = {item.source for items in listing.splits.values() for item in items}
+        if left_out := describe_left_out(self.input, used):
+            lines.append(left_out)
         return "\n".join(lines)
+
+    @staticmethod
+    def _other_classes(folder: Path) -> list[str]:
+        index = read_index(folder)
+        if index is None or not index.classes:
+            raise ValueError(f"--classes-of {folder} has no {INDEX_NAME} with classes; give a folder of shards")
+        return index.classes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ All functions that list raise ValueError, naming it, for a file or folder that i
 from __future__ import annotations
 
 import io
-import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -20,6 +20,7 @@ from megasnn.common.files import read_file
 from megasnn.data.events import RECORDING_SUFFIXES, FrameOptions, Recording, TimeUnit, make_frames, read_recording
 from megasnn.data.formats import EVENTS, FRAMES, encode_events, encode_frames
 from megasnn.data.images import IMAGE_SUFFIXES, open_image
+from megasnn.data.preprocess.folders import class_names, files_of, split_folders
 
 GESTURES = (
     "hand_clapping,right_hand_wave,left_hand_wave,right_arm_clockwise,right_arm_counter_clockwise,left_arm_clockwise,"
@@ -27,7 +28,10 @@ GESTURES = (
 ).split(",")
 _TRIALS = "trials_to_{}.txt"
 _TRAIN_SHARE = 0.9  # as the literature splits CIFAR10-DVS
-_IMAGES = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
+_STORED_AS = {"jfif": "jpg", "pbm": "ppm", "pgm": "ppm", "pnm": "ppm"}  # formats that have several endings
+_CONVERTED = {"bmp": "BMP", "gif": "GIF", "tif": "TIFF", "tiff": "TIFF"}  # to PNG: training does not decode them
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+_IMAGES = tuple(f".{suffix}" for suffix in (*IMAGE_SUFFIXES, *_STORED_AS, *_CONVERTED))
 _PIXELS = 3 * 32 * 32
 
 # Folder, names of the classes, files of each split, labels in front of the pixels.
@@ -70,6 +74,36 @@ class Listing:
         if empty := [split for split, items in self.splits.items() if not items]:
             raise ValueError(f"there are no samples for the split {empty[0]!r}")
 
+    def with_unique_keys(self) -> Listing:
+        """The listing with keys that are one to one in each split: `1.jpg` and `1.png` come to the same at first."""
+        return replace(self, splits={split: _with_unique_keys(items) for split, items in self.splits.items()})
+
+    def numbered_as(self, classes: Sequence[str]) -> Listing:
+        """The listing with the numbers that its classes have in a list. Raises ValueError for one that it lacks."""
+        if unknown := [name for name in self.classes if name not in classes]:
+            raise ValueError(f"--classes-of: of these classes its list has no {', '.join(map(repr, unknown[:5]))}")
+        numbers = [classes.index(name) for name in self.classes]
+        splits = {
+            split: [replace(item, label=numbers[item.label]) for item in items] for split, items in self.splits.items()
+        }
+        return Listing(splits, list(classes))
+
+
+def _with_unique_keys(items: Sequence[Item]) -> list[Item]:
+    """Items of which those that have an earlier one's key get a number behind it."""
+    taken, given = {item.key for item in items}, Counter[str]()
+    found = []
+    for item in items:
+        given[item.key] += 1
+        key = item.key
+        while given[item.key] > 1 and key in taken:
+            key = f"{item.key}_{given[item.key]}"
+            if key in taken:
+                given[item.key] += 1
+        taken.add(key)
+        found.append(replace(item, key=key))
+    return found
+
 
 # --- images
 
@@ -105,25 +139,27 @@ def cifar_rows(path: Path, labels: int) -> np.ndarray:
 
 
 def list_image_folders(folder: Path) -> Listing:
-    """`<split>/<class>/*.jpg` of the splits train, val and test that exist; or `<class>/*.jpg`, all training."""
-    return _list_classes(_split_folders(folder) or {"train": folder}, _IMAGES)
+    """`<split>/<class>/*.jpg` of the splits train, val and test that exist; or `<class>/*.jpg`, all training.
+
+    Files of a class may lie at any depth.
+    """
+    return _list_classes(split_folders(folder) or {"train": folder}, _IMAGES)
 
 
 def list_tiny_imagenet(folder: Path) -> Listing:
     """`train/<wnid>/images/*`, and `val/images/*` by the lines of `val/val_annotations.txt`; its test has no labels."""
-    classes = _class_names(folder / "train")
-    train = [
-        Item(_key(path, wnid), label, path)
-        for label, wnid in enumerate(classes)
-        for path in _files(folder / "train" / wnid / "images", _IMAGES)
-    ]
+    classes = class_names(folder / "train")
+    train = []
+    for label, wnid in enumerate(classes):
+        images = folder / "train" / wnid / "images"
+        train += [Item(_key(path, wnid, images), label, path) for path in files_of(images, _IMAGES)]
     val = []
     for line in _lines(folder / "val" / "val_annotations.txt"):
         name, wnid = (*line.split("\t"), "")[:2]
         path = folder / "val" / "images" / name
         if wnid not in classes or not path.is_file():
             raise ValueError(f"{folder}/val/val_annotations.txt: {line!r} is no file of val/images and class of train")
-        val.append(Item(_key(path, wnid), classes.index(wnid), path))
+        val.append(Item(_key(path, wnid, path.parent), classes.index(wnid), path))
     return Listing({"train": train, "val": val}, classes)
 
 
@@ -132,9 +168,9 @@ def list_tiny_imagenet(folder: Path) -> Listing:
 
 def list_event_folders(folder: Path) -> Listing:
     """`<split>/<class>/*`, or `<class>/*`: then the first 90 % of each class, in numeric order of the names, train."""
-    if folders := _split_folders(folder):
+    if folders := split_folders(folder):
         return _list_classes(folders, RECORDING_SUFFIXES)
-    classes = _class_names(folder)
+    classes = class_names(folder)
     splits: dict[str, list[Item]] = {"train": [], "test": []}
     for name, items in zip(classes, _items(folder, classes, RECORDING_SUFFIXES), strict=True):
         count = round(_TRAIN_SHARE * len(items))
@@ -172,7 +208,7 @@ def _clips(recording: Path) -> list[Item]:
             gesture = start = end = 0
         if not 1 <= gesture <= len(GESTURES) or not 0 <= start < end < 1 << 62:
             raise ValueError(f"{labels}: {line!r} is no class from 1 to {len(GESTURES)} with first and last time")
-        key = f"{_key(recording, GESTURES[gesture - 1])}_{len(clips):02d}"
+        key = f"{_key(recording, GESTURES[gesture - 1], recording.parent)}_{len(clips):02d}"
         clips.append(Item(key, gesture - 1, recording, (start, end)))
     return clips
 
@@ -183,62 +219,29 @@ def _clips(recording: Path) -> list[Item]:
 def _list_classes(folders: Mapping[str, Path], suffixes: Sequence[str]) -> Listing:
     """Listing of splits that are folders of classes; the classes are those of the first split, which all must have."""
     first = next(iter(folders.values()))
-    classes = _class_names(first)
+    classes = class_names(first)
     splits = {}
     for split, folder in folders.items():
-        if more := sorted(set(_class_names(folder)) - set(classes)):
+        if more := sorted(set(class_names(folder)) - set(classes)):
             raise ValueError(f"{folder} has folders that {first} does not have: {', '.join(more[:5])}")
         splits[split] = [item for items in _items(folder, classes, suffixes) for item in items]
     return Listing(splits, classes)
 
 
-def _split_folders(folder: Path) -> dict[str, Path]:
-    """Folders train, val and test as far as they exist, by name; Train and Test are taken too."""
-    found = {entry.name.lower(): entry for entry in _visible(folder) if entry.is_dir()}
-    return {split: found[split] for split in ("train", "val", "test") if split in found}
-
-
-def _class_names(folder: Path) -> list[str]:
-    """Classes by number: names of the folders, sorted, numbers as such."""
-    names = [entry.name for entry in _visible(folder) if entry.is_dir()]
-    if not names:
-        raise ValueError(f"{folder} has no folders; one for each class is expected there")
-    return sorted(names, key=_numeric)
-
-
 def _items(folder: Path, classes: Sequence[str], suffixes: Sequence[str]) -> list[list[Item]]:
     return [
-        [Item(_key(path, name), label, path) for path in _files(folder / name, suffixes)]
+        [Item(_key(path, name, folder / name), label, path) for path in files_of(folder / name, suffixes)]
         for label, name in enumerate(classes)
     ]
 
 
-def _files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """Files of a folder in numeric order of their names; hidden ones (.DS_Store, ._x.jpg) are left out."""
-    files = [path for path in _visible(folder) if path.suffix.lower() in suffixes]
-    if not files:
-        raise ValueError(f"{folder} has no files of type {', '.join(suffixes)}")
-    return sorted(files, key=lambda path: _numeric(path.stem))
-
-
-def _visible(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise ValueError(f"the folder {folder} does not exist")
-    return [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
-
-
-def _key(path: Path, class_name: str) -> str:
-    """Key of a file: its name, with the class in front where it does not begin with that."""
-    if not (class_name + path.stem).isprintable():
+def _key(path: Path, class_name: str, folder: Path) -> str:
+    """Key of a file: its name below the folder, with the class in front where it does not begin with that."""
+    name = "_".join(path.relative_to(folder).with_suffix("").parts)
+    if not (class_name + name).isprintable():
         raise ValueError(f"the name of {str(path)!r} is not UTF-8, or has control characters; rename it")
-    name, class_name = path.stem.replace(".", "_"), class_name.replace(".", "_")
+    name, class_name = name.replace(".", "_"), class_name.replace(".", "_")
     return name if name.startswith(f"{class_name}_") else f"{class_name}_{name}"
-
-
-def _numeric(name: str) -> list[tuple[int, int, str]]:
-    """Sorting key by which cat_2 comes before cat_10."""
-    parts = re.split(r"(\d+)", name)
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part]
 
 
 def _lines(path: Path) -> list[str]:
@@ -264,13 +267,26 @@ def encode_cifar(item: Item) -> Mapping[str, bytes]:
 
 
 def copy_image(item: Item) -> Mapping[str, bytes]:
-    """Takes an image file over as it is; it is decoded, so that a damaged one is found now."""
+    """Takes an image file over as it is, or as PNG where training does not decode its format.
+
+    It is decoded, so that a damaged one is found now. Raises ValueError for it, and for a file of several images.
+    """
+    suffix = item.source.suffix.lower().removeprefix(".")
     try:
         data = read_file(item.source)
-        open_image(data).load()
-    except (ValueError, OSError, SyntaxError) as error:  # what damaged bytes make Pillow raise
+        image = open_image(data, _CONVERTED.get(suffix))
+        images = getattr(image, "n_frames", 1) if suffix in _CONVERTED else 1
+        if images > 1:
+            raise ValueError(f"it holds {images} images; save one of them")
+        image.load()
+        if suffix not in _CONVERTED:
+            return {_STORED_AS.get(suffix, suffix): data}
+        image = image if image.mode in _PNG_MODES else image.convert("RGB")
+        return {"png": encode_image(image, "PNG", compress_level=1)}
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow has no common class for what damaged bytes make it raise
         raise ValueError(f"{item.source} cannot be decoded: {error}") from error
-    return {item.source.suffix.lower().removeprefix("."): data}
 
 
 @dataclass(frozen=True)

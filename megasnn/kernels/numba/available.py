@@ -1,4 +1,4 @@
-"""Why the loops cannot take an input."""
+"""Inputs that the loops cannot take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megasnn.kernels.torch_backend import REDUCED
 
 
 def refuses(x: Tensor) -> str | None:
-    """Why the loops cannot take this input, or None where they can."""
+    """Reason against this input, or None."""
     if x.device.type != "cpu":
         return f"they run on CPU tensors, not on {x.device}"
     if x.dtype not in (torch.float32, torch.float64, *REDUCED):

@@ -1,4 +1,4 @@
-"""Compiling and running of loops: no fast-math, machine code cached on disk, threads that share the work."""
+"""Compiling and running loops: machine code cached on disk, work shared by threads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,95 +22,97 @@ from numba.core.caching import FunctionCache, UserProvidedCacheLocator
 
 from megasnn.common.files import MACHINE_CODE, CacheError, cache_folder
 
+# Without fast-math: forward does the operations of `torch_backend` in their order, and no spike may flip.
 COMPILED: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
-# LLVM looks before a vectorised loop whether its arrays overlap, and gives up vectorising where that would take more
-# than eight comparisons: too few for loops that read a handful of rows at once.
+# Before a vectorised loop LLVM compares its arrays for overlap. Where that takes more than eight comparisons LLVM does
+# not vectorise at all, and loops that read a handful of rows at once need more.
 llvm.set_option("megasnn", "-runtime-memory-check-threshold=64")
 
-# A part of kernels, inlined into their machine code and therefore not cached or callable on its own.
+# A part is compiled into the machine code of kernels: it is neither cached nor callable on its own.
 _UNCALLED: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 part = njit(**_UNCALLED, **COMPILED)
 
+_threads: dict[int, ThreadPoolExecutor] = {}  # helpers besides the calling thread, by their number
+os.register_at_fork(after_in_child=_threads.clear)  # threads do not survive a fork
+
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function called from Python; its machine code is cached on disk where there is a place to write."""
+    """Compiles a function that Python calls; its machine code is cached on disk where the folder is writable."""
     compiled = njit(**COMPILED)(function)
     try:
         with _cached_in_own_folder():
             compiled._cache = MachineCode(function)
-    except (CacheError, RuntimeError) as error:  # numba's error where it cannot write there
+    except (CacheError, RuntimeError) as error:  # numba raises RuntimeError for a folder that is not writable
         warnings.warn(f"each process compiles the kernels anew: {error}", stacklevel=2)
     return compiled
 
 
 class MachineCode(FunctionCache):
-    """Numba's cache of a kernel's machine code, which processes may fill at a time."""
-
-    _told = False
+    """Numba's cache of a kernel's machine code, safe for processes that fill it at the same time."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Loads machine code; where there is none, says what a first start is waiting for."""
+        """Loads machine code; where there is none, tells the user that compiling takes a while."""
         found = super().load_overload(sig, target_context)
         if found is None:
-            _tell()
+            _announce_compiling()
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Saves machine code; on a full disk it is used and not saved.
-
-        Of two that save at once, numba would give the code of two signatures one name.
-        """
+        """Saves machine code; on a full disk it is used without being saved."""
+        # Without the lock two processes that save at once give the code of two signatures the same file name.
         with contextlib.suppress(OSError), FileLock(Path(self.cache_path) / ".saving.lock"):
             super().save_overload(sig, data)
 
 
-def _tell() -> None:
-    """Says once, on the first rank, that kernels are compiled."""
-    if os.environ.get("RANK", "0") == "0" and not MachineCode._told:
-        MachineCode._told = True
+@cache
+def _announce_compiling() -> None:
+    """Tells the user once, on the first rank."""
+    if os.environ.get("RANK", "0") == "0":
         sys.stderr.write("compiling kernels for this processor: half a minute to a minute, once for each kernel\n")
 
 
 class FolderLocator(UserProvidedCacheLocator):
-    """Place of machine code, which is out of date once any file beside the kernel's, or of this package, has changed.
+    """Cache folder whose machine code is outdated once a file beside the kernel's, or in this package, changes."""
 
-    By itself numba looks at the kernel's own file alone, and not at those of the parts that it calls.
-    """
+    def get_cache_path(self) -> str:
+        # numba unpickles a cache's index before it compares the stamp. An index of a release whose modules had other
+        # names would end in a ModuleNotFoundError, so that each set of modules has a folder of its own.
+        names = " ".join(sorted(file.name for file in Path(__file__).parent.glob("*.py")))
+        return str(Path(super().get_cache_path(), hashlib.sha256(names.encode()).hexdigest()[:8]))
 
     def get_source_stamp(self) -> str:
+        # numba itself watches only the kernel's own file, and not the files of the parts that the kernel calls
+        # (findings/numba_cache_of_callers.sh).
         folders = dict.fromkeys([Path(self._py_file).parent, Path(__file__).parent])
         digest = hashlib.sha256()
-        for file in (file for folder in folders for file in sorted(folder.glob("*.py"))):
-            digest.update(file.read_bytes())
+        for folder in folders:
+            for file in sorted(folder.glob("*.py")):
+                digest.update(file.read_bytes())
         return digest.hexdigest()
 
 
 @contextlib.contextmanager
 def _cached_in_own_folder() -> Iterator[None]:
-    """Lets numba find its cache in NUMBA_CACHE_DIR or else in the user's cache folder, and nowhere else.
-
-    What numba finds there it runs (and reads with pickle). By itself it would also look beside the source, where others
-    may be able to write.
-    """
+    """Lets numba look for its cache in NUMBA_CACHE_DIR or else in the user's cache folder, and nowhere else."""
+    # numba unpickles and runs the files of its cache. Its default is a folder beside the source, where other users may
+    # be able to write.
     config: Any = numba.config
-    before = config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES
-    config.CACHE_DIR = before[0] or str(cache_folder(MACHINE_CODE))
+    folder = config.CACHE_DIR
+    locators = config.CACHE_LOCATOR_CLASSES
+    config.CACHE_DIR = folder or str(cache_folder(MACHINE_CODE))
     config.CACHE_LOCATOR_CLASSES = f"{FolderLocator.__module__}.{FolderLocator.__qualname__}"
     try:
         yield
     finally:
-        config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = before
-
-
-_threads: dict[int, ThreadPoolExecutor] = {}
-os.register_at_fork(after_in_child=_threads.clear)  # threads do not survive a fork
+        config.CACHE_DIR = folder
+        config.CACHE_LOCATOR_CLASSES = locators
 
 
 def run_kernel(kernel: Callable[..., None], slices: int, *args: Any) -> None:
-    """Calls ``kernel(*args, first, last)`` so that ``range(units)`` is covered.
+    """Calls ``kernel(*args, first, last)`` on parts of ``range(slices)``, in as many threads as torch uses.
 
-    As many threads take part as torch would use. Which one does a unit does not change any result.
+    Results do not depend on the number of threads.
     """
     threads = min(torch.get_num_threads(), slices)
     if threads <= 1:
@@ -119,6 +122,7 @@ def run_kernel(kernel: Callable[..., None], slices: int, *args: Any) -> None:
         _threads[threads - 1] = ThreadPoolExecutor(threads - 1, thread_name_prefix="megasnn-kernel")
     bounds = [slices * part // threads for part in range(threads + 1)]
     submit = _threads[threads - 1].submit
+    # This thread does the first part itself.
     others = [submit(kernel, *args, bounds[part], bounds[part + 1]) for part in range(1, threads)]
     kernel(*args, 0, bounds[1])
     for other in others:

@@ -1,35 +1,29 @@
-"""Several neighbouring numbers as one value, which the processor adds or compares at once.
-
-A loop over single elements that has many arrays is vectorised only after comparing all of their places, in code of its
-own. With lanes it is vectorised as it is written, compiles sooner, and what a comparison gives are packed bits already.
-
-The exponential of a surrogate gradient is written out here: the mathematical library's takes one number at a time. It
-multiplies and adds with one rounding, which is faster and has the same bits on every processor.
-"""
+"""Lanes: several neighbouring numbers as one value, which the processor adds or compares at once."""
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
-from numba.extending import intrinsic, lower_builtin, models, overload, register_model
+from numba.extending import intrinsic, lower_builtin, models, register_model
 
-VECTOR_BYTES = 128  # of a value: two of the widest registers; with four, there are not enough of these for all values
-_LINE = 64  # bytes that come into a cache together
-_L2 = 2  # as the instruction names that cache
+# LLVM vectorises a loop over single elements only behind a comparison of all its arrays for overlap. A loop over lanes
+# is vectorised as it is written and compiles sooner, and a comparison directly gives packed bits.
+VECTOR_BYTES = 128  # two of the widest registers for a value; with four, registers do not suffice for all values
+_LINE = 64  # bytes of a line of the cache
+_L2 = 2  # the number of that cache in a prefetch instruction
 
 
 class Lanes(types.Type):
     """Numbers of one type, side by side."""
 
     def __init__(self, element: Any, count: int) -> None:
-        self.element, self.count = element, count
+        self.element = element
+        self.count = count
         super().__init__(name=f"Lanes({element} x {count})")
 
 
@@ -55,14 +49,14 @@ class _FlagsModel(models.PrimitiveModel):
 
 
 def repeated(builder: Any, value: Any, count: int) -> Any:
-    """A number in each of so many lanes."""
+    """A number in each of `count` lanes."""
     one = ir.VectorType(value.type, 1)
     first = builder.insert_element(ir.Constant(one, ir.Undefined), value, ir.IntType(32)(0))
     return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), count), [0] * count))
 
 
 def constant_lanes(vector: Any, value: float) -> Any:
-    """A number that is known in each lane of an LLVM vector type."""
+    """A constant in each lane of an LLVM vector type."""
     return ir.Constant(vector, [value] * vector.count)
 
 
@@ -70,40 +64,37 @@ def _as_lanes(builder: Any, value: Any, kind: Any, count: int) -> Any:
     return value if isinstance(kind, Lanes) else repeated(builder, value, count)
 
 
-# --- making them, loading and storing
-
-
 def _lanes_of(context, number):
-    """A number in each of as many lanes as are computed at once."""
+    """A number in each of the lanes that fill `VECTOR_BYTES`."""
     lanes = Lanes(number, VECTOR_BYTES * 8 // number.bitwidth)
     return lanes(number), lambda context, builder, signature, args: repeated(builder, args[0], lanes.count)
 
 
 def _lane_of(context, number):
-    """A number in a single lane, for what is left at the end."""
+    """A number in a single lane, for the elements left over at the end."""
     return Lanes(number, 1)(number), lambda context, builder, signature, args: repeated(builder, args[0], 1)
 
 
 def _lanes(context, number, size):
-    """A number in each of the lanes of so many bytes, which are written as a number."""
+    """A number in each of the lanes that fill `size` bytes, a literal."""
     if not isinstance(size, types.IntegerLiteral):
-        raise TypeError(f"how many bytes lanes have is written as a number, not as {size}")
+        raise TypeError(f"lanes(number, size) takes a literal number of bytes, got {size}")
     kind = Lanes(number, size.literal_value * 8 // number.bitwidth)
     return kind(number, size), lambda context, builder, signature, args: repeated(builder, args[0], kind.count)
 
 
 def _filled(context, number, like):
-    """A number in each of as many lanes as in `like`."""
+    """A number in each lane of a value like `like`."""
     return like(number, like), lambda context, builder, signature, args: repeated(builder, args[0], like.count)
 
 
 def _count_of(context, lanes):
-    """Number of flags that are set."""
+    """The number of lanes."""
     return types.int64(lanes), lambda context, builder, signature, args: ir.IntType(64)(lanes.count)
 
 
 def _address(context: Any, builder: Any, kind: Any, vector: Any, array: Any, row: Any, column: Any, *_: Any) -> Any:
-    """Address at which lanes begin, as that of such a vector; from the array on, what an intrinsic was called with."""
+    """Address of `array[row, column]`, as a pointer to a vector type."""
     if kind.ndim != 2 or kind.layout != "C":
         raise TypeError(f"lanes are loaded from contiguous arrays of two dimensions, not from {kind}")
     struct = context.make_array(kind)(context, builder, array)
@@ -112,7 +103,7 @@ def _address(context: Any, builder: Any, kind: Any, vector: Any, array: Any, row
 
 
 def _load(context, array, row, column, like):
-    """Lanes as in `like`, which begin at ``array[row, column]``."""
+    """Loads lanes like `like` from ``array[row, column]`` on."""
 
     def generate(context, builder, signature, args):
         vector = context.get_value_type(like)
@@ -123,7 +114,7 @@ def _load(context, array, row, column, like):
 
 
 def _store(context, array, row, column, lanes):
-    """Lanes, to where they begin in ``array[row, column]``."""
+    """Stores lanes from ``array[row, column]`` on."""
 
     def generate(context, builder, signature, args):
         place = _address(context, builder, array, args[3].type, *args)
@@ -133,10 +124,7 @@ def _store(context, array, row, column, lanes):
 
 
 def _stream(context, array, row, column, lanes, past):
-    """As `store`; with `past`, whole lines of the cache go past it to memory, which then need not be read first.
-
-    Other threads see them after `ordered`.
-    """
+    """As `store`; with `past`, whole cache lines go past the caches. Other threads see them after `ordered`."""
 
     def generate(context, builder, signature, args):
         place = _address(context, builder, array, args[3].type, *args)
@@ -166,7 +154,7 @@ def _ordered(context):
 
 
 def _prefetch(context, array, row, column, like):
-    """Asks for lanes that are loaded soon; not for a single one. Behind an array's end nothing happens."""
+    """Asks the cache for lanes that are loaded soon. It ignores a single lane, and addresses behind the array."""
 
     def generate(context, builder, signature, args):
         if like.count == 1:
@@ -177,13 +165,15 @@ def _prefetch(context, array, row, column, like):
         size = like.count * like.element.bitwidth // 8
         for start in range(0, size, _LINE):
             line = builder.gep(place, [ir.IntType(64)(start)])
-            builder.call(prefetch, [line, *map(ir.IntType(32), (0, _L2, 1))])
+            for_reading = ir.IntType(32)(0)
+            of_data = ir.IntType(32)(1)
+            builder.call(prefetch, [line, for_reading, ir.IntType(32)(_L2), of_data])
 
     return types.void(array, types.intp, types.intp, like), generate
 
 
 def _store_bits(context, array, index, flags):
-    """Flags as bits from byte ``array[index]`` on, the first one lowest; nothing where they fill no whole bytes."""
+    """Stores flags as bits from byte ``array[index]`` on, the first one lowest, if they fill whole bytes."""
 
     def generate(context, builder, signature, args):
         if flags.count % 8:
@@ -196,22 +186,21 @@ def _store_bits(context, array, index, flags):
     return types.void(array, types.intp, flags), generate
 
 
-# --- computing with them
-
-
 def _where(context, flags, a, b):
-    """Selects `a` in each lane whose flag is set, otherwise `b`; both are lanes, or a number for all."""
-    kind = a if isinstance(a, Lanes) else b if isinstance(b, Lanes) else Lanes(a, flags.count)
+    """Selects `a` in each lane whose flag is set, otherwise `b`. Both are lanes, or a number for all lanes."""
+    element = a.element if isinstance(a, Lanes) else a
+    kind = Lanes(element, flags.count)
 
     def generate(context, builder, signature, args):
-        choices = [_as_lanes(builder, each, of, kind.count) for each, of in zip(args[1:], (a, b), strict=True)]
-        return builder.select(args[0], *choices)
+        if_set = _as_lanes(builder, args[1], a, kind.count)
+        otherwise = _as_lanes(builder, args[2], b, kind.count)
+        return builder.select(args[0], if_set, otherwise)
 
     return kind(flags, a, b), generate
 
 
 def of_lanes(builder: Any, name: str, *vectors: Any) -> Any:
-    """Applies a function of LLVM's to vectors of a type."""
+    """Calls an LLVM function on vectors of one type."""
     kind = vectors[0].type
     function = ir.FunctionType(kind, [kind] * len(vectors))
     mangled = f"{name}.v{kind.count}{kind.element.intrinsic_name}"
@@ -219,8 +208,8 @@ def of_lanes(builder: Any, name: str, *vectors: Any) -> Any:
 
 
 def _multiply_add(context, a, b, c):
-    """a * b + c, rounded once; each is lanes, or a number for all."""
-    kinds = a, b, c
+    """a * b + c, rounded once. Each is lanes, or a number for all lanes."""
+    kinds = (a, b, c)
     kind = next(each for each in kinds if isinstance(each, Lanes))
 
     def generate(context, builder, signature, args):
@@ -246,7 +235,7 @@ multiply_add: Any = intrinsic(_multiply_add)
 
 
 def _define(operation: Any, arity: int, result: Any, generate: Any) -> None:
-    """An operator of lanes, or of lanes and a number for all."""
+    """Defines an operator of lanes, or of lanes and a number for all lanes."""
 
     class Template(AbstractTemplate):
         def generic(self, args: Any, kws: Any) -> Any:
@@ -257,10 +246,14 @@ def _define(operation: Any, arity: int, result: Any, generate: Any) -> None:
 
     def lower(context, builder, sig, args):
         count = next(each.count for each in sig.args if isinstance(each, Lanes))
-        return generate(builder, *(_as_lanes(builder, *each, count) for each in zip(args, sig.args, strict=True)))
+        operands = [_as_lanes(builder, value, kind, count) for value, kind in zip(args, sig.args, strict=True)]
+        return generate(builder, *operands)
 
     infer_global(operation)(Template)
-    for kinds in ((Lanes,),) if arity == 1 else ((Lanes, Lanes), (Lanes, types.Float), (types.Float, Lanes)):
+    signatures: list[tuple[Any, ...]] = [(Lanes,)]
+    if arity == 2:
+        signatures = [(Lanes, Lanes), (Lanes, types.Float), (types.Float, Lanes)]
+    for kinds in signatures:
         lower_builtin(operation, *kinds)(lower)
 
 
@@ -280,63 +273,3 @@ _define(operator.neg, 1, _same, ir.IRBuilder.fneg)
 _define(abs, 1, _same, lambda builder, a: of_lanes(builder, "llvm.fabs", a))
 _define(operator.ge, 2, _flags, lambda builder, a, b: builder.fcmp_ordered(">=", a, b))
 _define(operator.lt, 2, _flags, lambda builder, a, b: builder.fcmp_ordered("<", a, b))
-
-
-def _power_of_two(context, t):
-    """2^k from ``t = k + 1.5 * 2^mantissa_bits``: the low bits of such a number hold k, which becomes the exponent."""
-    width, exponent_bias, mantissa_bits = (32, 127, 23) if t.element == types.float32 else (64, 1023, 52)
-
-    def generate(context, builder, signature, args):
-        integers = ir.VectorType(ir.IntType(width), t.count)
-        bits = builder.add(builder.bitcast(args[0], integers), constant_lanes(integers, exponent_bias))
-        return builder.bitcast(builder.shl(bits, constant_lanes(integers, mantissa_bits)), args[0].type)
-
-    return t(t), generate
-
-
-def _exponential_series(context, r):
-    """The Taylor polynomial of exp(r), of a degree that is enough for |r| <= ln 2 / 2."""
-    number: Any
-    degree, number = (7, np.float32) if r.element == types.float32 else (13, np.float64)
-
-    def generate(context, builder, signature, args):
-        vector = args[0].type
-        terms = [constant_lanes(vector, float(number(1.0 / math.factorial(k)))) for k in range(degree, -1, -1)]
-        result = terms[0]
-        for term in terms[1:]:
-            result = of_lanes(builder, "llvm.fma", result, args[0], term)
-        return result
-
-    return r(r), generate
-
-
-power_of_two: Any = intrinsic(_power_of_two)
-exponential_series: Any = intrinsic(_exponential_series)
-
-
-def exp_negative(x):
-    """exp(x) for x <= 0, to about one unit in the last place; below the smallest normal number it stays there.
-
-    x = k ln 2 + r with |r| <= ln 2 / 2, a Taylor polynomial for exp(r), and the exponent set to k.
-    """
-
-
-@overload(exp_negative, inline="always")
-def _exp_negative(x):
-    double = x.element == types.float64
-    number: Any = np.float64 if double else np.float32
-    lowest = number(-708.0 if double else -87.0)
-    magic = number(1.5 * 2.0 ** (52 if double else 23))
-    # ln 2 in two parts, the first with so few bits that its product with k is exact
-    high = number(0.6931471803691238 if double else 0.693359375)
-    low = number(1.9082149292705877e-10 if double else -2.1219444005469057e-4)
-    per_ln2 = number(1.0 / math.log(2.0))
-
-    def implementation(x):
-        x = where(x < lowest, lowest, x)  # a NaN stays one
-        shifted = multiply_add(x, per_ln2, magic)
-        k = shifted - magic
-        r = multiply_add(k, -low, multiply_add(k, -high, x))
-        return exponential_series(r) * power_of_two(shifted)
-
-    return implementation

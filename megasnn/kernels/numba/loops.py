@@ -1,11 +1,7 @@
-"""The loops of norm and neuron: statistics, spikes, gradients. They must equal the four calls of torch_backend.py.
+"""Kernels of norm and neurons without pooling, which must equal `torch_backend`.
 
-A block is a whole number of pixels, so that coefficients of channels, repeated to its length, make the innermost loops
-long whatever the number of channels is. Sums are added side by side in a row, pixels of which are added at the end of
-a slice of work: their order does not depend on the number of threads.
-
-Arguments: `x [X, M]` with X = T, or 1 for an input that is repeated; spikes and their gradients `[T, M]`; `first, last`
-the range of slices of work to do, so that threads can share a call.
+`x [X, M]` with X = T, or 1 for a repeated input; spikes and their gradients `[T, M]`. `first, last` is a range of
+slices of work: threads share a call.
 """
 
 from __future__ import annotations
@@ -15,6 +11,10 @@ import numpy as np
 from megasnn.kernels.numba.jit import kernel, part
 from megasnn.kernels.numba.lanes import count_of, lane_of, lanes_of, load, store
 from megasnn.kernels.numba.time_loop import LANES, back, fire_run
+
+# A block is a whole number of pixels. The channels' coefficients are repeated to its length, which makes the innermost
+# loops long for any number of channels. Sums are formed side by side in a row of pixels; the pixels of the row are
+# added at the end of a slice of work. So the order of a sum does not depend on the number of threads.
 
 
 @part
@@ -29,12 +29,15 @@ def fold(wide, channels, out):
 
 @part
 def add_rows(x, wide):
-    """Adds rows as long as `wide` one after the other, four at a time: each sum is read and written less often."""
+    """Adds rows as long as `wide` to it."""
     width = wide.size
+    # Four at a time: each sum is read and written less often.
     fours = x.size // (4 * width) * 4 * width
     for start in range(0, fours, 4 * width):
-        a, b = x[start : start + width], x[start + width : start + 2 * width]
-        c, d = x[start + 2 * width : start + 3 * width], x[start + 3 * width : start + 4 * width]
+        a = x[start : start + width]
+        b = x[start + width : start + 2 * width]
+        c = x[start + 2 * width : start + 3 * width]
+        d = x[start + 3 * width : start + 4 * width]
         for j in range(width):
             wide[j] = (((wide[j] + a[j]) + b[j]) + c[j]) + d[j]
     for start in range(fours, x.size, width):
@@ -45,15 +48,20 @@ def add_rows(x, wide):
 
 @part
 def add_squares(x, centre, wide):
-    """The same with squared deviations from `centre`."""
+    """Adds the squared deviations from `centre` in the same way."""
     width = wide.size
     fours = x.size // (4 * width) * 4 * width
     for start in range(0, fours, 4 * width):
-        a, b = x[start : start + width], x[start + width : start + 2 * width]
-        c, d = x[start + 2 * width : start + 3 * width], x[start + 3 * width : start + 4 * width]
+        a = x[start : start + width]
+        b = x[start + width : start + 2 * width]
+        c = x[start + 2 * width : start + 3 * width]
+        d = x[start + 3 * width : start + 4 * width]
         for j in range(width):
             m = centre[j]
-            p, q, r, s = a[j] - m, b[j] - m, c[j] - m, d[j] - m
+            p = a[j] - m
+            q = b[j] - m
+            r = c[j] - m
+            s = d[j] - m
             wide[j] = (((wide[j] + p * p) + q * q) + r * r) + s * s
     for start in range(fours, x.size, width):
         row = x[start : start + width]
@@ -64,11 +72,13 @@ def add_squares(x, centre, wide):
 
 @kernel
 def slice_statistics(x, channels, width, rows, means, squares, first, last):
-    """Mean and sum of squared deviations of each channel, for each slice of work: `rows` rows of the flat `x`.
+    """Mean and sum of squared deviations of each channel, `means, squares [slices, C]`.
 
-    Two passes over a unit while it is in the cache; `merge` merges `means, squares [units, C]` exactly.
+    A slice of work is `rows` rows of the flat `x`.
     """
-    wide, centre = np.empty(width, x.dtype), np.empty(width, x.dtype)
+    # A slice is read twice while it is in the cache: first for the mean, then for exact deviations.
+    wide = np.empty(width, x.dtype)
+    centre = np.empty(width, x.dtype)
     for index in range(first, last):
         values = x[index * rows * width : min((index + 1) * rows * width, x.size)]
         wide[:] = 0
@@ -87,9 +97,10 @@ def slice_statistics(x, channels, width, rows, means, squares, first, last):
 
 @kernel
 def merge(means, squares, length, pixels, merged, first, last):
-    """Mean and variance of each channel, `merged [2, C]`, of units of `length` pixels, `pixels` in all."""
+    """Mean and variance of each channel, `merged [2, C]`, from slices of `length` pixels, `pixels` in all."""
     slices, channels = means.shape
-    mean, variance = merged[0], merged[1]
+    mean = merged[0]
+    variance = merged[1]
     merged[:] = 0.0
     for index in range(slices):
         count = min(length, pixels - index * length)
@@ -108,8 +119,7 @@ def merge(means, squares, length, pixels, merged, first, last):
 
 @kernel
 def fire_block(x, norm, v_first, v_last, spikes, bits, p, length, first, last):
-    """Spikes `[T, M]`; the other arrays, and what may be None, as in `time_loop.fire_run`. A slice of work is one
-    block."""
+    """Spikes `[T, M]`; a slice of work is one block. The other arguments are those of `time_loop.fire_run`."""
     for block in range(first, last):
         low = block * length
         fire_run(x, low, norm, v_first, v_last, spikes, low, min(length, spikes.shape[1] - low), bits, p)
@@ -117,13 +127,13 @@ def fire_block(x, norm, v_first, v_last, spikes, bits, p, length, first, last):
 
 @kernel
 def block_backward(x, norm, v_first, g_spikes, g_v, g_y, sums, channels, length, blocks, p, first, last):
-    """The gradient `g_y [X, M]` of the neurons' input from `g_spikes [T, M]`; `g_v` as in `row.back`.
+    """The gradient `g_y [X, M]` of the neurons' input, and `sums [slices, 3, C]`; the rest as in `time_loop.back`.
 
-    each slice of `blocks` blocks fills one of `sums [units, 3, C]`: of g_y and g_y (x - mean), where there is a norm,
-    and of what `of_factor` gives, where that is learned.
+    A slice of work is `blocks` blocks.
     """
     size = x.shape[1]
-    scratch, wide = np.empty((2 * g_spikes.shape[0], LANES), x.dtype), np.empty((3, length), x.dtype)
+    scratch = np.empty((2 * g_spikes.shape[0], LANES), x.dtype)
+    wide = np.empty((3, length), x.dtype)
     for index in range(first, last):
         wide[:] = 0
         sums[index] = 0.0
@@ -138,11 +148,12 @@ def block_backward(x, norm, v_first, g_spikes, g_v, g_y, sums, channels, length,
 
 @kernel
 def norm_input_gradient(x, g, coefficients, width, first, last):
-    """Batch norm's input gradient, in place of `g`; `x, g [1, size]`, and a slice of work is `width` of them.
+    """Input gradient of batch norm, written over `g [1, size]`; a slice of work is `width` elements.
 
-    `coefficients [4, n]`: scale, mean, and of a channel's gradients the mean, and the mean per deviation of the input.
+    `coefficients [4, n]`: scale, mean, mean gradient, mean gradient per deviation of the input.
     """
-    many, one = lanes_of(x[0, 0]), lane_of(x[0, 0])
+    many = lanes_of(x[0, 0])
+    one = lane_of(x[0, 0])
     period = coefficients.shape[1]
     for index in range(first, last):
         for low in range(index * width, min((index + 1) * width, x.shape[1]), period):

@@ -1,4 +1,4 @@
-"""The loops behind `megasnn.kernels.philox`: compiled, they draw some 3 values in a nanosecond."""
+"""Compiled loops for `megasnn.kernels.philox`: they draw about 3 values in a nanosecond."""
 
 from __future__ import annotations
 
@@ -9,34 +9,36 @@ from numba import njit
 from megasnn.common.random import WORD_MASK, philox
 from megasnn.kernels.numba.jit import kernel, part
 
-# Inlined before LLVM sees it: only then are several counters computed at once. Numba does not notice when the other
-# file changes, but what it holds is fixed by its paper.
+# Inlined before LLVM sees it: only then are several counters computed at once. numba does not watch the file of this
+# function for changes, but its numbers are fixed by its paper.
 _philox: Any = njit(inline="always")(philox)
 
 
 @kernel
 def keep(kept, keys, stride, offset, threshold, first, last):
-    """``kept [units, runs, length]``: whether the upper 24 bits of values of a stream are at least ``threshold``.
+    """Sets `kept [slices, runs, length]` where the upper 24 bits of a stream's value are at least ``threshold``.
 
-    ``keys [N, 2]``: unit u belongs to stream ``u % N``. Its run r is of the values from
-    ``((u // N) * runs + r) * stride + offset`` on.
+    ``keys [N, 2]``: slice s belongs to stream ``s % N``. Its run r begins at value
+    ``((s // N) * runs + r) * stride + offset``.
     """
     runs = kept.shape[1]
+    samples = keys.shape[0]
     for index in range(first, last):
-        step, sample = index // keys.shape[0], index % keys.shape[0]
+        step = index // samples
+        sample = index % samples
         for run in range(runs):
-            _keep_run(
-                kept[index, run], (step * runs + run) * stride + offset, keys[sample, 0], keys[sample, 1], threshold
-            )
+            start = (step * runs + run) * stride + offset
+            _keep_run(kept[index, run], start, keys[sample, 0], keys[sample, 1], threshold)
 
 
 @part
 def _keep_run(kept, start, k0, k1, threshold):
-    """Whole counters in the middle, of which all four words are used."""
+    """A run: whole counters in the middle, with all four words in use."""
     head = min(-start % 4, kept.size)
     counters = (kept.size - head) // 4
     _keep_few(kept[:head], start, k0, k1, threshold)
-    middle, base = kept[head : head + 4 * counters], (start + head) // 4
+    middle = kept[head : head + 4 * counters]
+    base = (start + head) // 4
     for i in range(counters):
         w0, w1, w2, w3 = _philox(base + i & WORD_MASK, base + i >> 32, 0, 0, k0, k1)
         middle[4 * i] = w0 >> 8 >= threshold

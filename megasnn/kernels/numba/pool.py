@@ -1,8 +1,4 @@
-"""The loops of norm, max pooling (3, stride 2, padding 1) and neuron: spikes, gradients.
-
-Rows are split into even and odd columns first. Output column w then takes odd[w - 1], even[w] and odd[w] of each of
-three lines: three long contiguous loops a line, also when there are few channels.
-"""
+"""Kernels of norm, max pooling (3 x 3, stride 2, padding 1) and neurons."""
 
 from __future__ import annotations
 
@@ -11,6 +7,9 @@ import numpy as np
 from megasnn.kernels.numba.jit import kernel, part
 from megasnn.kernels.numba.loops import fold
 from megasnn.kernels.numba.time_loop import LANES, back, fire_run
+
+# Rows are first split into even and odd columns. Output column w then takes odd[w - 1], even[w] and odd[w] of three
+# lines. That makes three long contiguous loops a line, also with few channels.
 
 
 @part
@@ -32,7 +31,7 @@ def split_columns(line, even, odd):
 
 @part
 def add_columns(even, odd, line):
-    """The reverse of `split_columns`, added to what `line` holds."""
+    """Adds to `line` the reverse of `split_columns`."""
     for k in range((line.shape[0] + 1) // 2):
         for c in range(line.shape[1]):
             line[2 * k, c] += even[k, c]
@@ -43,21 +42,22 @@ def add_columns(even, odd, line):
 
 @part
 def take_larger(values, best):
+    # A NaN wins, as in PyTorch.
     for j in range(values.size):
         best[j] = values[j] if values[j] > best[j] or values[j] != values[j] else best[j]
 
 
 @part
 def pool_row(image, middle, scale, shift, columns, y):
-    """`y [Wo * C]`: one row of the maxima of the normalised `image [H, W, C]` over 3x3 windows at stride 2, which have
-    that row of the image in the middle.
+    """One row of maxima, `y [Wo * C]`, over windows of the normalised `image [H, W, C]` around its row `middle`.
 
     `scale, shift [Wo * C]`; `columns [2, Wo, C]` is scratch.
     """
     height, width, channels = image.shape
-    even, odd = columns[0].reshape(-1), columns[1].reshape(-1)
+    even = columns[0].reshape(-1)
+    odd = columns[1].reshape(-1)
     odd_size = (width // 2) * channels
-    y[:] = -np.inf
+    y[:] = -np.inf  # padding never wins
     for line in range(max(middle - 1, 0), min(middle + 2, height)):
         split_columns(image[line], columns[0], columns[1])
         scale_and_shift(even, scale, shift, even)
@@ -69,15 +69,14 @@ def pool_row(image, middle, scale, shift, columns, y):
 
 @part
 def contest(x, number, scale, shift, winner, tap):
-    """Replaces winners, and the number of their place in the window, where `x` has the larger normalised value.
-
-    Of equal values the first one wins, as in PyTorch, if the contests of places 0 to 3 come in descending order, and
-    those of places 5 to 8 in ascending order: the former win ties with all places seen, the latter with none.
-    """
+    """Replaces winners, and their places, where `x` at place `number` has the larger normalised value."""
     number = np.int32(number)
+    # The first of equal values wins, as in PyTorch, if places 0 to 3 are seen in descending and places 5 to 8 in
+    # ascending order: the former win ties with all places seen before, the latter with none.
     wins_ties = number < 4
     for j in range(x.size):
-        mine, best = x[j] * scale[j] + shift[j], winner[j] * scale[j] + shift[j]
+        mine = x[j] * scale[j] + shift[j]
+        best = winner[j] * scale[j] + shift[j]
         wins = (mine > best) | (wins_ties & (mine == best))
         winner[j] = x[j] if wins else winner[j]
         tap[j] = number if wins else tap[j]
@@ -85,11 +84,12 @@ def contest(x, number, scale, shift, winner, tap):
 
 @part
 def pool_row_winners(image, middle, scale, shift, columns, winner, tap):
-    """Input value and place (0 to 8) of each maximum of `pool_row`; begins in the centre, which is inside the image."""
+    """Input value and place (0 to 8) of each maximum of `pool_row`."""
     height, width, channels = image.shape
-    even, odd = columns[0].reshape(-1), columns[1].reshape(-1)
+    even = columns[0].reshape(-1)
+    odd = columns[1].reshape(-1)
     size = winner.size
-    for offset in (0, -1, 1):
+    for offset in (0, -1, 1):  # the centre of a window is always inside the image
         line = middle + offset
         if line < 0 or line >= height:
             continue
@@ -124,14 +124,12 @@ def route_more(g, tap, number, target):
 
 @part
 def pool_row_backward(g, tap, middle, columns, g_image):
-    """Adds the gradients `g [Wo * C]` of one output row, whose windows have that middle, to the inputs that won.
-
-    Rows go in ascending order; an input row that is reached for the first time is cleared first.
-    """
+    """Adds the gradients `g [Wo * C]` of an output row to the inputs that have won; rows come in ascending order."""
     height, width, channels = g_image.shape
-    even, odd = columns[0].reshape(-1), columns[1].reshape(-1)
+    even = columns[0].reshape(-1)
+    odd = columns[1].reshape(-1)
     for line in range(max(middle - 1, 0), min(middle + 2, height)):
-        if line >= middle or line == 0:
+        if line >= middle or line == 0:  # no earlier output row has reached this line
             g_image[line, :, :] = 0
         first = np.int32(3 * (line - middle + 1))
         route(g, tap, first + 1, even)
@@ -142,39 +140,46 @@ def pool_row_backward(g, tap, middle, columns, g_image):
 
 @kernel
 def fire_pooled(x, above, norm, spikes, bits, p, first, last):
-    """`x [X, N, H, W, C]`, `norm [3, Wo * C]`, `spikes [T, N * Ho * Wo * C]`, `bits` as in `time_loop.fire_run`.
+    """Spikes `[T, N * Ho * Wo * C]` of `x [X, N, H, W, C]`; a slice of work is one output row of one sample.
 
-    A slice of work is one output row of one sample. `above`: the row of the input that is the first windows' middle.
+    `norm [3, Wo * C]`; `above` is the image row in the middle of the first windows.
     """
-    inputs, width, rows = x.shape[0], norm.shape[1], (x.shape[2] - above + 1) // 2
-    y, columns = np.empty((inputs, width), x.dtype), np.empty((2, width // x.shape[4], x.shape[4]), x.dtype)
+    input_steps = x.shape[0]
+    channels = x.shape[4]
+    width = norm.shape[1]
+    rows = (x.shape[2] - above + 1) // 2
+    y = np.empty((input_steps, width), x.dtype)
+    columns = np.empty((2, width // channels, channels), x.dtype)
     for index in range(first, last):
-        sample, row = index // rows, index % rows
-        for t in range(inputs):
+        sample = index // rows
+        row = index % rows
+        for t in range(input_steps):
             pool_row(x[t, sample], 2 * row + above, norm[0], norm[1], columns, y[t])
         fire_run(y, 0, None, None, None, spikes, index * width, width, bits, p)
 
 
 @kernel
 def pooled_backward(x, above, g_spikes, norm, g_y, sums, p, first, last):
-    """As `loops.block_backward`, with `g_y` shaped like `x [X, N, H, W, C]` and `g_spikes [T, M]`; `above` as above.
-
-    A slice of work is one sample, because the windows of neighbouring output rows share inputs.
-    """
-    inputs, channels = x.shape[0], x.shape[4]
-    width, rows = norm.shape[1], (x.shape[2] - above + 1) // 2
-    scratch, g_pooled = np.empty((2 * g_spikes.shape[0], LANES), x.dtype), np.empty((inputs, width), x.dtype)
-    winner, tap = np.empty((inputs, width), x.dtype), np.empty((inputs, width), np.int32)
+    """As `loops.block_backward`, with `g_y` shaped like `x [X, N, H, W, C]`."""
+    # A slice of work is one sample, because the windows of neighbouring output rows share inputs.
+    input_steps = x.shape[0]
+    channels = x.shape[4]
+    width = norm.shape[1]
+    rows = (x.shape[2] - above + 1) // 2
+    scratch = np.empty((2 * g_spikes.shape[0], LANES), x.dtype)
+    g_pooled = np.empty((input_steps, width), x.dtype)
+    winner = np.empty((input_steps, width), x.dtype)
+    tap = np.empty((input_steps, width), np.int32)
     columns = np.empty((2, width // channels, channels), x.dtype)
     wide = np.empty((3, width), x.dtype)
     for sample in range(first, last):
         wide[:] = 0
         for row in range(rows):
-            for t in range(inputs):
+            for t in range(input_steps):
                 pool_row_winners(x[t, sample], 2 * row + above, norm[0], norm[1], columns, winner[t], tap[t])
             low = (sample * rows + row) * width
             back(winner, 0, norm, None, g_spikes, low, width, None, g_pooled, wide, p, scratch)
-            for t in range(inputs):
+            for t in range(input_steps):
                 pool_row_backward(g_pooled[t], tap[t], 2 * row + above, columns, g_y[t, sample])
         for k in range(3):
             fold(wide[k], channels, sums[sample, k])

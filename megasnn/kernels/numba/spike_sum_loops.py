@@ -1,13 +1,9 @@
-"""The loops that add up rows of a weight, or of a gradient, where the input of a convolution is not 0. They must equal
-`convolve` and `add_weight_gradient` of convolution.py.
+"""Kernels that sum rows of a weight, or of a gradient, where a convolution's input is not 0.
 
-A sum stays in registers while its rows come from the nearest caches: columns are cut into blocks of as many as the
-registers hold, `cuts [blocks, 2]`, the first column of each and how many half lines of the cache it has. The terms of
-an output are added one after the other, by row, column and channel of the kernel, as one dense sum would add them.
-
-Lists of the positions of spikes come from the bits that `megasnn.kernels.spike_codec` packs. `words [pixels, C / 64]`,
-rounded up, are the bits of an input with its channels last. `x [pixels, C]` are its values, or an array without
-elements, where every value that is not 0 is 1. `weight` is `[kh kw C, out]`.
+They must equal `convolve` and `add_weight_gradient` of convolution.py. `words [pixels, C / 64]`, rounded up, are bits
+as `megasnn.kernels.spike_codec` packs them, channels last. `x [pixels, C]` are the input's values, or an empty array
+where all nonzero values are 1. `weight` is `[kh kw C, out]`. `cuts [blocks, 2]`: first column and number of half cache
+lines of each block.
 """
 
 from __future__ import annotations
@@ -20,22 +16,28 @@ from numba.cpython.unsafe import numbers
 from megasnn.kernels.numba.jit import kernel, part
 from megasnn.kernels.numba.lanes import count_of, lanes, load, multiply_add, store
 
-HALF_LINE = 32  # bytes
+# A sum stays in registers while its rows come from the nearest caches: columns are cut into blocks that fit in the
+# registers. The terms of an output are added by row, column and channel of the kernel, in the order of one dense sum.
+HALF_LINE = 32  # bytes of half a cache line
 BLOCKS = (48, 24, 16, 12, 8, 6, 4, 2, 1)
-"""How many half lines a block may have. The largest takes 24 of 32 registers of the widest kind."""
-_trailing_zeros: Any = numbers.trailing_zeros
+"""Possible numbers of half lines of a block. The largest takes 24 of the 32 widest registers."""
 WORD_BITS = 64
-"""Bits that are looked through at once."""
+_trailing_zeros: Any = numbers.trailing_zeros
 
 
 @part
 def sum_rows(like, rest, spikes, weight, out, column, band, sizes, steps, offsets, at_once):
-    """A block of columns of a unit's outputs."""
+    """Sums a block of columns of the outputs of a slice of work; `like` and `rest` are lanes of zeros.
+
+    band: first output row of the frame in `out`; first and last row of the slice; first listed input row.
+    """
     starts, channels_of, values = spikes
     before, low, high, top = band
     height, width, _, out_width = sizes
     down, right = steps
-    (taps, words), places, second = at_once, len(offsets), column + count_of(like)
+    taps, words = at_once
+    places = len(offsets)
+    second = column + count_of(like)
     channels = weight.shape[0] // places
     all_words = -(-channels // WORD_BITS)
     for tap in range(0, places, taps):
@@ -44,15 +46,19 @@ def sum_rows(like, rest, spikes, weight, out, column, band, sizes, steps, offset
             for y in range(low, high):
                 for x in range(out_width):
                     to = (before + y) * out_width + x
-                    a, b = like, rest
+                    a = like
+                    b = rest
                     if tap + word > 0:
-                        a, b = load(out, to, column, like), load(out, to, second, rest)
+                        a = load(out, to, column, like)
+                        b = load(out, to, second, rest)
                     for place in range(tap, min(places, tap + taps)):
-                        at_y, at_x = y * down + offsets[place, 0], x * right + offsets[place, 1]
+                        at_y = y * down + offsets[place, 0]
+                        at_x = x * right + offsets[place, 1]
                         if 0 <= at_y < height and 0 <= at_x < width:
                             of_pixel = ((at_y - top) * width + at_x) * all_words
                             for k in range(starts[of_pixel + word], starts[of_pixel + last_word]):
-                                row, value = place * channels + channels_of[k], values[k]
+                                row = place * channels + channels_of[k]
+                                value = values[k]
                                 a = multiply_add(load(weight, row, column, like), value, a)
                                 b = multiply_add(load(weight, row, second, rest), value, b)
                     store(out, to, column, a)
@@ -61,19 +67,23 @@ def sum_rows(like, rest, spikes, weight, out, column, band, sizes, steps, offset
 
 @part
 def add_gradient_rows(like, rest, spikes, padded, total, column, stride, offsets):
-    """To a block of columns of `total` what the gradients at spikes of some rows add up to."""
+    """Adds the gradients at the spikes of some input rows to a block of columns of `total`."""
     ends, pixels, values = spikes
-    channels, second = ends.size - 1, column + count_of(like)
+    channels = ends.size - 1
+    second = column + count_of(like)
     for place in range(len(offsets)):
-        up, left = offsets[-1, 0] - offsets[place, 0], offsets[-1, 1] - offsets[place, 1]
+        up = offsets[-1, 0] - offsets[place, 0]
+        left = offsets[-1, 1] - offsets[place, 1]
         offset = up * stride + left
-        start = ends[0] - ends[0]
+        start = ends[0] - ends[0]  # 0 in the type of `ends`
         for channel in range(channels):
             end = ends[channel]
             if end > start:
-                a, b = like, rest
+                a = like
+                b = rest
                 for k in range(start, end):
-                    row, value = offset + pixels[k], values[k]
+                    row = offset + pixels[k]
+                    value = values[k]
                     a = multiply_add(load(padded, row, 0, like), value, a)
                     b = multiply_add(load(padded, row, count_of(like), rest), value, b)
                 row = place * channels + channel
@@ -83,7 +93,7 @@ def add_gradient_rows(like, rest, spikes, padded, total, column, stride, offsets
 
 
 def for_blocks(work: Any) -> Any:
-    """A part that calls `work` with lanes for a block of so many half lines, full of zeros."""
+    """A part that calls `work` with lanes of zeros for a block of `halves` half lines."""
 
     @part
     def call(halves, zero, arguments):
@@ -109,33 +119,41 @@ def for_blocks(work: Any) -> Any:
     return call
 
 
-sum_block, add_block = for_blocks(sum_rows), for_blocks(add_gradient_rows)
+sum_block = for_blocks(sum_rows)
+add_block = for_blocks(add_gradient_rows)
 
 
 @kernel
 def outputs(words, x, weight, out, cuts, sizes, steps, offsets, rows, at_once, first, last):
-    """`out [frames H' W', out]` of a convolution.
+    """Output `out [frames H' W', out]` of a convolution; a slice of work is `rows` output rows of a frame.
 
-    A slice of work are `rows` rows of the output of a frame. A part of the weight stays in the cache while all its
-    pixels take their turns: `at_once` says how many places of the kernel it has, and how many words of channels, which
-    are all where it has several places.
-
-    sizes: H, W, H', W'. steps: the stride along height and width. offsets [kh kw, 2]: how far each place of the kernel
-    is from there, in rows and columns.
+    Args:
+        sizes: H, W, H', W'.
+        steps: stride along height and width.
+        offsets: `[kh kw, 2]`, rows and columns from an output's input pixel to each place of the kernel.
+        at_once: places of the kernel, and words of channels, in a part of the weight. With several places, all words.
     """
+    # Such a part stays in the cache while all pixels use it.
     height, width, out_height, out_width = sizes
-    down, above, below = steps[0], -offsets[0, 0], offsets[-1, 0]
-    channels, parts = weight.shape[0] // len(offsets), -(-out_height // rows)
+    down = steps[0]
+    above = -offsets[0, 0]
+    below = offsets[-1, 0]
+    channels = weight.shape[0] // len(offsets)
+    parts = -(-out_height // rows)
     most = min(height, (rows - 1) * down + above + below + 1) * width
     starts = np.empty(most * words.shape[1] + 1, np.uint64)
-    places, values = np.empty(most * channels, np.int32), np.empty(most * channels, out.dtype)
+    places = np.empty(most * channels, np.int32)
+    values = np.empty(most * channels, out.dtype)
     zero = out.dtype.type(0)
     for index in range(first, last):
-        frame, low = index // parts, index % parts * rows
+        frame = index // parts
+        low = index % parts * rows
         high = min(out_height, low + rows)
-        top, bottom = max(0, low * down - above), min(height, (high - 1) * down + below + 1)
+        top = max(0, low * down - above)
+        bottom = min(height, (high - 1) * down + below + 1)
         by_pixel(words, x, (frame * height + top) * width, (frame * height + bottom) * width, starts, places, values)
-        spikes, band = (starts, places, values), (frame * out_height, low, high, top)
+        spikes = (starts, places, values)
+        band = (frame * out_height, low, high, top)
         for i in range(cuts.shape[0]):
             column, halves = cuts[i]
             sum_block(halves, zero, (spikes, weight, out, column, band, sizes, steps, offsets, at_once))
@@ -143,26 +161,30 @@ def outputs(words, x, weight, out, cuts, sizes, steps, offsets, rows, at_once, f
 
 @kernel
 def weight_gradients(words, x, grad, total, seen, cuts, sizes, offsets, rows, first, last):
-    """Adds to `total [kh kw C, out]` from the gradient of the output, `grad [frames H' W', out]`, where strides are 1.
+    """Adds the weight gradient to `total [kh kw C, out]`, from `grad [frames H' W', out]`, for strides of 1.
 
-    The terms of `rows` rows of the input of a frame are summed by themselves, and these sums are added one after the
-    other. A slice of work is a block of columns, `cuts[unit]`. sizes, offsets: as in `outputs`. To `seen [out]` is
-    added 0 times each value of the gradient: it is no longer finite where one is not, even where there is no spike.
+    A slice of work is a block of columns. `seen [out]` collects 0 times each gradient. sizes, offsets: as in `outputs`.
     """
+    # The terms of `rows` input rows of a frame are summed by themselves, and these sums are added one after the other.
+    # `seen` becomes NaN where a gradient is not finite, even without a spike there.
     height, width, out_height, out_width = sizes
-    channels, frames = total.shape[0] // len(offsets), words.shape[0] // (height * width)
-    (up, left), (down, right) = offsets[0], offsets[-1]
-    above, before = down - up, right - left
-    stride = width + before
-    ends, places = np.empty(channels + 1, np.uint64), np.empty(rows * width * channels, np.int32)
-    values, zero = np.empty(rows * width * channels, grad.dtype), grad.dtype.type(0)
+    channels = total.shape[0] // len(offsets)
+    frames = words.shape[0] // (height * width)
+    up, left = offsets[0]
+    down, right = offsets[-1]
+    above = down - up
+    stride = width + right - left
+    ends = np.empty(channels + 1, np.uint64)
+    places = np.empty(rows * width * channels, np.int32)
+    values = np.empty(rows * width * channels, grad.dtype)
+    zero = grad.dtype.type(0)
     padded = np.zeros(((rows + above) * stride, HALF_LINE * BLOCKS[0] // grad.itemsize), grad.dtype)
     for frame in range(frames):
         for low in range(0, height, rows):
             high = min(height, low + rows)
             start = (frame * height + low) * width
             by_channel(words, x, start, (frame * height + high) * width, width, stride, ends, places, values)
-            spikes = ends, places, values
+            spikes = (ends, places, values)
             for index in range(first, last):
                 column, halves = cuts[index]
                 columns = halves * HALF_LINE // grad.itemsize
@@ -184,7 +206,7 @@ def weight_gradients(words, x, grad, total, seen, cuts, sizes, offsets, rows, fi
 
 @part
 def lowest(word):
-    """Place of the lowest bit of a word that is not 0."""
+    """Position of the lowest set bit of a word; the word is not 0."""
     return np.intp(_trailing_zeros(word))
 
 
@@ -195,11 +217,12 @@ def without_lowest(word):
 
 @part
 def by_pixel(words, x, first, last, starts, channels, values):
-    """Lists for pixels `first` to `last` the channels that are not 0, in their order, and their values.
+    """Lists the nonzero channels of pixels `first` to `last`, in their order, and their values.
 
-    Those of the w-th 64 channels of the i-th pixel lie from `starts[i * words + w]` to the next start.
+    The list of word w of the i-th pixel begins at `starts[i * words + w]` and ends at the next start.
     """
-    count, entry = 0, 0
+    count = 0
+    entry = 0
     for pixel in range(first, last):
         for i in range(words.shape[1]):
             starts[entry] = count
@@ -216,10 +239,10 @@ def by_pixel(words, x, first, last, starts, channels, values):
 
 @part
 def by_channel(words, x, first, last, width, stride, ends, places, values):
-    """Lists for each channel the pixels from `first` to `last` where it is not 0, in their order, and their values.
+    """Lists for each channel the pixels from `first` to `last` where it is nonzero, in their order, and their values.
 
-    Those of a channel lie from the end of the one before to `ends[channel]`, which while they are filled in is how far
-    that has come. Pixels are counted from `first` on, in lines of `width` that begin `stride` places apart.
+    A channel's list ends at `ends[channel]`, where the next begins. Pixels are counted from `first` on, in lines of
+    `width` that begin `stride` places apart.
     """
     ends[:] = 0
     for pixel in range(first, last):
@@ -230,6 +253,7 @@ def by_channel(words, x, first, last, width, stride, ends, places, values):
                 left = without_lowest(left)
     for channel in range(1, ends.size):
         ends[channel] += ends[channel - 1]
+    # ends[channel] is now the start of that channel's list, and moves on to its end as the list is filled.
     for pixel in range(first, last):
         place = (pixel - first) // width * stride + (pixel - first) % width
         for i in range(words.shape[1]):

@@ -1,7 +1,6 @@
-"""Neurons at one time step: charge, fire, reset, and the gradients of the three, of lanes.
+"""One time step of neurons on lanes: charge, fire, reset, and their gradients.
 
-What differs between neurons is told by the types of their numbers, so that numba compiles a loop for each neuron that
-is used, without a branch in it.
+The types of a neuron's numbers select its formulas. So numba compiles a loop without branches for each kind in use.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import numpy as np
 from numba.extending import overload
 
 from megasnn.kernels.neuron_spec import NeuronSpec, numbers
-from megasnn.kernels.numba.lanes import exp_negative, where
+from megasnn.kernels.numba.exponential import exp_negative
+from megasnn.kernels.numba.lanes import where
 
 
 class Integrate(NamedTuple):
@@ -52,13 +52,13 @@ class LeakScaled(NamedTuple):
 
 
 class Hard(NamedTuple):
-    """Hard reset: behind a spike the potential becomes `by`."""
+    """Hard reset: after a spike the potential becomes `by`."""
 
     by: Any
 
 
 class Soft(NamedTuple):
-    """Soft reset: behind a spike the potential loses `by`."""
+    """Soft reset: after a spike the potential loses `by`."""
 
     by: Any
 
@@ -77,14 +77,14 @@ class Attached(NamedTuple):
 
 
 class Sigmoid(NamedTuple):
-    """The derivative of a sigmoid, as surrogate gradient amplitude * shape(slope * (h - threshold))."""
+    """Surrogate gradient amplitude * shape(slope * (h - threshold)), shape: derivative of a sigmoid."""
 
     slope: Any
     amplitude: Any
 
 
 class ATan(NamedTuple):
-    """The derivative of an arc tangent, likewise."""
+    """The same, shape: derivative of an arc tangent."""
 
     slope: Any
     amplitude: Any
@@ -98,15 +98,16 @@ CHARGES = {
     "LEAK_SCALE": LeakScaled,
 }
 SURROGATE_TYPES = {"SIGMOID": Sigmoid, "ATAN": ATan}
+scalar = partial(overload, jit_options={"error_model": "numpy"})
 
 
 class Constants(NamedTuple):
-    """A neuron in numbers, all in the type of the data; see `neuron_spec.Numbers` for those not told here."""
+    """A neuron in numbers of the data's type; for fields without a comment see `neuron_spec.Numbers`."""
 
     charge: Any  # one of CHARGES
     reset: Any  # Hard or Soft
     path: Any  # Detached or Attached
-    surrogate: Any  # one of SURROGATES
+    surrogate: Any  # one of SURROGATE_TYPES
     learn: bool  # the gradient of the charging factor is wanted
     rest: Any
     threshold: Any
@@ -117,8 +118,9 @@ class Constants(NamedTuple):
 
 
 def constants(spec: NeuronSpec, dtype: np.dtype, learned_leak: float, learn: bool) -> Constants:
-    """A neuron as the numbers that the loops take. learned_leak: its factor, where that is learned."""
-    number, n = dtype.type, numbers(spec, learned_leak)
+    """Numbers of a neuron for the loops. learned_leak: its charging factor, where that is learned."""
+    number = dtype.type
+    n = numbers(spec, learned_leak)
     return Constants(
         charge=CHARGES[n.charge](number(n.rest), number(n.factor)),
         reset=Hard(number(n.rest)) if n.hard else Soft(number(n.threshold)),
@@ -134,11 +136,8 @@ def constants(spec: NeuronSpec, dtype: np.dtype, learned_leak: float, learn: boo
     )
 
 
-scalar = partial(overload, jit_options={"error_model": "numpy"})
-
-
 def charged(x, v, charge):
-    """The potential before firing, from the input and the potential of the step before."""
+    """The potential before firing, from the input and the potential after the last step."""
 
 
 @scalar(charged)
@@ -162,11 +161,12 @@ def _fired(h, reset):
 
 
 def of_potential(g_v, h, threshold, zero, reset):
-    """The gradient of the potential before firing by the direct path, from that of the potential after it."""
+    """The direct part of the gradient of the potential before firing, from that of the potential after it."""
 
 
 @scalar(of_potential)
 def _of_potential(g_v, h, threshold, zero, reset):
+    # A hard reset sets the potential to a constant, which cuts the direct path at a spike.
     def hard(g_v, h, threshold, zero, reset):
         return where(h >= threshold, zero, g_v)
 
@@ -174,7 +174,7 @@ def _of_potential(g_v, h, threshold, zero, reset):
 
 
 def of_spike(g_spike, g_v, h, path):
-    """The gradient of a spike, with what reaches it through the reset."""
+    """The gradient of a spike, with the part through the reset."""
 
 
 @scalar(of_spike)
@@ -185,7 +185,7 @@ def _of_spike(g_spike, g_v, h, path):
 
 
 def surrogate_gradient(above, surrogate, one):
-    """At a potential so far above the threshold."""
+    """The surrogate gradient where the potential is `above` the threshold."""
 
 
 @scalar(surrogate_gradient)
@@ -202,14 +202,12 @@ def _surrogate_gradient(above, surrogate, one):
 
 
 def of_factor(h, v, g_x, charge):
-    """Term of the gradient of the charging factor q, v being the potential before the step.
-
-    With decaying input h - v = q (x - (v - rest)) and g_x = q g_h; otherwise g_x = g_h. `gradient_of_w` does the rest.
-    """
+    """Term of the gradient of the charging factor q, for `gradient_of_w`; v is the potential before the step."""
 
 
 @scalar(of_factor)
 def _of_factor(h, v, g_x, charge):
+    # With decaying input h - v = q (x - (v - rest)) and g_x = q g_h; otherwise g_x = g_h.
     if charge.instance_class is DecayScaled:
         return lambda h, v, g_x, charge: g_x * (h - v)
     return lambda h, v, g_x, charge: -(g_x * (v - charge.rest))

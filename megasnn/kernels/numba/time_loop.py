@@ -1,13 +1,8 @@
 """Neighbouring neurons through all time steps, forward and backward.
 
-Lanes take all steps before the next ones start: potentials, their gradients, sums and coefficients of the norm stay in
-registers. What comes next lies in as many rows of memory as there are steps, more than the processor follows by itself,
-and is asked for ahead.
-
-Arrays that have time steps are `[T, ...]`; an input `[1, ...]` comes at every step, and its gradient is the sum over
-them. Coefficients of the norm, `norm [3, >= n]`, are scale, shift and mean of each neuron's channel; without a norm it
-is None. So are potentials `[1, ...]` of neurons that start at rest, or whose last potential nobody wants. Numba leaves
-out branches on an argument that is None.
+Arrays with time steps are `[T, ...]`. An input `[1, ...]` is repeated at every step, and its gradient is summed over
+them. `norm [3, >= n]`: scale, shift and mean of each neuron's channel; None without a norm. Potentials are `[1, ...]`;
+None at rest, or where the last potential is not wanted. numba leaves out branches on a None argument.
 """
 
 from __future__ import annotations
@@ -30,27 +25,34 @@ from megasnn.kernels.numba.lanes import (
 )
 from megasnn.kernels.numba.step import charged, fired, of_factor, of_potential, of_spike, surrogate_gradient
 
-LANES = VECTOR_BYTES // 4  # at most, of a value
-_AHEAD = 256  # neurons
-_LARGE = 4 * 2**20  # bytes: more than stays in an L2 cache until it is read
+# Lanes run all steps before the next lanes start, so that potentials, their gradients, sums and coefficients stay in
+# registers. The next values lie in as many rows of memory as there are steps. The processor does not follow so many by
+# itself, so they are prefetched.
+LANES = VECTOR_BYTES // 4  # the most lanes of a value: those of float32
+_AHEAD = 256  # neurons between a load and its prefetch
+_LARGE = 4 * 2**20  # bytes: an L2 cache does not hold so many until they are read
 
 
 @part
 def large(array):
-    """True for arrays better written past the caches: into them, all of it would be read before it is overwritten."""
+    """True for arrays to write past the caches."""
+    # A cache would first read the memory that is overwritten.
     return array.size * array.itemsize >= _LARGE
 
 
 @part
 def fire_run(x, from_x, norm, v_first, v_last, spikes, low, n, bits, p):
-    """The `n` neurons whose inputs begin at column `from_x`, and whose potentials and spikes at column `low`.
+    """Runs `n` neurons: inputs from column `from_x` on, potentials and spikes from column `low` on.
 
-    `bits`: all spikes packed, if every row of them begins in a byte of its own; otherwise empty.
+    `bits`: all spikes packed, where every row of them begins a byte; otherwise empty.
     """
-    many, one = lanes_of(p.rest), lane_of(p.rest)
-    whole, past = n - n % count_of(many), large(spikes)
+    many = lanes_of(p.rest)
+    one = lane_of(p.rest)
+    whole = n - n % count_of(many)
+    past = large(spikes)
     fire_lanes(many, 0, whole, x, from_x, norm, v_first, v_last, spikes, low, bits, p, past)
     fire_lanes(one, whole, n, x, from_x, norm, v_first, v_last, spikes, low, bits, p, past)
+    # Streamed stores have no order of their own, and another thread may read the spikes next.
     ordered()
     if bits.size > 0 and whole < n:
         for t in range(spikes.shape[0]):
@@ -60,9 +62,13 @@ def fire_run(x, from_x, norm, v_first, v_last, spikes, low, n, bits, p):
 @part
 def fire_lanes(like, first, last, x, at_x, norm, v_first, v_last, spikes, at, bits, p, past):
     for j in range(first, last, count_of(like)):
-        scale, shift, v = like, like, like
+        # `like` is the rest potential in every lane; scale and shift only need a type.
+        scale = like
+        shift = like
+        v = like
         if norm is not None:
-            scale, shift = load(norm, 0, j, like), load(norm, 1, j, like)
+            scale = load(norm, 0, j, like)
+            shift = load(norm, 1, j, like)
         if v_first is not None:
             v = load(v_first, 0, at + j, like)
         for t in range(spikes.shape[0]):
@@ -83,7 +89,7 @@ def fire_lanes(like, first, last, x, at_x, norm, v_first, v_last, spikes, at, bi
 
 @part
 def pack(spikes, bits):
-    """A multiple of 8 of them."""
+    """Packs a multiple of 8 spikes."""
     for i in range(spikes.size // 8):
         byte = 0
         for k in range(8):
@@ -93,14 +99,15 @@ def pack(spikes, bits):
 
 @part
 def back(x, from_x, norm, v_first, g_spikes, low, n, g_v, g_x, sums, p, scratch):
-    """All steps of `n` neurons in reverse.
+    """Runs `n` neurons backward: `g_spikes` from column `low` on, x, potentials and g_x from column `from_x` on.
 
-    `g_spikes` begins at column `low`, `x`, potentials and `g_x` at `from_x`. `g_v`: gradient of the last potential
-    before, that of the first one after. To `sums [3, >= n]` is added, over all steps: g_x and g_x (x - mean) where
-    there is a norm, and what `of_factor` gives where that is learned. `scratch [2 T, LANES]`.
+    `g_v` holds the gradient of the last potential, and afterwards of the first. `sums [3, >= n]` grows by g_x and
+    g_x (x - mean) with a norm, and by `of_factor` with a learned factor. `scratch [2 T, LANES]`.
     """
-    many, one = lanes_of(p.rest), lane_of(p.rest)
-    whole, past = n - n % count_of(many), large(g_x) and x.shape[0] == g_spikes.shape[0]
+    many = lanes_of(p.rest)
+    one = lane_of(p.rest)
+    whole = n - n % count_of(many)
+    past = large(g_x) and x.shape[0] == g_spikes.shape[0]
     lanes_back(many, 0, whole, x, from_x, norm, v_first, g_spikes, low, g_v, g_x, sums, p, scratch, past)
     lanes_back(one, whole, n, x, from_x, norm, v_first, g_spikes, low, g_v, g_x, sums, p, scratch, past)
     ordered()
@@ -108,24 +115,31 @@ def back(x, from_x, norm, v_first, g_spikes, low, n, g_v, g_x, sums, p, scratch)
 
 @part
 def lanes_back(like, first, last, x, at_x, norm, v_first, g_spikes, at, g_v, g_x, sums, p, scratch, past):
-    """First the potentials before firing once more, in row t of `scratch`; then all surrogate gradients, in row T + t,
-    which do not wait for each other; then from the gradients of spike and potential after each step to those of its
-    input and the potential before it.
-    """
-    steps, inputs = g_spikes.shape[0], x.shape[0]
+    steps = g_spikes.shape[0]
+    input_steps = x.shape[0]
     for j in range(first, last, count_of(like)):
-        scale, shift, mean, first_v = like, like, like, like
-        of_v, sum_g, sum_gx = filled(p.zero, like), filled(p.zero, like), filled(p.zero, like)
+        # `like` is the rest potential in every lane; the coefficients only need a type.
+        scale = like
+        shift = like
+        mean = like
+        first_v = like
+        of_v = filled(p.zero, like)
+        sum_g = filled(p.zero, like)
+        sum_gx = filled(p.zero, like)
         if norm is not None:
-            scale, shift, mean = load(norm, 0, j, like), load(norm, 1, j, like), load(norm, 2, j, like)
-            sum_g, sum_gx = load(sums, 0, j, like), load(sums, 1, j, like)
+            scale = load(norm, 0, j, like)
+            shift = load(norm, 1, j, like)
+            mean = load(norm, 2, j, like)
+            sum_g = load(sums, 0, j, like)
+            sum_gx = load(sums, 1, j, like)
         if v_first is not None:
             first_v = load(v_first, 0, at_x + j, like)
         if g_v is not None:
             of_v = load(g_v, 0, at_x + j, like)
         v = first_v
+        # Potentials before firing, computed again, go to row t of `scratch`.
         for t in range(steps):
-            row = min(t, inputs - 1)
+            row = min(t, input_steps - 1)
             prefetch(x, row, at_x + j + _AHEAD, like)
             prefetch(g_spikes, t, at + j + _AHEAD, like)
             y = load(x, row, at_x + j, like)
@@ -134,22 +148,25 @@ def lanes_back(like, first, last, x, at_x, norm, v_first, g_spikes, at, g_v, g_x
             h = charged(y, v, p.charge)
             store(scratch, t, 0, h)
             v = after(h, p)
+        # Surrogate gradients, which do not wait for each other, go to row T + t.
         for t in range(steps):
             above = load(scratch, t, 0, like) - p.threshold
             store(scratch, steps + t, 0, surrogate_gradient(above, p.surrogate, p.one))
         for t in range(steps - 1, -1, -1):
-            row, h = min(t, inputs - 1), load(scratch, t, 0, like)
+            row = min(t, input_steps - 1)
+            h = load(scratch, t, 0, like)
             direct = of_potential(of_v, h, p.threshold, p.zero, p.reset)
             upstream = of_spike(load(g_spikes, t, at + j, like), of_v, h, p.path)
             g_h = multiply_add(upstream, load(scratch, steps + t, 0, like), direct)
             g = g_h * p.into
             of_v = g_h * p.through
             if norm is not None:
-                sum_g, sum_gx = sum_g + g, sum_gx + g * (load(x, row, at_x + j, like) - mean)
+                sum_g = sum_g + g
+                sum_gx = sum_gx + g * (load(x, row, at_x + j, like) - mean)
             if p.learn:
                 before = after(load(scratch, t - 1, 0, like), p) if t > 0 else first_v
                 store(sums, 2, j, load(sums, 2, j, like) + of_factor(h, before, g, p.charge))
-            if inputs < steps and t < steps - 1:
+            if input_steps < steps and t < steps - 1:
                 g = load(g_x, row, at_x + j, like) + g
             stream(g_x, row, at_x + j, g, past)
         if norm is not None:
@@ -161,5 +178,5 @@ def lanes_back(like, first, last, x, at_x, norm, v_first, g_spikes, at, g_v, g_x
 
 @part
 def after(h, p):
-    """The potential after firing, from that before."""
+    """The potential after firing, from the potential before."""
     return where(h >= p.threshold, fired(h, p.reset), h)

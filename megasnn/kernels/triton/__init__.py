@@ -1,7 +1,7 @@
-"""Neurons, norm, codec and random choices as Triton kernels, for NVIDIA GPUs from compute capability 8.0 on.
+"""Triton kernels for NVIDIA GPUs from compute capability 8.0 on: neurons, norm, codec and random choices.
 
-`neuron` and `pool` are the parts that kernels are made of; `unit`, `sums`, `codec` and `philox` are the kernels;
-`calls` and `alone` start them with tensors. `available` says why they cannot be used, and alone needs no triton.
+`step` is one time step of a neuron. `fire`, `sums`, `pool`, `codec` and `philox` hold the kernels; `norm_neuron` starts
+the neurons'. `available` gives reasons against them without importing triton.
 
-With TRITON_INTERPRET=1, set before triton is imported, they take tensors on the CPU: for tests, slowly.
+With TRITON_INTERPRET=1, set before triton is imported, kernels take tensors on the CPU: slowly, for tests.
 """

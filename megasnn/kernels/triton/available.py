@@ -1,4 +1,4 @@
-"""Why the Triton kernels cannot take an input: told without triton, and tried once on each GPU."""
+"""Inputs and devices that the Triton kernels cannot take: found without triton, and once for each GPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-OLDEST = (8, 0)  # compute capability: the first with bfloat16
+OLDEST = (8, 0)
+"""The first compute capability with bfloat16."""
 TAKEN = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MOST_VALUES = 2**31 - 2**26
-"""Of a time step, or of what is packed: places are 32-bit integers, and a tile may reach beyond the end."""
+"""Of a time step or a packed tensor: indices have 32 bits, and a tile may reach beyond the end."""
 
 
 def interpreted() -> bool:
@@ -20,8 +21,9 @@ def interpreted() -> bool:
 
 
 def refuses(x: Tensor) -> str | None:
-    """Why the kernels cannot take this input `[T, ...]`, or None where they can."""
-    if x.device.type != ("cpu" if interpreted() else "cuda"):
+    """Reason against this input `[T, ...]`, or None."""
+    needed = "cpu" if interpreted() else "cuda"
+    if x.device.type != needed:
         return f"they run on CUDA tensors, not on {x.device}"
     if x.dtype not in TAKEN:
         return f"they take float32, float64, bfloat16 or float16, not {x.dtype}"
@@ -33,27 +35,28 @@ def refuses(x: Tensor) -> str | None:
 
 
 def usable_on(device: torch.device) -> bool:
-    """True where kernels run on that device. Never on a CPU, where they are interpreted only for who asks for them."""
+    """True where kernels run on the device. False for every CPU: interpreted kernels must be asked for."""
     return device.type == "cuda" and _unusable(device) is None
 
 
 @cache
 def _unusable(device: torch.device) -> str | None:
-    """Why no kernel runs there: the card is too old, triton is missing, or it cannot compile and start one.
+    """Reason why no kernel runs on a device: the card is too old, or triton is missing, does not compile or start.
 
     Raises:
-        torch.OutOfMemoryError, or what triton raises, when the card's memory is full: that passes, and is not kept.
+        torch.OutOfMemoryError, or triton's error, when the card's memory is full: that may pass, so it is not cached.
     """
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < OLDEST:
-            have, need = (".".join(map(str, each)) for each in (capability, OLDEST))
-            return f"{torch.cuda.get_device_name(device)} has compute capability {have}, and they need {need}"
+            name = torch.cuda.get_device_name(device)
+            found = f"{capability[0]}.{capability[1]}"
+            return f"{name} has compute capability {found}, and they need {OLDEST[0]}.{OLDEST[1]}"
     try:
         from megasnn.kernels.triton.launch import try_out
 
         try_out(device)
-    except Exception as error:  # whatever a missing library, compiler or driver raises
+    except Exception as error:  # a missing library, compiler or driver may raise anything
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
             raise
         return f"triton is not usable here ({type(error).__name__}: {error})".replace("\n", " ")

@@ -1,4 +1,4 @@
-"""Packing of spikes into bits and of counts into bytes, one pass each; must equal spike_codec.py's plain ones."""
+"""Packing spikes into bits and counts into bytes, in one pass each; must equal the plain codec of spike_codec.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megasnn.kernels.triton.launch import launch
 _BLOCK = 2048  # values of a program
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int32, torch.int64)
-"""What the kernels read and write."""
+"""Types that the kernels read and write."""
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def below_zero(x):
 
 @triton.jit
 def pack_bits_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
-    """Sets `strange`, if given, where a value is neither 0 nor 1."""
+    """Packs bits, and sets `strange`, if given, where a value is neither 0 nor 1."""
     byte = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     place = byte[:, None].to(tl.int64) * 8 + tl.arange(0, 8)[None, :]
     value = tl.load(x + place, mask=place < size, other=0)
@@ -44,7 +44,7 @@ def pack_bits_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def unpack_bits_kernel(packed, out, size, columns, stride, BLOCK: tl.constexpr):
-    """Bit by bit into rows of `columns` values; row r begins at `r stride` of `out`."""
+    """Writes bits into rows of `columns` values; row r begins at `r stride` of `out`."""
     byte = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     place = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
     bits = tl.load(packed + byte, mask=byte * 8 < size, other=0).to(tl.int32)
@@ -57,7 +57,7 @@ def unpack_bits_kernel(packed, out, size, columns, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def pack_counts_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
-    """Sets `strange`, if given, where a value is none of 0, 1 ... 255."""
+    """Packs counts, and sets `strange`, if given, where a value is none of 0, 1 ... 255."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + place, mask=place < size, other=0)
     below = below_zero(value)
@@ -72,19 +72,19 @@ def pack_counts_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
 
 
 def launch_pack_bits(flat: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
-    """The bytes, and with `check` an int32 that is not 0 where a value is no spike; nothing waits for it here."""
+    """The bytes, and with `check` an int32, nonzero if a value is no spike. The host does not wait for it here."""
     packed = flat.new_empty(-(-flat.numel() // 8), dtype=torch.uint8)
     return packed, _pack(pack_bits_kernel, flat, packed, check)
 
 
 def launch_pack_counts(flat: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
-    """The bytes, and with `check` an int32 that is not 0 where a value is no count."""
+    """The bytes, and with `check` an int32, nonzero if a value is no count."""
     packed = flat.new_empty(flat.numel(), dtype=torch.uint8)
     return packed, _pack(pack_counts_kernel, flat, packed, check)
 
 
 def launch_unpack_bits(packed: Tensor, out: Tensor) -> None:
-    """Into `[rows, columns]`, neighbours in memory along the columns."""
+    """Unpacks into `out [rows, columns]`, whose columns are neighbours in memory."""
     rows, columns = out.shape
     stride = columns if rows == 1 else out.stride(0)
     if out.numel():

@@ -1,8 +1,7 @@
-"""Normalise, charge and fire, and the gradient of the input: a pass over memory each. They must equal `fire` and
-`input_gradient` of torch_backend.py.
+"""Kernels that normalise, charge and fire, and that compute the input gradient, in one pass over memory each.
 
-`x [X, in_size]` with X = T, or 1 for an input that is repeated; `size` is the number of neurons, and `[T, size]` are
-their spikes. Without `norm` a kernel computes the neurons alone.
+They must equal `fire` and `input_gradient` of torch_backend.py. `x [X, in_size]` with X = T, or 1 for a repeated input;
+`size` is the number of neurons, and their spikes are `[T, size]`. Without `norm` they compute the neurons alone.
 """
 
 from __future__ import annotations
@@ -32,9 +31,11 @@ from megasnn.kernels.triton.step import (
 def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channels, height, width, above,
                 T: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
                 AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """`bits [T, size / 8]`: the spikes once more, packed as `megasnn.kernels.spike_codec` does it, or None.
+    """Spikes of all steps.
 
-    AT_ONCE: how many steps, a divisor of T, are written out one after the other.
+    Args:
+        bits: `[T, size / 8]`, the spikes packed as `megasnn.kernels.spike_codec` packs them, or None.
+        AT_ONCE: number of unrolled steps, a divisor of T.
     """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
@@ -43,10 +44,11 @@ def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channe
     v = first_potential(v_first, place, inside, N, D)
     scale, shift = None, None
     if norm is not None:
-        scale, shift = of_channel(norm, 0, place, inside, channels), of_channel(norm, 1, place, inside, channels)
+        scale = of_channel(norm, 0, place, inside, channels)
+        shift = of_channel(norm, 1, place, inside, channels)
     for _ in range(T // AT_ONCE):
         for t in tl.static_range(AT_ONCE):
-            if t == 0 or not REPEATED:
+            if t == 0 or not REPEATED:  # a repeated input is read once for several steps
                 if POOL:
                     y, _, _ = pooled(x, place, inside, scale, shift, channels, height, width, above, D)
                 else:
@@ -58,6 +60,7 @@ def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channe
             tl.store(spikes + place, fired.to(D).to(spikes.dtype.element_ty), mask=inside)
             spikes += size
             if bits is not None:
+                # Neurons outside would set bits of the last byte.
                 eight = tl.reshape((fired & inside).to(tl.int32), [BLOCK // 8, 8]) << tl.arange(0, 8)[None, :]
                 tl.store(bits + byte, tl.sum(eight, axis=1).to(tl.uint8), mask=byte < size // 8)
                 bits += size // 8
@@ -70,10 +73,10 @@ def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channe
 def gradient_of_chunk(x, g_spikes, g_x, place, inside, scale, shift, mean, mean_g, mean_gx, start, g_v, summed, total,
                       q, size, STEPS: tl.constexpr, REPEATED: tl.constexpr, LEARN: tl.constexpr, N: tl.constexpr,
                       D: tl.constexpr):  # fmt: skip
-    """Writes the gradients of the STEPS time steps that x, g_spikes and g_x point to.
+    """Writes the gradients of the STEPS time steps at which x, g_spikes and g_x point.
 
-    Returns what goes on to the chunk before: the gradient of the potential, and with REPEATED and LEARN the sums of
-    the gradients and of what the learned factor adds up.
+    Returns the gradient of the potential before them, and two sums over the steps so far: of the gradients, with
+    REPEATED, and of the learned factor's terms, with LEARN.
     """
     h = recomputed(x, place, inside, scale, shift, start, q, size, 0, STEPS, REPEATED, N, D)
     for i in tl.static_range(STEPS - 1, -1, -1):
@@ -92,7 +95,7 @@ def gradient_of_chunk(x, g_spikes, g_x, place, inside, scale, shift, mean, mean_
 
 @triton.jit
 def store_gradient(x, g_x, g, place, inside, scale, mean, mean_g, mean_gx, D: tl.constexpr):
-    """Stores the gradient of the input of one time step, through the norm if there is one."""
+    """Stores the input gradient of one time step, through the norm if there is one."""
     if scale is not None:
         value = tl.load(x + place, mask=inside, other=0)
         g = norm_backward(g, value.to(D), scale, mean, mean_g, mean_gx)
@@ -103,35 +106,39 @@ def store_gradient(x, g_x, g, place, inside, scale, mean, mean_g, mean_gx, D: tl
 def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals, kept, size, channels,
                     T: tl.constexpr, CHUNK: tl.constexpr, REPEATED: tl.constexpr, BATCH: tl.constexpr,
                     N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The gradient of the input, through the norm or of the neurons alone, without pooling.
+    """The input gradient without pooling, through the norm or of the neurons alone.
 
     Args:
-        norm: rows for each channel; the fourth and fifth are what `norm_backward` subtracts.
         g_last, g_first: gradients of the potentials after and before all steps, or None.
-        totals: what each program's learned factor adds up, or None.
-        kept: for `keep_chunk_starts`; None where there is one chunk.
+        totals: each program's sum of the learned factor's terms, or None.
+        kept: memory for `keep_chunk_starts`; None for a single chunk.
     """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     q = charging_factor(q, N, D)
     first = first_potential(v_first, place, inside, N, D)
-    scale, shift, mean, mean_g, mean_gx = None, None, None, None, None
+    scale, shift = None, None
+    mean, mean_g, mean_gx = None, None, None
     if norm is not None:
-        scale, shift = of_channel(norm, 0, place, inside, channels), of_channel(norm, 1, place, inside, channels)
+        scale = of_channel(norm, 0, place, inside, channels)
+        shift = of_channel(norm, 1, place, inside, channels)
     last = first
     if kept is not None:
         last = keep_chunk_starts(x, place, inside, scale, shift, first, q, size, kept, T, CHUNK, REPEATED, N, D)
     if BATCH:
         mean = of_channel(norm, 2, place, inside, channels)
-        mean_g, mean_gx = of_channel(norm, 3, place, inside, channels), of_channel(norm, 4, place, inside, channels)
+        mean_g = of_channel(norm, 3, place, inside, channels)
+        mean_gx = of_channel(norm, 4, place, inside, channels)
     g_v = tl.zeros(place.shape, D)
     if g_last is not None:
         g_v = tl.load(g_last + place, mask=inside, other=0).to(D)
     summed = tl.zeros(place.shape, D)
     total = tl.zeros(place.shape, D)
     LEARN: tl.constexpr = totals is not None
-    BEFORE: tl.constexpr = (T - 1) // CHUNK  # the last chunk
-    x_c, g_c = at_step(x, BEFORE * CHUNK, size, REPEATED), at_step(g_spikes, BEFORE * CHUNK, size, False)
+    # The last chunk comes first: it may be shorter than the others.
+    BEFORE: tl.constexpr = (T - 1) // CHUNK  # chunks before the last one
+    x_c = at_step(x, BEFORE * CHUNK, size, REPEATED)
+    g_c = at_step(g_spikes, BEFORE * CHUNK, size, False)
     out_c = at_step(g_x, BEFORE * CHUNK, size, REPEATED)
     g_v, summed, total = gradient_of_chunk(
         x_c, g_c, out_c, place, inside, scale, shift, mean, mean_g, mean_gx, last, g_v, summed, total, q, size,
@@ -140,8 +147,10 @@ def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals,
     if kept is not None:
         kept_c = at_step(kept, BEFORE, size, False)
         for _ in range(BEFORE):
-            x_c, g_c = at_step(x_c, -CHUNK, size, REPEATED), at_step(g_c, -CHUNK, size, False)
-            out_c, kept_c = at_step(out_c, -CHUNK, size, REPEATED), at_step(kept_c, -1, size, False)
+            x_c = at_step(x_c, -CHUNK, size, REPEATED)
+            g_c = at_step(g_c, -CHUNK, size, False)
+            out_c = at_step(out_c, -CHUNK, size, REPEATED)
+            kept_c = at_step(kept_c, -1, size, False)
             g_v, summed, total = gradient_of_chunk(
                 x_c, g_c, out_c, place, inside, scale, shift, mean, mean_g, mean_gx,
                 tl.load(kept_c + place, mask=inside, other=0), g_v, summed, total, q, size,

@@ -1,7 +1,4 @@
-"""Compiling and starting of kernels: one set of options, and sizes from a rule instead of a search.
-
-Multiplications and additions are never fused into one rounding: a spike could flip against the reference.
-"""
+"""Compiling and starting kernels: one set of options, and sizes from rules instead of a search."""
 
 from __future__ import annotations
 
@@ -15,17 +12,18 @@ from torch import Tensor
 
 WARPS = 4
 THREADS = 32 * WARPS
+# A product and a sum that are fused into one rounding can flip a spike (findings/triton_fused_multiply_add.sh).
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
 COLUMNS = 128  # of a tile of a kernel that sums over rows
-TILES = 64  # that one program sums at most: few partial sums to fold, which the next kernel waits for
+TILES = 64  # the most that a program sums: few programs leave few partial sums, and the next kernel waits for these
 MOST_UNROLLED = 16
-"""Time steps that a forward writes out one after the other; of more there are loops, which compile sooner."""
-_REGISTERS = 48  # of a thread, for the potentials that a backward keeps: with more, compilers run out of them
-_IN_A_LOOP = 40  # the same where chunks are gone through in a loop, which takes some for itself
-_LOAD = 16  # bytes, the widest
+"""Most time steps that a forward unrolls; a loop over more steps compiles sooner."""
+_REGISTERS = 48  # of a thread, for potentials in a backward: with more, compilers run out of registers
+_IN_A_LOOP = 40  # the same for a loop over chunks, which takes some registers for itself
+_LOAD = 16  # bytes of the widest load
 
 NUMBERS = {torch.float32: tl.float32, torch.float64: tl.float64}
-"""What kernels compute in, by the type of torch; inputs of 16 bits are computed in float32."""
+"""Types of the arithmetic in torch and in Triton; inputs of 16 bits are computed in float32."""
 
 
 def compute_type(dtype: torch.dtype) -> torch.dtype:
@@ -33,39 +31,41 @@ def compute_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def lanes_of_type(dtype: torch.dtype) -> int:
-    """Elements of a thread: as many as one load brings."""
+    """Elements of a thread: those of the widest load."""
     return _LOAD // dtype.itemsize
 
 
 def lanes_of_backward(dtype: torch.dtype, time_steps: int) -> int:
-    """Elements of a thread in a backward, which keeps their potentials: of 16 bits half as many, where registers then
-    hold those of all time steps. On an H200 that is as fast, and before Hopper registers did not suffice."""
+    """Elements of a thread in a backward, whose registers hold their potentials of several time steps."""
     widest = lanes_of_type(dtype)
-    fits = widest * time_steps > _REGISTERS >= widest // 2 * time_steps
-    return widest // 2 if fits and dtype.itemsize == 2 else widest
+    # Half as many of 16 bits, where registers then hold the potentials of all time steps. On an H200 that is as fast;
+    # before Hopper registers did not suffice.
+    only_half_fits = widest * time_steps > _REGISTERS >= widest // 2 * time_steps
+    return widest // 2 if only_half_fits and dtype.itemsize == 2 else widest
 
 
 def chunk(dtype: torch.dtype, time_steps: int) -> int:
-    """Time steps of which a backward keeps the potentials at once: all, or as many as registers hold in a loop. It
-    computes them again, chunk after chunk."""
-    # Double precision's exponential takes as many.
-    registers = lanes_of_backward(dtype, time_steps) * (4 if dtype == torch.float64 else 1)
+    """Time steps of a chunk, whose potentials a backward recomputes together and holds in registers."""
+    registers = lanes_of_backward(dtype, time_steps)
+    if dtype == torch.float64:
+        registers *= 4  # two for each number, and as many again for the exponential
     return time_steps if time_steps * registers <= _REGISTERS else _IN_A_LOOP // registers
 
 
 def at_once(time_steps: int) -> int:
-    """Number of steps that a forward writes out, in a loop over all: a divisor of their number."""
+    """Number of steps that a forward unrolls in its loop over all: a divisor of their number."""
     return next(steps for steps in range(MOST_UNROLLED, 0, -1) if time_steps % steps == 0)
 
 
 def chunk_memory(x: Tensor, time_steps: int, size: int) -> Tensor | None:
-    """Memory where a backward keeps the potentials before each chunk but the last; None where there is one chunk."""
+    """Memory for the potentials before each chunk but the last in a backward; None for a single chunk."""
     chunks = -(-time_steps // chunk(x.dtype, time_steps))
     return x.new_empty((chunks - 1, size), dtype=compute_type(x.dtype)) if chunks > 1 else None
 
 
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-    """Starts so many programs of a kernel on the device of its first tensor. Args: constants: options among them."""
+    """Starts programs of a kernel on the device of its first tensor. constants: compile-time arguments, options."""
+    # Triton takes the current device, which may be another one.
     tensor = next(each for each in args if isinstance(each, Tensor))
     on_device = torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
     with on_device:
@@ -78,5 +78,5 @@ def _nothing(x):
 
 
 def try_out(device: torch.device) -> None:
-    """Compiles and starts the smallest kernel. Raises whatever keeps it from that."""
+    """Compiles and starts the smallest kernel. Raises any error of triton, compiler or driver."""
     launch(_nothing, 1, torch.zeros(1, device=device))

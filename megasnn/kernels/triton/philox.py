@@ -1,4 +1,4 @@
-"""Random choices by the place of a value in the whole tensor: see `megasnn.kernels.philox`, with equal bits."""
+"""The Triton kernel of `megasnn.kernels.philox`, with equal bits."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from triton.language.random import philox_impl
 
 from megasnn.kernels.triton.launch import launch
 
-_COUNTERS = 512  # of a program; each gives four values
+_COUNTERS = 512  # of a program; each counter gives four values
 
 
 @triton.jit
 def keep_kernel(kept, k0, k1, samples, runs, stride, offset, length, threshold, blocks, COUNTERS: tl.constexpr):
-    """`kept [steps, samples, runs, length]`: whether the upper 24 bits of a stream's values are at least `threshold`.
+    """Sets `kept [steps, samples, runs, length]` where the upper 24 bits of a value are at least `threshold`.
 
-    A program has a block of counters of one run of one sample, whose values begin at
-    `(step runs + run) stride + offset` of the stream of its key.
+    A run begins at value `(step runs + run) stride + offset` of its sample's stream.
     """
-    row, block = tl.program_id(0).to(tl.int64) // blocks, tl.program_id(0) % blocks
-    run, unit = row % runs, row // runs
-    sample, step = unit % samples, unit // samples
+    # A program has a block of counters of one run of one sample.
+    row = tl.program_id(0).to(tl.int64) // blocks
+    block = tl.program_id(0) % blocks
+    run = row % runs
+    sample = row // runs % samples
+    step = row // runs // samples
     start = (step * runs + run) * stride + offset
     counter = start // 4 + block * COUNTERS + tl.arange(0, COUNTERS)
-    low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
+    low = (counter & 0xFFFFFFFF).to(tl.uint32)
+    high = (counter >> 32).to(tl.uint32)
     zero = tl.zeros(low.shape, tl.uint32)
-    key0, key1 = tl.load(k0 + sample).to(tl.uint32), tl.load(k1 + sample).to(tl.uint32)
+    key0 = tl.load(k0 + sample).to(tl.uint32)
+    key1 = tl.load(k1 + sample).to(tl.uint32)
     w0, w1, w2, w3 = philox_impl(low, high, zero, zero, key0, key1)
     words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     place = block * (COUNTERS * 4) + tl.arange(0, COUNTERS * 4) - start % 4
@@ -38,7 +42,7 @@ def keep_kernel(kept, k0, k1, samples, runs, stride, offset, length, threshold, 
 def kept_by_kernel(
     threshold: int, keys: Tensor, steps: int, runs: int, stride: int, offset: int, length: int
 ) -> Tensor:
-    """As `megasnn.kernels.philox.kept_by_tensors`, with the numbers of a `Runs`: bool `[steps, N, runs, length]`."""
+    """Mask of `megasnn.kernels.philox.kept_by_tensors` for the numbers of a `Runs`: bool `[steps, N, runs, length]`."""
     samples = keys.shape[1]
     kept = torch.empty(steps, samples, runs, length, dtype=torch.bool, device=keys.device)
     if kept.numel():

@@ -1,10 +1,6 @@
 """Max pooling (3 x 3 pixels, stride 2, padding 1) of normalised images.
 
-In the forward pass it is a part of the kernel that fires, and in a backward of the one that sums: that finds again
-which values have won, and goes on with those as if there were no pooling. Another one brings their gradients, rounded
-to the type of the input, back to where they came from.
-
-Images are `[N, H, W, C]` in memory, pooled ones `[N, Ho, Wo, C]`. A place in a window is 0 to 8, row after row.
+Images are `[N, H, W, C]` in memory, pooled images `[N, Ho, Wo, C]`. A place in a window is 0 to 8, row after row.
 """
 
 from __future__ import annotations
@@ -14,20 +10,25 @@ import triton.language as tl
 
 from megasnn.kernels.triton.step import norm_backward, of_channel
 
+# A forward pools in the kernel that fires. A backward finds the winners again in the kernel of sums; another kernel
+# brings their gradients, rounded to the type of the input, back to their places.
+
 
 @triton.jit
 def pooled(x, place, inside, scale, shift, channels, height, width, above, D: tl.constexpr):
-    """The largest normalised value of each window of a time step, the input value it comes from, and where that is.
-
-    The first of equal ones, and a NaN before any number, as in PyTorch.
+    """The largest normalised value of each window of a time step, its input value, and its place in the window.
 
     Args:
-        above: the row of the input that is the first windows' middle.
+        above: the input row in the middle of the first windows.
     """
-    out_height, out_width = (height - above + 1) // 2, (width + 1) // 2
-    channel, pixel = place % channels, place // channels
-    column, line = 2 * (pixel % out_width) - 1, pixel // out_width
-    row, sample = 2 * (line % out_height) - 1 + above, line // out_height
+    out_height = (height - above + 1) // 2
+    out_width = (width + 1) // 2
+    channel = place % channels
+    pixel = place // channels
+    column = 2 * (pixel % out_width) - 1
+    line = pixel // out_width
+    row = 2 * (line % out_height) - 1 + above
+    sample = line // out_height
     start = ((sample * height + row) * width + column) * channels + channel
     best = tl.where(inside, tl.full((), float("-inf"), D), tl.full((), 0.0, D))
     winner = tl.zeros(place.shape, D)
@@ -37,7 +38,7 @@ def pooled(x, place, inside, scale, shift, channels, height, width, above, D: tl
             valid = inside & (row + i >= 0) & (row + i < height) & (column + j >= 0) & (column + j < width)
             value = tl.load(x + start + (i * width + j) * channels, mask=valid, other=0).to(D)
             y = value * scale + shift
-            wins = valid & ((y > best) | (y != y))
+            wins = valid & ((y > best) | (y != y))  # the first of equal values, and a NaN, as in PyTorch
             best = tl.where(wins, y, best)
             winner = tl.where(wins, value, winner)
             tap = tl.where(wins, 3 * i + j, tap)
@@ -46,23 +47,28 @@ def pooled(x, place, inside, scale, shift, channels, height, width, above, D: tl
 
 @triton.jit
 def gradient_of_windows(g, tap, place, inside, channels, height, width, above, D: tl.constexpr):
-    """Gathers, for places in an input time step, the gradients of the windows that each has won.
-
-    A pixel of an even row lies in the middle of one row of windows, one of an odd row below the middle of one and
-    above the middle of the next; with columns alike.
+    """For places in an input time step, the sum of the gradients of the windows that each has won.
 
     Args:
-        g, tap: of the windows of that time step.
-        above: the row of the input that is the first windows' middle.
+        g, tap: gradients and winning places of the windows of that time step.
+        above: the input row in the middle of the first windows.
     """
-    out_height, out_width = (height - above + 1) // 2, (width + 1) // 2
-    channel, pixel = place % channels, place // channels
-    column, line = pixel % width, pixel // width
-    row, sample = line % height - above, line // height
+    out_height = (height - above + 1) // 2
+    out_width = (width + 1) // 2
+    channel = place % channels
+    pixel = place // channels
+    column = pixel % width
+    line = pixel // width
+    row = line % height - above
+    sample = line // height
     total = tl.zeros(place.shape, D)
+    # A pixel of an even row lies in the middle of one row of windows. A pixel of an odd row lies below the middle of
+    # one and above the middle of the next. The same holds for columns.
     for i in tl.static_range(2):
         for j in tl.static_range(2):
-            window_row, window_column = (row + 2) // 2 - 1 + i, column // 2 + j  # a row may be -1
+            # A row may be -1, and a division of negative integers rounds towards 0 on a GPU.
+            window_row = (row + 2) // 2 - 1 + i
+            window_column = column // 2 + j
             there = inside & (window_row >= 0) & (window_row < out_height) & (window_column < out_width)
             if i == 1:
                 there = there & ((row + 2) % 2 == 1)
@@ -78,15 +84,18 @@ def gradient_of_windows(g, tap, place, inside, channels, height, width, above, D
 @triton.jit
 def pooled_gradient_kernel(x, g_pooled, taps, g_x, norm, size, in_size, blocks, channels, height, width, above,
                            BATCH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The gradient of the norm's input from that of the pooled values, `[X, size]`, and the places that have won."""
+    """The gradient of the norm's input from the gradients of windows, `[X, size]`, and their winning places."""
     step = (tl.program_id(0) // blocks).to(tl.int64)
     place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = place < in_size
-    scale, mean, mean_g, mean_gx = of_channel(norm, 0, place, inside, channels), None, None, None
+    scale = of_channel(norm, 0, place, inside, channels)
+    mean, mean_g, mean_gx = None, None, None
     if BATCH:
         mean = of_channel(norm, 2, place, inside, channels)
-        mean_g, mean_gx = of_channel(norm, 3, place, inside, channels), of_channel(norm, 4, place, inside, channels)
-    g_pooled, taps = g_pooled + step * size, taps + step * size
+        mean_g = of_channel(norm, 3, place, inside, channels)
+        mean_gx = of_channel(norm, 4, place, inside, channels)
+    g_pooled += step * size
+    taps += step * size
     g = gradient_of_windows(g_pooled, taps, place, inside, channels, height, width, above, D)
     value = tl.load(x + step * in_size + place, mask=inside, other=0).to(D)
     g = norm_backward(g, value, scale, mean, mean_g, mean_gx)

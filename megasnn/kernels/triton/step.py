@@ -1,13 +1,11 @@
-"""One time step of a neuron, forward and backward, and all steps of a block again for a backward.
+"""One time step of a neuron, forward and backward, and the steps that a backward computes again.
 
-The operations and their order are those of `torch_backend.py`. `N` is a `megasnn.kernels.neuron_spec.Numbers`, fixed
-when a kernel is compiled; `q` is what the charge divides or multiplies by, which may be learned. All work on blocks of
-any shape, in the type `q` has.
+Operations and their order are those of `torch_backend.py`, in the type of `q`. A block is a tensor, of any shape, of
+places in one time step of the output, `[N, ..., C]` in memory.
 
-A block is a tensor of positions in one time step of the output, `[N, ..., C]` in memory, with the channels fastest.
-`norm` points to rows of C numbers: the factor of the input, the summand, and the mean. They are loaded once for all
-time steps: between stores the compiler would load them again. A backward has two rows more, which `norm_backward`
-subtracts.
+`N` is a `megasnn.kernels.neuron_spec.Numbers`, constant in a compiled kernel. `q` divides or multiplies the charge and
+may be learned. `norm` points to rows of C numbers: scale, shift and mean; in a backward also the two that
+`norm_backward` subtracts.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ FUSES: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 
 @triton.jit
 def charging_factor(q, N: tl.constexpr, D: tl.constexpr):
-    """The factor in the type D: learned and in memory, or a constant."""
+    """The factor of the charge in the type D: learned and in memory, or a constant."""
     if q is None:
         factor = tl.full((), N.factor, D)
     else:
@@ -34,18 +32,16 @@ def charging_factor(q, N: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def divided(x, y):
-    """x / y for one y and many x, rounded correctly, and infinite where x is.
-
-    A backward took three times as long with the machine's correct division (H200). So the quotient by the inverse is
-    corrected twice by what it leaves over, which a fused operation gives without rounding. The second time it is exact
-    (Markstein, IBM Journal of Research and Development 34(1), 1990), but for quotients below 1e-30 in float32.
-    """
+    """x / y for one y and many x, rounded correctly, and infinite where x is."""
+    # With the machine's correct division a backward took three times as long (H200). So the product with the inverse is
+    # corrected twice by its remainder, which a fused operation gives without rounding. The second result is exact
+    # (Markstein, IBM Journal of Research and Development 34(1), 1990), except for quotients below 1e-30 in float32.
     if FUSES:
         inverse = _divided(tl.full((), 1.0, y.dtype), y)
         first = x * inverse
         z = tl.fma(tl.fma(-first, y, x), inverse, first)
         z = tl.fma(tl.fma(-z, y, x), inverse, z)
-        z = tl.where(z == z, z, first)
+        z = tl.where(z == z, z, first)  # infinite x: the corrections are NaN
     else:
         z = _divided(x, y)
     return z
@@ -91,7 +87,7 @@ def reset(h, N: tl.constexpr):
 
 @triton.jit
 def surrogate(h, N: tl.constexpr):
-    """The derivative that stands for that of the step."""
+    """The surrogate gradient of a spike."""
     one = tl.full((), 1.0, h.dtype)
     amplitude = tl.full((), N.amplitude, h.dtype)
     above = h - tl.full((), N.threshold, h.dtype)
@@ -107,7 +103,7 @@ def surrogate(h, N: tl.constexpr):
 
 @triton.jit
 def step_backward(h, g_spike, g_v, q, N: tl.constexpr):
-    """From the gradients of spike and potential after a step to those of its input and the potential before it."""
+    """The gradients of a step's input and of the potential before it, from those of its spike and of the potential."""
     one = tl.full((), 1.0, h.dtype)
     if N.jump != 0 or N.slide != 0:  # the reset is not detached
         g_spike += g_v * (tl.full((), N.jump, h.dtype) - tl.full((), N.slide, h.dtype) * h)
@@ -124,10 +120,8 @@ def step_backward(h, g_spike, g_v, q, N: tl.constexpr):
 
 @triton.jit
 def factor_backward(h, v, g_x, N: tl.constexpr):
-    """Term of the gradient of a learned factor, v being the potential before the step.
-
-    With decaying input h - v = q (x - (v - rest)) and g_x = q g_h; otherwise g_x = g_h. The caller divides by q^2.
-    """
+    """Term of the gradient of a learned factor, for `gradient_of_w`; v is the potential before the step."""
+    # With decaying input h - v = q (x - (v - rest)) and g_x = q g_h; otherwise g_x = g_h.
     if N.charge == "CHARGE_SCALE":
         part = g_x * (h - v)
     else:
@@ -137,7 +131,8 @@ def factor_backward(h, v, g_x, N: tl.constexpr):
 
 @triton.jit
 def of_channel(norm, row: tl.constexpr, place, inside, channels):
-    """Number in that row for the channel of each place."""
+    """The number in a row of `norm` for the channel of each place."""
+    # Kernels call this once before all time steps: between stores the compiler would load the numbers again.
     return tl.load(norm + row * channels + place % channels, mask=inside, other=0)
 
 
@@ -152,7 +147,7 @@ def first_potential(v_first, place, inside, N: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def fed(x, place, inside, scale, shift, D: tl.constexpr):
-    """Input that one time step of `x` feeds into the neurons; without `scale` the input as it is."""
+    """The neurons' input in one time step of `x`: normalised, or as it is without `scale`."""
     y = tl.load(x + place, mask=inside, other=0).to(D)
     if scale is not None:
         y = y * scale + shift
@@ -160,13 +155,13 @@ def fed(x, place, inside, scale, shift, D: tl.constexpr):
 
 
 @triton.jit
-def one_more(row, x):
-    return row + (x,)
+def appended(row, x):
+    return row + (x,)  # in a function, because type checkers give a variable the length of its first tuple
 
 
 @triton.jit
 def at_step(x, t: tl.constexpr, size, REPEATED: tl.constexpr):
-    """Time step of x; of what is repeated the only one."""
+    """Pointer to time step t of x; a repeated x has only one."""
     if not REPEATED:
         x += tl.full((), t, tl.int64) * size
     return x
@@ -175,21 +170,21 @@ def at_step(x, t: tl.constexpr, size, REPEATED: tl.constexpr):
 @triton.jit
 def recomputed(x, place, inside, scale, shift, v, q, size, BEGIN: tl.constexpr, END: tl.constexpr,
                REPEATED: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """The potentials before firing of the steps from BEGIN to before END. Args: v: the potential before those."""
+    """A tuple of the potentials before firing, of steps BEGIN to END - 1; v: the potential before them."""
     h = ()
     for t in tl.static_range(BEGIN, END):
         if t == BEGIN or not REPEATED:
             y = fed(at_step(x, t, size, REPEATED), place, inside, scale, shift, D)
         h_t = charge(y, v, q, N)
         v = reset(h_t, N)
-        h = one_more(h, h_t)
+        h = appended(h, h_t)
     return h
 
 
 @triton.jit
 def keep_chunk_starts(x, place, inside, scale, shift, v, q, size, kept, T: tl.constexpr, CHUNK: tl.constexpr,
                       REPEATED: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Keeps the potential before each chunk but the last in `kept [(T - 1) // CHUNK, size]`, and returns the last's."""
+    """Stores the potential before each chunk but the last in `kept [(T - 1) // CHUNK, size]`; returns the last's."""
     for _ in range((T - 1) // CHUNK):
         tl.store(kept + place, v, mask=inside)
         for t in tl.static_range(CHUNK):
@@ -204,7 +199,7 @@ def keep_chunk_starts(x, place, inside, scale, shift, v, q, size, kept, T: tl.co
 
 @triton.jit
 def norm_backward(g, value, scale, mean, mean_g, mean_gx):
-    """From the gradient of the norm's output to that of its input; without `mean` that did not shape the statistics."""
+    """The gradient of the norm's input from that of its output; without `mean` for fixed statistics."""
     if mean is not None:
         g = g - mean_g - (value - mean) * mean_gx
     return scale * g

@@ -1,10 +1,8 @@
-"""Sums over time, samples and space for each channel: statistics of the norm, and what its backward needs. They must
-equal `statistics` and `backward_sums` of torch_backend.py.
+"""Kernels of sums over time, samples and space for each channel: statistics of the norm, and sums of its backward.
 
-Memory `[..., C]` is cut into rows of k C values, a multiple of the columns of a tile, so that threads are idle only at
-the very end, whatever C is. A program adds up some tiles of one block of columns; its sums are a row of
-`[programs, k C]`, which is `[programs k, C]` as well, in the type that is computed in. They are folded in double
-precision, in an order that depends on nothing but sizes.
+They must equal `statistics` and `backward_sums` of torch_backend.py. Memory `[..., C]` is cut into rows of k C values.
+A program sums some tiles of one block of columns. Its sums are a row of `[programs, k C]`, which is also
+`[programs k, C]`, in the type of the arithmetic. They are folded in double precision.
 """
 
 from __future__ import annotations
@@ -25,15 +23,14 @@ from megasnn.kernels.triton.step import (
     step_backward,
 )
 
+# A row is a multiple of a tile's columns, so that threads are idle only at the very end for any C. The order of a sum
+# depends only on sizes.
+
 
 @triton.jit
 def statistics_kernel(x, partial, size, row, programs, tiles,
                       D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """`partial [3, programs, row]`: the mean of the values, their squared deviations from it, and their number.
-
-    Deviations are taken from the mean of the first tile: that is near enough, since it is part of what is summed. Four
-    tiles are loaded at a time: with one load in flight a program waits for memory.
-    """
+    """`partial [3, programs, row]`: mean, sum of squared deviations from it, and number of values."""
     blocks = row // COLUMNS
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
     program = (tl.program_id(0) // blocks).to(tl.int64)
@@ -45,8 +42,11 @@ def statistics_kernel(x, partial, size, row, programs, tiles,
     n = tl.maximum(number, 1).to(tl.float64)
     inside = place < left
     count = tl.maximum(tl.sum(inside.to(D), axis=0), 1)
+    # Deviations are from the mean of the first tile, which is near the mean of all tiles.
     pivot = tl.sum(tl.load(x + place, mask=inside, other=0).to(D), axis=0) / count
-    total, squares = tl.zeros(place.shape, D), tl.zeros(place.shape, D)
+    total = tl.zeros(place.shape, D)
+    squares = tl.zeros(place.shape, D)
+    # Four loads are in flight at a time: with one the program waits for memory.
     for _ in tl.range(tiles, loop_unroll_factor=4):
         inside = place < left
         deviation = tl.load(x + place, mask=inside, other=0).to(D) - pivot[None, :]
@@ -66,7 +66,7 @@ def statistics_kernel(x, partial, size, row, programs, tiles,
 
 @triton.jit
 def fold_statistics_kernel(partial, out, rows, channels, pixels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """`partial [3, rows, C]` of `statistics_kernel` -> `out [2, C]`: mean and biased variance of `pixels` values."""
+    """Mean and biased variance of `pixels` values, `out [2, C]`, from `partial [3, rows, C]` of `statistics_kernel`."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     weighted = tl.zeros([ROWS, COLUMNS], tl.float64)
     step = tl.cast(rows, tl.int64) * channels
@@ -93,8 +93,10 @@ def fold_statistics_kernel(partial, out, rows, channels, pixels, ROWS: tl.conste
 @triton.jit
 def fold_sums_kernel(partial, variance, sums, g_weight, g_bias, rows, channels, SUMS: tl.constexpr, EPS: tl.constexpr,
                      ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """`partial [SUMS, rows, C]` of `backward_sums_kernel` -> `sums [SUMS, C]`, and the gradients of scale and shift, as
-    `norm_neuron.parameter_gradients` gives them, or None."""
+    """`sums [SUMS, C]` from `partial [SUMS, rows, C]` of `backward_sums_kernel`.
+
+    It also writes the gradients of scale and shift, if given, as `norm_neuron.parameter_gradients` gives them.
+    """
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.cast(rows, tl.int64) * channels
     for kind in tl.static_range(SUMS):
@@ -117,10 +119,10 @@ def fold_sums_kernel(partial, variance, sums, g_weight, g_bias, rows, channels, 
 @triton.jit
 def coefficients_kernel(mean, variance, weight, bias, sums, out, count, channels,
                         EPS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """The rows of `norm` in `steps` and `unit`, computed in double precision.
+    """The rows of `norm` (step.py), computed in double precision.
 
     Args:
-        sums: `[>= 2, C]` of g and of g (x - mean), over `count` values a channel, for a backward; None for a forward.
+        sums: in a backward `[>= 2, C]`, of g and of g (x - mean), over `count` values a channel; otherwise None.
     """
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = channel < channels
@@ -150,10 +152,9 @@ def coefficients_kernel(mean, variance, weight, bias, sums, out, count, channels
 def sums_of_chunk(source, g_spikes, place, inside, scale, shift, mean, start, g_v, summed, total, sum_g, sum_gx, q,
                   size, STEPS: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, LEARN: tl.constexpr,
                   N: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Adds up the STEPS time steps that `source` and g_spikes point to; with POOL g takes the place of what was given.
+    """Adds the STEPS time steps at which `source` and g_spikes point; with POOL g overwrites the source.
 
-    Returns what goes on to the chunk before: the gradient of the potential, and the sums; `summed` is that of the
-    gradients with REPEATED, which the caller adds to the others.
+    Returns the gradient of the potential before them, and the sums; with REPEATED the gradients go to `summed` alone.
     """
     h = recomputed(source, place, inside, scale, shift, start, q, size, 0, STEPS, REPEATED, N, D)
     for i in tl.static_range(STEPS - 1, -1, -1):
@@ -171,12 +172,13 @@ def sums_of_chunk(source, g_spikes, place, inside, scale, shift, mean, start, g_
 
 @triton.jit
 def summed_up(source, g, place, inside, mean, sum_g, sum_gx, POOL: tl.constexpr, D: tl.constexpr):
-    """The sums with one more gradient of a time step of the input."""
+    """The sums with the gradient of one more time step of the input."""
     value = tl.load(source + place, mask=inside, other=0).to(D)
     if POOL:
-        tl.debug_barrier()  # nobody still reads there
+        tl.debug_barrier()  # no thread still reads there
         tl.store(source + place, g.to(source.dtype.element_ty), mask=inside)
-    return sum_g + g, sum_gx + g * (value - mean)  # g is exactly 0 for places outside
+    # No mask: g is exactly 0 for places outside.
+    return sum_g + g, sum_gx + g * (value - mean)
 
 
 @triton.jit
@@ -185,13 +187,13 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
                          T: tl.constexpr, CHUNK: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr,
                          LEARN: tl.constexpr, N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
                          COLUMNS: tl.constexpr):  # fmt: skip
-    """`partial [3, programs, row]`: sums of g, the gradient of the normalised input, of g (x - mean), and of what
-    `factor_backward` gives.
+    """`partial [3, programs, row]`: sums of g, of g (x - mean), and of `factor_backward`.
+
+    g is the gradient of the normalised input.
 
     Args:
-        g_pooled, taps: `[X, size]`, with POOL: where g goes, and the places in the windows that have won. A tile's
-            place for g first holds the values that have won, which come back from a cache.
-        kept: for `keep_chunk_starts`; None where there is one chunk.
+        g_pooled, taps: with POOL `[X, size]`, the result g and the winning places in the windows.
+        kept: memory for `keep_chunk_starts`; None for a single chunk.
     """
     blocks = row // COLUMNS
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
@@ -202,18 +204,25 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
     mean = of_channel(norm, 2, column, column < row, channels)[None, :]
     done = program * (tiles * ROWS) * row
     place = tl.arange(0, ROWS)[:, None] * row + column[None, :]
-    sum_g, sum_gx, total = tl.zeros(place.shape, D), tl.zeros(place.shape, D), tl.zeros(place.shape, D)
+    sum_g = tl.zeros(place.shape, D)
+    sum_gx = tl.zeros(place.shape, D)
+    total = tl.zeros(place.shape, D)
     for _ in range(tiles):
         inside = place < size - done
         source = (g_pooled if POOL else x) + done  # one value for each neuron
         g_tile = g_spikes + done
         if POOL:
-            x_t, g_t, taps_t = x, source, taps + done
+            x_t = x
+            g_t = source
+            taps_t = taps + done
+            # Winning values first go where g goes later: the cache gives them back.
             for _step in range(1 if REPEATED else T):
                 _best, winner, tap = pooled(x_t, done + place, inside, scale, shift, channels, height, width, above, D)
                 tl.store(g_t + place, winner.to(g_pooled.dtype.element_ty), mask=inside)
                 tl.store(taps_t + place, tap.to(tl.uint8), mask=inside)
-                x_t, g_t, taps_t = x_t + in_size, g_t + size, taps_t + size
+                x_t += in_size
+                g_t += size
+                taps_t += size
             tl.debug_barrier()  # another thread may read what one has written
         first = first_potential(None, place, inside, N, D)
         g_v = tl.zeros(place.shape, D)
@@ -222,8 +231,10 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
         if kept is not None:
             last = keep_chunk_starts(source, place, inside, scale, shift, first, q, size, kept + done, T, CHUNK,
                                      REPEATED, N, D)  # fmt: skip
-        BEFORE: tl.constexpr = (T - 1) // CHUNK  # the last chunk
-        source_c, g_c = at_step(source, BEFORE * CHUNK, size, REPEATED), at_step(g_tile, BEFORE * CHUNK, size, False)
+        # The last chunk comes first: it may be shorter than the others.
+        BEFORE: tl.constexpr = (T - 1) // CHUNK  # chunks before the last one
+        source_c = at_step(source, BEFORE * CHUNK, size, REPEATED)
+        g_c = at_step(g_tile, BEFORE * CHUNK, size, False)
         g_v, summed, total, sum_g, sum_gx = sums_of_chunk(
             source_c, g_c, place, inside, scale, shift, mean, last, g_v, summed, total, sum_g, sum_gx, q, size,
             T - BEFORE * CHUNK, REPEATED, POOL, LEARN, N, D,
@@ -231,7 +242,8 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
         if kept is not None:
             kept_c = at_step(kept + done, BEFORE, size, False)
             for _c in range(BEFORE):
-                source_c, g_c = at_step(source_c, -CHUNK, size, REPEATED), at_step(g_c, -CHUNK, size, False)
+                source_c = at_step(source_c, -CHUNK, size, REPEATED)
+                g_c = at_step(g_c, -CHUNK, size, False)
                 kept_c = at_step(kept_c, -1, size, False)
                 g_v, summed, total, sum_g, sum_gx = sums_of_chunk(
                     source_c, g_c, place, inside, scale, shift, mean, tl.load(kept_c + place, mask=inside, other=0),

@@ -8,13 +8,14 @@ right for everything and costs more.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasnn.common.bundle import Bundle, entries_of
 from megasnn.layers.blocks import ConvNormNeuron
@@ -62,6 +63,17 @@ def _is_known(layer: nn.Module) -> bool:
     )
 
 
+def is_of_libraries(layer: nn.Module) -> bool:
+    """Tells whether all code in a layer is of MegaSNN, torch.nn and SpikingJelly, hooks included."""
+    for each in layer.modules():
+        code = (type(each).__module__, getattr(each.forward, "func", each.forward).__module__)
+        if not all(f"{name}.".startswith((_OURS, "torch.nn.", "spikingjelly.")) for name in code):
+            return False
+        if isinstance(each, FunctionLayer) or each._forward_hooks or each._forward_pre_hooks:
+            return False
+    return True
+
+
 def _parts(module: nn.Module) -> Iterable[nn.Module]:
     """The modules in one, down to those that are known."""
     if _is_known(module) or is_by_channel(module) or next(module.children(), None) is None:
@@ -101,11 +113,22 @@ class ChannelWatch(TorchFunctionMode):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.mixes = False
+        self._in_function, self._operators = False, _UnseenOperators(self._note_operator)
         by_channel = [each for part in layer.modules() if is_by_channel(part) for each in part.modules()]
         self._known = {*by_channel, *(each for each in layer.modules() if class_name(each) in _CONTAINERS)}
 
+    def __enter__(self) -> Self:
+        self._operators.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._operators.__exit__(*error)
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        was_in_function, self._in_function = self._in_function, True
         result = function(*args, **(kwargs or {}))
+        self._in_function = was_in_function
         frame = self._own_code(sys._getframe(1))
         if frame is not None:
             tensors = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)]
@@ -113,6 +136,9 @@ class ChannelWatch(TorchFunctionMode):
             is_known = getattr(function, "__name__", "").strip("_") in _ELEMENTWISE and not _has_own_backward(frame)
             self.mixes |= not is_known or not all(_meets(x.shape, shape) for x in tensors)
         return result
+
+    def _note_operator(self, frame: FrameType | None) -> None:
+        self.mixes |= not self._in_function and self._own_code(frame) is not None
 
     def _own_code(self, frame: FrameType | None) -> FrameType | None:
         """The user's code that calls a function; None where MegaSNN's does, or a module that is known to work by
@@ -127,6 +153,18 @@ class ChannelWatch(TorchFunctionMode):
                 return frame
             frame = frame.f_back
         return frame
+
+
+class _UnseenOperators(TorchDispatchMode):
+    """Calls `note` with the code that begins an operator: TorchScript calls operators without torch's functions."""
+
+    def __init__(self, note: Callable[[FrameType | None], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note(sys._getframe(1))
+        return func(*args, **(kwargs or {}))
 
 
 def _has_own_backward(frame: FrameType | None) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 
 from megasnn.layers.context import BuildContext, context_for, is_building
 from megasnn.layers.init import ModuleInitialiser, own_tensors, tensors_of
-from megasnn.layers.layer import Layer, LayerSource, require_module
+from megasnn.layers.layer import Layer, LayerSource, require_initialiser, require_module
 from megasnn.layers.plain.initial_values import without_values
 from megasnn.layers.plain.refusals import (
     SEQUENCES,
@@ -41,8 +41,9 @@ def shard(module: nn.Module, *, initialise: ModuleInitialiser | None = None) -> 
     Args:
         initialise: sets initial values of a plain layer, after its own `reset_parameters`; called with every one.
     Raises:
-        ValueError: something else than a module.
+        ValueError: something else than a module, or `initialise` is no function of one module.
     """
+    require_initialiser("megasnn.shard", initialise)
     return Sharded(require_module("megasnn.shard", module), initialise)
 
 

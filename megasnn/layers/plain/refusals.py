@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -60,6 +61,11 @@ _SINGLE = "is in step mode 's': layers take all time steps at once, so give step
 _VALUES = "make modules in `layers`, as they are yielded, and their tensors with torch.empty, because torch.Tensor(...)"
 
 PROBLEMS: Sequence[tuple[str, Callable[[Any], object], str]] = (
+    (
+        "plain inside shard",
+        lambda each: isinstance(each, torch.jit.ScriptModule),
+        "is compiled by TorchScript, which hides what it computes: give the module that it was made of",
+    ),
     (
         "plain given",
         _name_of(lambda module, name, x: not x.is_meta and x.ndim > 0),

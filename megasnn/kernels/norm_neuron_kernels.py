@@ -1,0 +1,146 @@
+"""The class of a backend's kernels for batch norm, max pooling and neurons, and the values that they take.
+
+A backend normalises, pools and fires in four calls. Between them, ranks that share a micro-batch exchange their sums
+over samples and pixels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from megasnn.kernels.neuron_spec import NeuronSpec
+
+Carried = TypeVar("Carried")
+"""Intermediate result that a backend's `backward_sums` hands to its `input_gradient`."""
+
+
+@dataclass(frozen=True)
+class NormNeuron:
+    """Batch norm, optional max pooling and neurons, without their tensors.
+
+    Attributes:
+        eps: added to the variance.
+        pool: max pooling between norm and neurons; needs `[T, N, C, H, W]`.
+        time_steps: T of the spikes. An input with a single time step is repeated at every step.
+        above: with pooling, the number of input rows, 0 or 1, before the middle row of the first windows.
+    """
+
+    spec: NeuronSpec
+    eps: float
+    pool: bool
+    time_steps: int
+    above: int = 0
+
+    def shape_of_spikes(self, x: Tensor) -> tuple[int, ...]:
+        """Shape of the spikes for an input `[X, N, C, ...]`."""
+        return self.time_steps, *x.shape[1:3], *self.space_of_spikes(x.shape[3:])
+
+    def space_of_spikes(self, space: Sequence[int]) -> tuple[int, ...]:
+        """Spatial size of the spikes for an input of this spatial size."""
+        if not self.pool:
+            return tuple(space)
+        height, width = space
+        return (height - self.above + 1) // 2, (width + 1) // 2
+
+
+class Norm(NamedTuple):
+    """Tensors `[C]` of a norm: mean and biased variance in double precision; scale and shift, or None."""
+
+    mean: Tensor
+    variance: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class NormNeuronInput(NamedTuple):
+    """Arguments of norm, pooling and neurons.
+
+    Attributes:
+        x: `[X, N, C, ...]` with X = T or 1, channels-last in memory.
+        w: scalar parameter of a learned time constant, or None.
+    """
+
+    x: Tensor
+    norm: Norm
+    w: Tensor | None
+    norm_neuron: NormNeuron
+
+
+class NeuronInput(NamedTuple):
+    """Arguments of neurons without a norm.
+
+    Attributes:
+        x: `[T, N, ..., C]`, contiguous.
+        v0: potential before the first step, `[N, ..., C]`; None at rest.
+        w: as in `NormNeuronInput`.
+    """
+
+    x: Tensor
+    v0: Tensor | None
+    w: Tensor | None
+    spec: NeuronSpec
+
+
+class ParameterGradients(NamedTuple):
+    """Gradients `[C]` of a norm's scale and shift, in their types; None for an absent one."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class BackwardSums(NamedTuple, Generic[Carried]):
+    """Sums over this rank's samples and pixels in a backward.
+
+    Attributes:
+        sums: `[3, C]` in double precision: g, the gradient of the normalised input; g (x - mean); the sum for
+            `gradient_of_w`, which may be missing where nothing is learned.
+        of_norm: gradients of the norm's parameters, where they come with the sums.
+    """
+
+    sums: Tensor
+    carried: Carried
+    of_norm: ParameterGradients | None
+
+
+class NormNeuronKernels(ABC, Generic[Carried]):
+    """Kernels of one backend. Inputs and spikes are channels-last in memory."""
+
+    @abstractmethod
+    def statistics(self, x: Tensor) -> Tensor:
+        """Mean and biased variance of each channel, `[2, C]` in double precision."""
+
+    @abstractmethod
+    def fire(self, inputs: NormNeuronInput, packed: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Spikes `[T, N, C, ...]` in the type of x; with `packed` also their bits (`spike_codec.pack_bits`)."""
+
+    @abstractmethod
+    def backward_sums(self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool) -> BackwardSums[Carried]:
+        """Sums from the gradient of the spikes. learn: the gradient of w is wanted."""
+
+    @abstractmethod
+    def input_gradient(
+        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, carried: Carried
+    ) -> Tensor:
+        """Gradient of x.
+
+        Args:
+            sums: `BackwardSums.sums` over `count` values a channel; None where the statistics do not depend on x.
+        """
+
+    @abstractmethod
+    def neuron_multi_step(
+        self, x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Neurons without a norm, with gradients: see `megasnn.kernels.neuron.neuron_multi_step`."""
+
+
+def gradient_of_w(total: Tensor, w: Tensor, spec: NeuronSpec) -> Tensor:
+    """Gradient of a learned time constant's w from the kernels' sum, which lacks a factor of q = sigmoid(w)."""
+    q = w.detach().double().sigmoid()
+    factor = (1 - q) / q if spec.decay_input else q * (1 - q)
+    return (total * factor).view(w.shape).to(w.dtype)
