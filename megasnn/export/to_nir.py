@@ -179,7 +179,7 @@ class _Graph:
         else:
             self.refuse(f"the padding {module.padding_mode} {module.padding}")
         weight = module.weight[(..., *[None] * (4 - module.weight.ndim))].numpy()
-        if options.groups > 1:
+        if options.groups > 1:  # findings/nir_grouped_convolution.sh
             self.refuse(
                 f"a convolution of {options.groups} groups (nir 1.0 takes it for one of {weight.shape[1]} inputs)"
             )

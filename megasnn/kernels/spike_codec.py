@@ -94,7 +94,8 @@ def wants_bits(x: Tensor) -> bool:
 
 def remember_bits(spikes: Tensor, bits: Tensor | None) -> Tensor:
     """Stores the result of `pack_bits` with the spikes, valid until torch changes them in place."""
-    # In `torch.inference_mode` torch does not count such changes, so nothing is stored.
+    # In `torch.inference_mode` torch does not count such changes, so nothing is stored. Neither does a receive of
+    # torch.distributed raise the version (findings/gloo_version_counter.sh): messages arrive in new tensors only.
     if bits is not None and not spikes.is_inference():
         spikes._bits = bits, spikes._version  # type: ignore[attr-defined]
     return spikes

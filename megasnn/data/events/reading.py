@@ -106,7 +106,7 @@ def _decode_n_mnist(data: bytes, sensor: SensorSize | None) -> Recording:
 
 def _read_aedat4(data: bytes, path: str) -> Recording:
     """Event stream of an AEDAT 4 file. It must be the only one; frames, triggers and the motion sensor are left out."""
-    # On a description of the streams that is no UTF-8, faery 0.7.1 ends the process.
+    # Looked at before faery 0.7.1 sees it: a compiled decoder can end the process with a damaged one.
     (size,) = struct.unpack_from("<I", data.ljust(len(_AEDAT4) + 4, b"\0"), len(_AEDAT4))
     data[len(_AEDAT4) + 4 :][:size].partition(b"<")[2].rpartition(b">")[0].decode()
     with _faery(path) as faery, faery.aedat.Decoder(path) as decoder:
