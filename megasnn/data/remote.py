@@ -210,13 +210,25 @@ def _expand_pattern(pattern: str, flag: str) -> list[str]:
                 f"{flag} {shown_path(pattern)!r} names ${{{name}}}, and the environment variable WDS_{name} is not "
                 "set: set it (webdataset puts WDS_ before the name), or have the shell put in its own variables"
             )
+    expanded = shardlists.envsubst(pattern)
+    too_many = f"{flag} {shown_path(pattern)!r} names more than {MOST_SHARDS:,} shards; make larger ones"
+    if _longest_range(expanded) > MOST_SHARDS:
+        raise ValueError(too_many)
     try:
-        parts = list(islice(braceexpand(shardlists.envsubst(pattern)), MOST_SHARDS + 1))
+        parts = list(islice(braceexpand(expanded), MOST_SHARDS + 1))
     except ValueError as error:
         raise ValueError(f"{flag} {pattern!r} has unbalanced braces: {error}") from error
     if len(parts) > MOST_SHARDS:
-        raise ValueError(f"{flag} {shown_path(pattern)!r} names more than {MOST_SHARDS:,} shards; make larger ones")
+        raise ValueError(too_many)
     return parts
+
+
+def _longest_range(pattern: str) -> int:
+    """Numbers in the longest ``{first..last}`` or ``{first..last..step}``, all of which braceexpand makes at once."""
+    longest = 0
+    for first, last, step in re.findall(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}", pattern):
+        longest = max(longest, abs(int(last) - int(first)) // max(int(step or 1), 1) + 1)
+    return longest
 
 
 def _expand_files(path: str, flag: str) -> list[Path]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megasnn.common.files import CheckpointError
-from megasnn.export.to_nir import DT
+from megasnn.export.to_nir import DT, require_time_step
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import ParallelConv, ParallelLinear
 from megasnn.layers.layer import Layer, layer
@@ -62,8 +62,10 @@ def from_nir(
         soft_reset: True where the threshold is subtracted after a spike. A graph does not say it: snnTorch 1.0.0 writes
             equal graphs for every kind of reset.
     Raises:
-        CheckpointError: a node that has no layer here, or whose neurons differ from each other; names it.
+        CheckpointError: a node that has no layer here, that leads to no output, or whose neurons differ from each
+            other; names it. Or no time step is that long.
     """
+    require_time_step(dt)
     options = _Options(dt, neuron or NeuronSpec(), soft_reset)
     sources: dict[str, list[str]] = {name: [] for name in graph.nodes}
     for source, target in graph.edges:
@@ -75,6 +77,10 @@ def from_nir(
     if len(graph.inputs) != 1 or len(graph.outputs) != 1:
         raise CheckpointError(f"{len(graph.inputs)} inputs and {len(graph.outputs)} outputs, where one of each is read")
     ((entry, node),) = graph.inputs.items()
+    ends = graph.nodes.keys() - graph.outputs.keys() - {source for source, _ in graph.edges}
+    if ends:
+        # nir finds them unless type_check=False. The last layer, whose output is the model's, could be one of them.
+        raise CheckpointError(f"{min(ends)}: no node takes its output")
     network = Network(tuple(map(int, node.output_type["output"])))
     names: dict[str, str | None] = {entry: None}  # of layers; None for the model's input
     if sum(source == entry for source, _ in graph.edges) > 1:
@@ -85,7 +91,9 @@ def from_nir(
             takes[:2] = [network.append(f"{name}.sum{len(takes) - 1}", lambda: torch.add, takes[:2])]
         if isinstance(node, nir.Input | nir.Output):
             continue
-        if type(node) not in _READERS or not takes:
+        if not takes:
+            raise CheckpointError(f"{name}: no node gives it an input")
+        if type(node) not in _READERS:
             raise CheckpointError(f"{name}: nir.{type(node).__name__} has no layer here")
         try:
             names[name] = network.append(name, _READERS[type(node)](node, options), takes)
@@ -174,6 +182,8 @@ def _only(node: Any, name: str) -> float:
     values: NDArray[Any] = np.unique(getattr(node, name))
     if values.size != 1:
         raise ValueError(f"{name} differs from neuron to neuron")
+    if np.isnan(values[0]):
+        raise ValueError(f"{name} is nan")
     return float(values[0])
 
 

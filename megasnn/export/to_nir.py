@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple, NoReturn
 
 import nir
@@ -52,6 +52,12 @@ class Value(NamedTuple):
     is_product: bool = False
 
 
+def require_time_step(dt: float) -> None:
+    """Raises CheckpointError for seconds that no time step has."""
+    if not 0 < dt < inf:
+        raise CheckpointError(f"dt is {dt}, and must be a positive number of seconds")
+
+
 def to_nir(model: TrainedModel, dt: float = DT) -> nir.NIRGraph:
     """Writes a model as a graph. Norms are folded into the products before them; sums are edges into one node.
 
@@ -59,7 +65,9 @@ def to_nir(model: TrainedModel, dt: float = DT) -> nir.NIRGraph:
         dt: seconds of a time step.
     Raises:
         CheckpointError: NIR has no node for something, like a soft reset, max pooling or attention; names its place.
+            Or no time step is that long.
     """
+    require_time_step(dt)
     graph, shape = _Graph(dt), model.config.input_shape[-3:]
     if "inputs" in model.config.own_task():
         raise CheckpointError(f"{model.config.name} has its own inputs, and a graph is for images")

@@ -210,7 +210,10 @@ class _NormNeuronFunction(torch.autograd.Function):
         g_x = None
         g_above = ctx.empty_above
         if need_x or need_above:
-            all_sums = _sums_of_all_ranks(ctx, sums, own_values)
+            all_sums = None if ctx.values is None else sums
+            if all_sums is not None and ctx.shared is not None:
+                # Scaled, because the kernels divide by this rank's number of values to get a mean over all ranks.
+                all_sums = ctx.shared.total(sums) * (own_values / ctx.values)
             g_x = x
             if own_values:
                 g_x = ctx.kernels.input_gradient(inputs, g_spikes, all_sums, own_values, carried)
@@ -222,16 +225,6 @@ class _NormNeuronFunction(torch.autograd.Function):
                     g_above = g_above + _subtracted_means(inputs, x[:, :, :, :1], all_sums / own_values)
         g_w = gradient_of_w(sums[2].sum(), w, ctx.norm_neuron.spec) if need_w else None
         return g_x, g_above, of_norm.weight, of_norm.bias, g_w, None
-
-
-def _sums_of_all_ranks(ctx: Any, sums: Tensor, own_values: int) -> Tensor | None:
-    """Sums for `input_gradient`; None where the statistics do not depend on the input."""
-    if ctx.values is None:
-        return None
-    if ctx.shared is None:
-        return sums
-    # Scaled, because the kernels divide by this rank's number of values to get a mean over all ranks.
-    return ctx.shared.total(sums) * (own_values / ctx.values)
 
 
 def parameter_gradients(sums: Tensor, norm: Norm, eps: float) -> ParameterGradients:

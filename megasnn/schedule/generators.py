@@ -111,7 +111,7 @@ def _interleaved_order(rank: int, stages: int, micro_batches: int, chunks_per_ra
             for m in range(first, first + stages):
                 forwards.append(Action(forward_chunk, Kind.FORWARD, m))
                 backwards.append(Action(backward_chunk, Kind.BACKWARD, m))
-    # The warm-up of Megatron-LM's interleaved schedule.
+    # Megatron-LM has the same warm-up.
     warm_up = min(2 * (stages - rank - 1) + (chunks_per_rank - 1) * stages, len(forwards))
     order = _alternating(forwards, backwards, warm_up)
     return tuple(action for action in order if action.micro_batch is not None and action.micro_batch < micro_batches)

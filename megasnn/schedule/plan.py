@@ -78,6 +78,10 @@ class ScheduleChoice:
         return max(self.placement) + 1
 
     @property
+    def chunks_per_rank(self) -> int:
+        return len(self.placement) // self.stages
+
+    @property
     def segment_counts(self) -> tuple[int, ...]:
         """Segments in each chunk."""
         return self.segments_per_chunk or (1,) * len(self.placement)
@@ -115,10 +119,9 @@ class ScheduleChoice:
         for schedule in self.decided:
             if schedule.micro_batches == micro_batches:
                 return schedule
-        chunks_per_rank = len(self.placement) // self.stages
         if self.name == AUTO_SCHEDULE:
-            return find_best(self.stages, micro_batches, self._costs_of, chunks_per_rank, self.placement)
-        order = named_schedule(self.name, self.stages, micro_batches, chunks_per_rank, self._costs_of)
+            return find_best(self.stages, micro_batches, self._costs_of, self.chunks_per_rank, self.placement)
+        order = named_schedule(self.name, self.stages, micro_batches, self.chunks_per_rank, self._costs_of)
         schedule = complete(order)
         validate_schedule(schedule)
         return schedule

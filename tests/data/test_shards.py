@@ -148,8 +148,9 @@ def test_a_file_that_is_no_sound_shard_is_named(tmp_path):
             open_shard(path)
 
 
+@pytest.mark.parametrize("size", [4096, 1 << 20])  # within the tar and beyond its end
 @pytest.mark.parametrize("kind", ["old GNU", "PAX 0.1"])
-def test_a_sparse_member_is_refused_by_name(tmp_path, kind):
+def test_a_sparse_member_is_refused_by_name(tmp_path, kind, size):
     """The bytes at its place in the tar are not those of the file: holes are left out."""
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
@@ -157,13 +158,13 @@ def test_a_sparse_member_is_refused_by_name(tmp_path, kind):
             member = tarfile.TarInfo(name)
             member.size = len(content)
             if name == "a.png" and kind == "PAX 0.1":
-                member.pax_headers = {"GNU.sparse.map": "0,512", "GNU.sparse.size": "4096", "GNU.sparse.name": name}
+                member.pax_headers = {"GNU.sparse.map": "0,512", "GNU.sparse.size": str(size), "GNU.sparse.name": name}
             archive.addfile(member, io.BytesIO(content))
     if kind == "old GNU":
         content = bytearray(path.read_bytes())
         content[156] = ord("S")  # type of the first member
         content[386:410] = b"00000000000\0" + b"00000001000\0"  # a piece of 512 bytes at 0
-        content[483:495] = b"00000010000\0"  # of a file of 4,096
+        content[483:495] = b"%011o\0" % size  # of a file of this size
         content[148:156] = b" " * 8
         content[148:156] = b"%06o\0 " % sum(content[:512])
         path.write_bytes(content)
@@ -229,6 +230,8 @@ def test_braces_keep_their_order_and_globs_are_sorted(folder):
         ("{folder}", "is a folder"),
         ("{folder}/${{NOT_SET}}/1.tar", r"--data-path .*\$\{NOT_SET\}.*WDS_NOT_SET is not set"),
         ("http://me:secret@host/{{0..9999999}}.tar", "--data-path 'http://host/.*more than 100,000 shards"),
+        ("a-{{0..999999999999}}.tar", "more than 100,000 shards"),
+        ("a-{{9999999..-9999999..2}}.tar", "more than 100,000 shards"),
         ("file:pipe:touch x", "becomes the command 'pipe:touch x'"),
         ("file://file:pipe:touch x", "becomes the command"),
         ("a.tar::{{p,p}}ipe:touch x", "becomes the command"),

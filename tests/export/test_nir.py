@@ -214,5 +214,31 @@ def test_what_has_no_layer_is_named(tmp_path: Path) -> None:
     integrator = nir.LI(tau=lif.tau, r=lif.r, v_leak=lif.v_leak)
     with pytest.raises(CheckpointError, match=f"{name}: nir.LI has no layer here"):
         from_nir(nir.NIRGraph(graph.nodes | {name: integrator}, graph.edges))
+    undefined = nir.NIRGraph(graph.nodes | {name: replace(lif, v_threshold=lif.v_threshold * np.nan)}, graph.edges)
+    with pytest.raises(CheckpointError, match=f"{name}: v_threshold is nan"):
+        from_nir(undefined)
     with pytest.raises(CheckpointError, match="recurrent"):
         from_nir(nir.NIRGraph(graph.nodes, [*graph.edges, (name, name)]))
+
+
+def test_nodes_that_lead_nowhere_are_refused() -> None:
+    """nir gives each of them an input or output of its own, if it checks a graph."""
+    ends = {"input": nir.Input(np.array([4])), "output": nir.Output(np.array([4]))}
+    nodes = ends | {"first": nir.Linear(np.eye(4)), "second": nir.Linear(2 * np.eye(4))}
+    edges = [("input", "first"), ("first", "output")]
+    with pytest.raises(CheckpointError, match="second: no node takes its output"):
+        from_nir(nir.NIRGraph(nodes, [*edges, ("first", "second")], type_check=False))
+    with pytest.raises(CheckpointError, match="second: no node gives it an input"):
+        from_nir(nir.NIRGraph(nodes, [*edges, ("second", "output")], type_check=False))
+
+
+@pytest.mark.parametrize("dt", [0.0, -1e-4, float("nan"), float("inf")])
+def test_a_time_step_that_is_none_is_refused(dt: float, tmp_path: Path) -> None:
+    graph = nir.NIRGraph.from_list(nir.Linear(np.eye(4)))
+    with pytest.raises(CheckpointError, match="must be a positive number of seconds"):
+        from_nir(graph, dt=dt)
+    model = between(lambda: [])
+    with Engine(model, **SIZES) as engine:
+        engine.save(tmp_path)
+    with pytest.raises(CheckpointError, match="must be a positive number of seconds"):
+        to_nir(load_model(tmp_path, type(model)), dt)

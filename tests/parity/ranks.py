@@ -208,7 +208,7 @@ def evaluated(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput]
     totals = torch.zeros(4, dtype=torch.float64)
 
     def count(output: Bundle, labels: Tensor) -> None:
-        totals[0] += engine.loss(output, labels)
+        totals[0] += engine.loss.of_samples(output, labels)
         totals[1] += len(labels)
         totals[2:] += correct_predictions(logits_of(output), labels)
 
@@ -260,16 +260,16 @@ def record_step(
         if isinstance(node, (neuron.BaseNode, neuron.SimpleBaseNode)) and node not in repeated
     ]
     logits: list[Tensor] = []
-    inner = engine.loss
+    inner = engine.loss.of_samples
 
     def keeping(y: Bundle, target: Tensor) -> Tensor:
         if counts:
             logits.append(logits_of(y).detach().clone())
         return inner(y, target)
 
-    engine.loss = keeping
+    engine.loss.of_samples = keeping
     found = forward_backward(engine, batches, len(labels))
-    engine.loss = inner
+    engine.loss.of_samples = inner
     for hook in hooks:
         hook.remove()
     engine.merge_statistics(micro_batch_counts(len(labels), micro_batch_size, state.dp.size)[0])

@@ -33,7 +33,9 @@ durations = st.integers(1, 8).map(lambda quarter: quarter / 4)
 @st.composite
 def costs(draw: st.DrawFn, stages: int) -> CostsOf:
     def stage() -> ChunkCost:
-        forward, inputs, weights = draw(durations), draw(durations), draw(durations)
+        forward = draw(durations)
+        inputs = draw(durations)
+        weights = draw(durations)
         transfer = draw(st.sampled_from([0.0, 0.25]))
         return ChunkCost(forward, inputs, weights, transfer, transfer)
 
@@ -183,7 +185,9 @@ def uneven(stages: int, moves: bool) -> CostsOf:
     way = 0.21875 if moves else 0.0
     whole = []
     for stage in range(stages):
-        forward, inputs, weights = 1 + stage * 3 % 4 / 4, 1 + stage * 5 % 4 / 8, 0.75 + stage % 3 / 4
+        forward = 1 + stage * 3 % 4 / 4
+        inputs = 1 + stage * 5 % 4 / 8
+        weights = 0.75 + stage % 3 / 4
         whole.append(ChunkCost(forward, inputs, weights, way, way))
     return per_stage(whole)
 
@@ -227,7 +231,7 @@ def test_auto_is_never_worse_than_a_named_schedule(
     assert simulate(best, costs_of(best.placement)).makespan <= least
 
 
-def test_what_is_found_says_what_it_is() -> None:
+def test_the_search_keeps_the_name_of_its_result() -> None:
     best = generate("auto", 8, 32)
     assert best.name == "zbv"
     assert simulate(best, equal_costs(8)(best.placement)).makespan == 99.5  # 3 x 32, and half of 7 forwards before

@@ -76,7 +76,7 @@ def test_micro_batches_are_shared_out_whole(samples: int, micro: int, replicas: 
     assert micro_batch_counts(samples, micro, replicas) == tuple(counts) and counts[0] - counts[-1] <= 1
 
 
-UNITS = ["stem"] * 3 + ["block 0"] * 2 + ["block 1"] * 2 + ["head"]
+GROUPS = ["stem"] * 3 + ["block 0"] * 2 + ["block 1"] * 2 + ["head"]
 
 
 def cover(bounds: list[range]) -> list[int]:
@@ -107,7 +107,8 @@ def test_no_partition_is_better(costs: list[int], parts: int) -> None:
 @given(st.sampled_from([v_placement(2), v_placement(4), loop_placement(2, 3), loop_placement(3)]), st.data())
 def test_ranks_with_several_chunks_are_balanced(layers: int, placement: tuple[int, ...], data: st.DataObject) -> None:
     costs = data.draw(st.lists(st.integers(1, 20), min_size=layers, max_size=layers))
-    bounds, plain = placed_bounds(costs, placement), balanced_bounds(costs, len(placement))
+    bounds = placed_bounds(costs, placement)
+    plain = balanced_bounds(costs, len(placement))
     assert cover(bounds) == list(range(layers)) and all(bounds)
 
     def rating(cut: list[range]) -> float:
@@ -147,14 +148,14 @@ def test_layouts_that_are_refused(layout: str, message: str) -> None:
     assert message in str(error.value)
 
 
-def test_a_layout_counts_units_or_layers() -> None:
-    assert layout_to_bounds((1, 3), UNITS) == [range(0, 3), range(3, 8)]
-    assert layout_to_bounds((5, 3), UNITS) == [range(0, 5), range(5, 8)]
-    assert layout_to_bounds((1, 0, 3), UNITS) == [range(0, 3), range(3, 3), range(3, 8)]
+def test_a_layout_counts_groups_or_layers() -> None:
+    assert layout_to_bounds((1, 3), GROUPS) == [range(0, 3), range(3, 8)]
+    assert layout_to_bounds((5, 3), GROUPS) == [range(0, 5), range(5, 8)]
+    assert layout_to_bounds((1, 0, 3), GROUPS) == [range(0, 3), range(3, 3), range(3, 8)]
 
 
 def test_a_layout_of_another_sum_or_length_is_refused() -> None:
     with pytest.raises(ValueError, match=r'"2\|3" sums to 5; the model has 4 layer groups .* of together 8 layers'):
-        layout_to_bounds((2, 3), UNITS)
+        layout_to_bounds((2, 3), GROUPS)
     with pytest.raises(ValueError, match="has 2 entries for 4 chunks"):
-        layout_to_bounds((1, 3), UNITS, chunks=4)
+        layout_to_bounds((1, 3), GROUPS, chunks=4)

@@ -1,4 +1,4 @@
-"""Passes over schedules: transfers, segments, what is computed again, weights that are gathered and scattered."""
+"""Passes over schedules: transfers, segments, recomputation, gathered weights and scattered gradients."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from megasnn.schedule.passes import RECOMPUTE, SharedWeights, insert_recompute, 
 
 STAGES, MICRO_BATCHES, SEGMENTS = 4, 8, 3
 COST = ChunkCost(3, 3, 3, 1, 1)  # whole numbers, so that sums are exact
+ONE = ChunkCost(1, 1, 1)
+ADDED = SHARDING | {Kind.REDUCE_SCATTER}
+ON_LINK = (Kind.UNSHARD, Kind.REDUCE_SCATTER)
 
 
 def parsed(*rows: str) -> tuple[tuple[Action, ...], ...]:
@@ -60,20 +63,21 @@ def test_receives_wait_for_their_turn_on_a_shared_link() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_units_take_as_long_as_their_chunks(name: str) -> None:
+def test_segments_take_as_long_as_their_chunks(name: str) -> None:
     schedule = generate(name, STAGES, MICRO_BATCHES)
     refined = refine(schedule, [SEGMENTS] * schedule.segments)
     validate_schedule(refined)
     segments = [replace(COST, forward=1, input_gradient=1, weight_gradient=1)] * refined.segments
     assert simulate(refined, segments).makespan == simulate(schedule, [COST] * schedule.segments).makespan
     for row, of_chunks in zip(refined.actions, schedule.actions, strict=True):
-        counts = [sum(action.kind in COMPUTE for action in each) for each in (row, of_chunks)]
-        assert counts[0] == SEGMENTS * counts[1]
+        computed_segments = sum(action.kind in COMPUTE for action in row)
+        computed_chunks = sum(action.kind in COMPUTE for action in of_chunks)
+        assert computed_segments == SEGMENTS * computed_chunks
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("mode", RECOMPUTE)
-def test_what_is_computed_again_and_when(name: str, mode: str) -> None:
+def test_recomputed_forwards_and_their_place(name: str, mode: str) -> None:
     schedule = generate(name, STAGES, MICRO_BATCHES)
     wanted = RECOMPUTE[mode]
     schedule = insert_recompute(
@@ -100,25 +104,20 @@ def test_time_and_memory_of_recompute_by_hand() -> None:
     assert held == [1, 21, 1, 10, 0, 1, 21, 1, 10, 0, 0, 0]
 
 
-ADDED = SHARDING | {Kind.REDUCE_SCATTER}
-ON_LINK = (Kind.UNSHARD, Kind.REDUCE_SCATTER)
-ONE = ChunkCost(1, 1, 1)
-
-
 def of_segments(name: str, stages: int, micro_batches: int, segments: int, recompute: str = "never") -> Schedule:
-    schedule, wanted = generate(name, stages, micro_batches), RECOMPUTE[recompute]
-    return insert_recompute(
-        refine(schedule, [segments] * schedule.segments), lambda segment, m: wanted(m, micro_batches)
-    )
+    wanted = RECOMPUTE[recompute]
+    schedule = generate(name, stages, micro_batches)
+    refined = refine(schedule, [segments] * schedule.segments)
+    return insert_recompute(refined, lambda segment, m: wanted(m, micro_batches))
 
 
 def gathers(schedule: Schedule) -> list[int]:
-    """Of each rank."""
+    """All-gathers of each rank."""
     return [sum(action.kind is Kind.UNSHARD for action in row) for row in schedule.actions]
 
 
 def uses(schedule: Schedule) -> list[int]:
-    """Computations of each rank that need weights: its gathers, if they were freed after each."""
+    """Computations of each rank with weights: its all-gathers, if weights were freed after each."""
     return [sum(action.kind in USES_WEIGHTS for action in row) for row in schedule.actions]
 
 
@@ -126,7 +125,7 @@ def row(schedule: Schedule, rank: int = 0) -> str:
     return " ".join(map(str, schedule.actions[rank]))
 
 
-def test_where_they_stand() -> None:
+def test_place_of_gathers_and_frees() -> None:
     """The next segment is gathered while one computes; where forward turns to backward nothing is gathered again."""
     schedule = of_segments("1f1b", 1, 1, 3)
     assert row(SharedWeights((4, 4, 4)).insert(schedule)) == (
@@ -135,8 +134,8 @@ def test_where_they_stand() -> None:
     )
 
 
-def test_what_others_wait_for_goes_first() -> None:
-    """Sends, then frees and gathers, then the gradients; what needs no weights stands behind a FREE."""
+def test_sends_go_first() -> None:
+    """Sends, then frees and gathers, then the gradients; computations without weights come after a RESHARD."""
     schedule = SharedWeights((1, 1, 0, 1), frozenset({1, 3})).insert(of_segments("zb1p", 2, 1, 2))
     assert row(schedule, 1) == (
         "3UNSHARD 2RECV_F0 2F0 3F0 3I0 3RESHARD 2I0 2SEND_B0 3W0 3REDUCE_SCATTER0 2W0 3REDUCE_GRAD 2REDUCE_GRAD"
@@ -147,7 +146,7 @@ def test_what_others_wait_for_goes_first() -> None:
     )
 
 
-def test_evaluation_gathers_what_comes_next() -> None:
+def test_evaluation_gathers_the_next_segment() -> None:
     plan = plan_schedule("1f1b", 2).in_segments([range(3), range(3, 5)], "never")
     assert gathers(plan.sharing(SharedWeights((2,) * 5), []).evaluation(5)) == [15, 2]
 
@@ -155,8 +154,9 @@ def test_evaluation_gathers_what_comes_next() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_whatever_the_schedule_it_is_only_added_to(data: st.DataObject) -> None:
-    """It is proved right, and a rank holds what it computes with and what it uses next, no more."""
-    name, segments = data.draw(st.sampled_from(tuple(SCHEDULES))), data.draw(st.integers(1, 4))
+    """It is valid, and a rank holds the weights of this computation and of the next segment, no more."""
+    name = data.draw(st.sampled_from(tuple(SCHEDULES)))
+    segments = data.draw(st.integers(1, 4))
     plain = of_segments(
         name,
         data.draw(st.integers(1, 4)),
@@ -172,9 +172,10 @@ def test_whatever_the_schedule_it_is_only_added_to(data: st.DataObject) -> None:
         assert tuple(action for action in actions if action.kind not in ADDED) == plain.actions[rank]
         assert resident_weights(schedule, rank, segment_bytes)[-1] == 0
         _check_live(actions, segment_bytes)
-    unshard, reduce_scatter = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
-    gathers = replace(ONE, unshard=unshard), replace(ONE, unshard=unshard, reduce_scatter=reduce_scatter)
-    _check_times(plain, schedule, [gathers[segment in scattered] for segment in range(plain.segments)])
+    gathered = replace(ONE, unshard=data.draw(st.integers(0, 3)))
+    reduced = replace(gathered, reduce_scatter=data.draw(st.integers(0, 3)))
+    costs = [reduced if segment in scattered else gathered for segment in range(plain.segments)]
+    _check_times(plain, schedule, costs)
 
 
 def _check_live(actions: tuple[Action, ...], segment_bytes: tuple[int, ...]) -> None:
@@ -193,7 +194,8 @@ def _check_live(actions: tuple[Action, ...], segment_bytes: tuple[int, ...]) -> 
 
 def _check_times(plain: Schedule, shared: Schedule, costs: list[ChunkCost]) -> None:
     """Nothing computes without its weights, and neither computations nor messages overlap on a rank."""
-    alone, result = simulate(plain, [ONE] * len(costs)), simulate(shared, costs)
+    alone = simulate(plain, [ONE] * len(costs))
+    result = simulate(shared, costs)
     assert result.busy == alone.busy and result.peak_activations == alone.peak_activations
     moved = [(timed.end - timed.start) for row in result.timeline for timed in row if timed.action.kind in ON_LINK]
     assert result.makespan >= alone.makespan and (any(moved) or result.makespan == alone.makespan)
@@ -240,7 +242,7 @@ def test_a_computation_waits_for_its_weights_and_they_for_the_link() -> None:
     assert resident_weights(schedule, 0, (10, 20)) == [10, 30, 30, 30, 30, 10, 10, 10, 0, 0, 0, 0]
 
 
-def test_what_is_gathered_ahead_takes_no_time() -> None:
+def test_gathers_ahead_take_no_time() -> None:
     """Nothing but the first gather of a step is waited for where the link keeps up."""
     schedule = of_segments("zb1p", 4, 8, 4)
     costs = [ChunkCost(1, 1, 1, unshard=0.75)] * schedule.segments

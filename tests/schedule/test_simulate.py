@@ -84,5 +84,5 @@ def test_files_and_pictures(tmp_path: Path) -> None:
         ("--stages 0", "0"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(capsys: pytest.CaptureFixture[str], flags: str, named: str) -> None:
+def test_impossible_charts_are_refused(capsys: pytest.CaptureFixture[str], flags: str, named: str) -> None:
     assert main(["1f1b", *flags.split()]) == 1 and named in capsys.readouterr().err

@@ -50,7 +50,8 @@ def recording_of_arrays(
     for name, values in columns.items():
         if values.dtype.kind not in _NUMBERS or values.ndim != 1 or len(values) != len(columns["t"]):
             raise ValueError(
-                f"{name} must be numbers of one dimension and as many as t, not {values.dtype} {list(values.shape)}"
+                "t, x, y and p must be numbers of one dimension and of equal length; "
+                f"{name} is {values.dtype} {list(values.shape)}"
             )
     t = _microseconds(columns["t"], time_unit)
     for name, (least, most) in _BOUNDS.items():
@@ -68,7 +69,8 @@ def _columns(arrays: Mapping[str, NDArray], sensor: SensorSize | None) -> dict[s
         return _by_name(arrays)
     tables = [array for array in arrays.values() if array.dtype.names or _is_table(array)]
     if len(tables) != 1:
-        raise ValueError(f"has no array {missing[0]}; it has {', '.join(arrays) or 'none'}")
+        found = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+        raise ValueError(f"has no array {missing[0]}; it has {found or 'none'}")
     table = tables[0]
     if table.dtype.names is None:
         return dict(zip(_order_of(table, sensor), table.T, strict=True))
@@ -117,8 +119,11 @@ def _fits(columns: Mapping[str, NDArray], sensor: SensorSize | None) -> bool:
 
 def _is_whole(values: NDArray, least: int, most: int) -> NDArray[np.bool_]:
     """Whether each value is a whole number from `least` to `most`; nan is none."""
+    if values.dtype.kind == "f":
+        # In float16 the bounds would be infinite.
+        values = values.astype(np.promote_types(values.dtype, np.float32))
     inside = (values >= least) & (values <= most)
-    return inside & (values == np.floor(values)) if values.dtype.kind == "f" else inside
+    return inside & (values == np.floor(values))
 
 
 def _require_whole(name: str, values: NDArray, least: int, most: int, advice: str = "") -> None:

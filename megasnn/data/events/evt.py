@@ -51,7 +51,8 @@ def decode_evt(data: bytes, sensor: SensorSize | None = None) -> Recording:
     name = header.format_options()[""] or _VERSIONS.get(header.fields.get("evt", ""), "")
     if name not in _WORD_BYTES:
         said = header.fields.get("format") or header.fields.get("evt")
-        raise ValueError(f"says no version of EVT that is read ({said!r}); these are {', '.join(_VERSIONS)}")
+        found = f"is EVT of version {said!r}" if said else "has no line `% format` or `% evt` with its version"
+        raise ValueError(f"{found}; read are `% format {', '.join(_WORD_BYTES)}` and `% evt {', '.join(_VERSIONS)}`")
     size = _WORD_BYTES[name]
     if rest := (len(data) - header.end) % size:
         raise ValueError(f"is cut: it ends inside a word of {size} bytes; without its last {rest} it is read")

@@ -17,7 +17,7 @@ from megasnn.kernels.numba import loops, pool
 from megasnn.kernels.numba.jit import run_kernel
 from megasnn.kernels.numba.step import Constants, constants
 from megasnn.kernels.spike_codec import pack_bits
-from megasnn.kernels.torch_backend import computed_in
+from megasnn.kernels.torch_backend import REDUCED
 
 _ROW = 512  # elements summed side by side, rounded up to whole pixels
 _ROWS = 32  # rows of a slice of sums: short enough for float32, long enough that folding costs nothing
@@ -32,10 +32,10 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
     def statistics(self, x: Tensor) -> Tensor:
         data = _pixels(x)
         channels = data.shape[-1]
-        width = _row_width(channels)
+        width = channels * -(-_ROW // channels)
         pixels = data.size // channels
         slice_pixels = _ROWS * width // channels
-        slices = pieces(pixels, slice_pixels)
+        slices = -(-pixels // slice_pixels)
         means = np.empty((slices, channels))
         squares = np.empty((slices, channels))
         run_kernel(loops.slice_statistics, slices, data.reshape(-1), channels, width, _ROWS, means, squares)
@@ -51,7 +51,7 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
         out = empty_array((norm_neuron.time_steps, samples, *space, channels), data.dtype)
         flat = out.reshape(norm_neuron.time_steps, -1)
         p = constants_of(norm_neuron.spec, data.dtype, w, learn=False)
-        length = space[1] * channels if norm_neuron.pool else _BLOCK * _row_width(channels)
+        length = space[1] * channels if norm_neuron.pool else _BLOCK * channels * -(-_ROW // channels)
         # Every block and every time step must begin at a whole byte.
         bits = _bits_for(flat, packed and length % 8 == 0)
         affine = _affine(norm, norm_neuron.eps)
@@ -60,7 +60,7 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
             run_kernel(pool.fire_pooled, samples * space[0], data, norm_neuron.above, coefficients, flat, bits, p)
         else:
             rows = data.reshape(input_steps, -1)
-            blocks = pieces(flat.shape[1], length)
+            blocks = -(-flat.shape[1] // length)
             run_kernel(loops.fire_block, blocks, rows, coefficients, None, None, flat, bits, p, length)
         spikes = torch.from_numpy(out).movedim(-1, 2).to(x.dtype)
         if not packed:
@@ -75,7 +75,7 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
         flat = upstream.reshape(norm_neuron.time_steps, -1)
         g = empty_array(data.shape, data.dtype)
         p = constants_of(norm_neuron.spec, data.dtype, w, learn)
-        width = _row_width(channels)
+        width = channels * -(-_ROW // channels)
         length = upstream.shape[3] * channels if norm_neuron.pool else _BLOCK * width
         affine = _affine(norm, norm_neuron.eps)
         coefficients = _tiles(length, data.dtype, affine.scale, affine.shift, affine.mean)
@@ -83,7 +83,7 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
             sums = np.empty((samples, 3, channels))
             run_kernel(pool.pooled_backward, samples, data, norm_neuron.above, flat, coefficients, g, sums, p)
         else:
-            slices = pieces(flat.shape[1], width * _ROWS)
+            slices = -(-flat.shape[1] // (width * _ROWS))
             sums = np.empty((slices, 3, channels))
             rows = data.reshape(input_steps, -1)
             g_rows = g.reshape(input_steps, -1)
@@ -99,7 +99,7 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
     ) -> Tensor:
         data = _pixels(inputs.x)
         channels = data.shape[-1]
-        width = _row_width(channels)
+        width = channels * -(-_ROW // channels)
         affine = _affine(inputs.norm, inputs.norm_neuron.eps)
         mean_g = np.zeros(channels)
         mean_per_deviation = np.zeros(channels)
@@ -108,7 +108,7 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
             mean_per_deviation = sums[1].numpy() * affine.inverse_deviation**2 / count
         coefficients = _tiles(width, data.dtype, affine.scale, affine.mean, mean_g, mean_per_deviation)
         slice_size = _ROWS * width
-        slices = pieces(data.size, slice_size)
+        slices = -(-data.size // slice_size)
         rows = data.reshape(1, -1)
         g_rows = carried.reshape(1, -1)
         run_kernel(loops.norm_input_gradient, slices, rows, g_rows, coefficients, slice_size)
@@ -122,7 +122,7 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
         last = np.empty_like(first)
         bits = _bits_for(spikes, packed)
         p = constants_of(spec, data.dtype, w, learn=False)
-        blocks = pieces(data.shape[1], _ROW_BLOCK)
+        blocks = -(-data.shape[1] // _ROW_BLOCK)
         run_kernel(loops.fire_block, blocks, data, None, first, last, spikes, bits, p, _ROW_BLOCK)
         fired = torch.from_numpy(spikes).view(x.shape).to(x.dtype)
         return fired, torch.from_numpy(last).view(x.shape[1:]), torch.from_numpy(bits) if bits.size else None
@@ -136,17 +136,12 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
         first = _potential(v0, x, spec.rest)
         g_v = _potential(g_last, x, 0.0).copy()
         g_x = empty_array(data.shape, data.dtype)
-        blocks = pieces(data.shape[1], _ROW_BLOCK)
+        blocks = -(-data.shape[1] // _ROW_BLOCK)
         sums = np.empty((blocks, 3, 1))
         p = constants_of(spec, data.dtype, w, learn)
         run_kernel(loops.block_backward, blocks, data, None, first, upstream, g_v, g_x, sums, 1, _ROW_BLOCK, 1, p)
         total = torch.from_numpy(sums[:, 2]).sum() if learn else None
         return torch.from_numpy(g_x).view(x.shape).to(x.dtype), torch.from_numpy(g_v).view(x.shape[1:]), total
-
-
-def _row_width(channels: int) -> int:
-    """Elements of a row: whole pixels, at least `_ROW` elements."""
-    return channels * pieces(_ROW, channels)
 
 
 def _bits_for(spikes: np.ndarray, packed: bool) -> np.ndarray:
@@ -200,21 +195,16 @@ def _tiles(length: int, dtype: np.dtype, *values: np.ndarray) -> np.ndarray:
 def _pixels(x: Tensor) -> np.ndarray:
     """`[T, N, C, ...]` as a contiguous array `[T, N, ..., C]`, without a copy where the memory is channels-last."""
     x = x.detach().movedim(2, -1)
-    return x.to(computed_in(x)).contiguous().numpy()
-
-
-def pieces(whole: int, size: int) -> int:
-    """Number of pieces of a size that make up the whole; the last may be shorter."""
-    return -(-whole // size)
+    return (x.float() if x.dtype in REDUCED else x).contiguous().numpy()
 
 
 def _rows(x: Tensor) -> np.ndarray:
     """`[T, M]` in the type of the arithmetic."""
-    return x.to(computed_in(x)).view(len(x), -1).numpy()
+    return (x.float() if x.dtype in REDUCED else x).view(len(x), -1).numpy()
 
 
 def _potential(v: Tensor | None, x: Tensor, otherwise: float) -> np.ndarray:
     """A potential `[1, M]` for an input x, in the type of the arithmetic."""
-    dtype = computed_in(x)
+    dtype = torch.float32 if x.dtype in REDUCED else x.dtype
     v = torch.full_like(x[0], otherwise, dtype=dtype) if v is None else v.to(dtype)
     return v.view(1, -1).numpy()

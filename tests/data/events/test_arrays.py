@@ -122,14 +122,16 @@ def test_columns_that_could_be_two_things_are_refused(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("named", "changes"),
     [
-        ("no array t; it has x, y, p", {"t": None}),
+        (r"no array t; it has x \[40\], y \[40\], p", {"t": None}),
         ("t = .* .float64. at event .* is no whole number", {"t": SMALL.t / 1e6}),
         ("x = 0.5 .float64. at event 0 is no whole number in 0..65535", {"x": SMALL.x * 0 + 0.5}),
         ("x = nan", {"x": np.full(40, np.nan)}),
         ("t = inf", {"t": np.full(40, np.inf)}),
-        ("x must be numbers .* as many as t", {"x": SMALL.x[:-1]}),
-        ("x must be numbers of one dimension", {"x": np.array(3)}),
-        ("p must be numbers", {"p": np.full(40, "on")}),
+        (r"of equal length; x is uint16 \[39\]", {"x": SMALL.x[:-1]}),
+        (r"must be numbers of one dimension .*; x is int64 \[\]", {"x": np.array(3)}),
+        ("must be numbers .*; p is <U2", {"p": np.full(40, "on")}),
+        ("x = inf .float16. at event 0", {"x": np.full(40, np.inf, np.float16)}),
+        ("t = inf .float16. at event 0", {"t": np.full(40, np.inf, np.float16)}),
         ("y = .* at event 0 ", {"y": SMALL.y.astype(int) + 65536}),
         ("p = 2 ", {"p": SMALL.p + 1}),
         ("height and width must be integers", {"height": np.zeros(7, int)}),
@@ -149,7 +151,7 @@ def test_structured_arrays_and_files_that_are_no_events(tmp_path) -> None:
     path = saved(tmp_path, events=structured(STRUCTURED["tonic"])[["x", "y", "t"]])
     assert "no field p in its structured array; it has x, y, t" in refusal(path, sensor_size=(34, 34))
     path = saved(tmp_path, one=columns("txyp"), two=columns("txyp"))
-    assert "no array t; it has one, two" in refusal(path, sensor_size=(34, 34))
+    assert "no array t; it has one [40, 4], two [40, 4]" in refusal(path, sensor_size=(34, 34))
     np.save(tmp_path / "a.npy", np.array([{}], object), allow_pickle=True)
     assert "not a sound NumPy file" in refusal(tmp_path / "a.npy")
     assert "no array t; it has words" in refusal(saved(tmp_path, words=np.full((5, 4), "t")))

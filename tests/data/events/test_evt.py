@@ -154,7 +154,7 @@ def test_evt3_without_time_highs_is_refused_and_not_sorted(tmp_path) -> None:
     [
         (evt2(lines=("% evt 4.0", "% end")), "'4.0'.*2.0, 2.1, 3.0"),
         (evt2(lines=("% format HISTO3D;height=1;width=1",)), "HISTO3D"),
-        (evt2(lines=("% Date 2020-09-25",)), "no version of EVT"),
+        (evt2(lines=("% Date 2020-09-25",)), "no line `% format` or `% evt`"),
         (evt2(), "no word TIME_HIGH"),
         (evt3((ROW, 1), (COLUMN, 2)), "no word TIME_HIGH"),
         (evt2(8 << 28) + b"\0", "cut.* word of 4 bytes.* last 1 "),
