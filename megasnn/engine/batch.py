@@ -138,13 +138,17 @@ class Batches:
     ) -> GlobalBatch:
         """Returns this rank's share of a global batch, whose first sample has this `position` in the training: its
         samples of this replica's micro-batches. In evaluation there may be none."""
-        micro_batches, order = [], torch.channels_last
+        micro_batches = []
+        order = torch.channels_last
+        # Autograd does not keep tensors that were made under torch.inference_mode() for backward; copies it does.
+        inputs = {name: x.clone() if x.is_inference() else x for name, x in inputs.items()}
+        targets = targets.clone() if targets.is_inference() else targets
         if self._takes_images:  # as the loader of a run gives them
             inputs = {name: x.contiguous(memory_format=order) if x.ndim == 4 else x for name, x in inputs.items()}
         for start, size in (self.evaluated_share if evaluates else self.trained_share).spans(samples):
             span = slice(start, start + size)
-            x = {name: _plain(each[span]) for name, each in inputs.items()} if self._takes_images else None
-            y = _plain(targets[span]) if self._takes_labels else None
+            x = {name: each[span] for name, each in inputs.items()} if self._takes_images else None
+            y = targets[span] if self._takes_labels else None
             y = y if y is None or y.is_floating_point() else y.long()
             positions = torch.arange(position + start, position + start + size)
             micro_batches.append(MicroBatch(start, size, positions, x, y))
@@ -215,7 +219,3 @@ class Batches:
         padding = MicroBatchInput(zeros if self._takes_images else None, None, 1, range(1), is_padding=True)
         return missing * [padding]
 
-
-def _plain(x: Tensor) -> Tensor:
-    """A copy where a tensor was made under torch.inference_mode(), which autograd does not keep for backward."""
-    return x.clone() if x.is_inference() else x

@@ -109,7 +109,7 @@ class DistributedModel:
         largest = torch.finfo(self.context.dtype).max
         parts = {
             "loss": loss if self.reports else torch.zeros_like(loss),
-            "stop_votes": self._vote(),
+            "stop_votes": torch.full_like(loss, float(self.wants_to_stop())),
             "findings": self.checks.count(),
             "overflows": self._overflows(largest, like=loss),
             "squares": self.gradient_norm.squares(),
@@ -161,8 +161,9 @@ class DistributedModel:
                 consume = partial(_consume_whole, self.loss.windows, consume)
             with self._mode(trains=False):
                 self.executor.run(schedule, micro_batches, consume)
-        votes_and_findings = torch.cat([self._vote(), self.checks.count()])
-        self.stop_votes, found = all_reduce_sum(votes_and_findings, self.state.world).tolist()
+        findings = self.checks.count()
+        vote = torch.full_like(findings, float(self.wants_to_stop()))
+        self.stop_votes, found = all_reduce_sum(torch.cat([vote, findings]), self.state.world).tolist()
         if found:
             self._raise_findings()
 
@@ -187,10 +188,6 @@ class DistributedModel:
             self.loss.windows.clear()
             for chunk in self.chunks.values():
                 chunk.forget()
-
-    def _vote(self) -> Tensor:
-        """This rank's vote to stop, `[1]`."""
-        return torch.full((1,), float(self.wants_to_stop()), dtype=torch.float64, device=self.state.device)
 
     def _raise_findings(self) -> None:
         """Raises ValueError on every rank, with the first finding of any."""

@@ -125,7 +125,7 @@ class TrainedModel(nn.Module):
         named = inputs if isinstance(inputs, Mapping) else {next(iter(specs)): inputs}
         if named.keys() != specs.keys():
             raise ValueError(f"the model takes a dict of its inputs, {', '.join(specs)}; got {', '.join(named)}")
-        named = {name: torch.as_tensor(x) if isinstance(x, np.ndarray) else x for name, x in named.items()}
+        named = {name: _of_numpy(name, x) if isinstance(x, np.ndarray) else x for name, x in named.items()}
         is_followed = torch.compiler.is_exporting() or torch.compiler.is_compiling() or torch.jit.is_tracing()
         if not is_followed:  # values and sizes are not known there
             named = self._checked(named)
@@ -309,3 +309,10 @@ model = megasnn.TrainedModel.from_pretrained("this folder")  # a class of your o
 - Training: {training}
 - Flags: {flags}
 """
+
+
+def _of_numpy(name: str, array: np.ndarray) -> Tensor:
+    """A tensor of an array of any memory and byte order. Raises ValueError for an array that is not of numbers."""
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{name} is an array of {array.dtype}, and must be one of numbers")
+    return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))

@@ -83,7 +83,8 @@ def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: G
         grad: gradient of the output.
         images: the input.
     """
-    if _is_narrow_and_strided(images, total, geometry):
+    is_pointwise = total.shape[2:] == (1, 1) and geometry.padding == (0, 0)
+    if is_pointwise and geometry.stride != (1, 1) and total.shape[1] < NARROW and images.device.type == "cpu":
         images, geometry = _at_stride_one(images, geometry, grad.shape[2:])
     if _is_matrix_product(images, total, geometry, FEW_SUMMED_ROWS):
         of_output = grad.movedim(1, -1).reshape(-1, grad.shape[1])
@@ -96,12 +97,6 @@ def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: G
     # torch takes only the shape and type of this weight.
     weight = total if total.dtype == grad.dtype else torch.empty_like(total, dtype=grad.dtype)
     total += _convolution_backward(grad, images, weight, geometry, (False, True, False))[1]
-
-
-def _is_narrow_and_strided(images: Tensor, weight: Tensor, geometry: Geometry) -> bool:
-    """True for a strided pointwise convolution of few channels on a CPU."""
-    is_pointwise = weight.shape[2:] == (1, 1) and geometry.padding == (0, 0)
-    return images.device.type == "cpu" and is_pointwise and geometry.stride != (1, 1) and weight.shape[1] < NARROW
 
 
 def _at_stride_one(images: Tensor, geometry: Geometry, space: torch.Size) -> tuple[Tensor, Geometry]:

@@ -150,7 +150,8 @@ class ParallelConv(WeightedLayer):
         if self._rows is not None and self._move is not None:
             x = move_rows(x, self._move, self._rows, self.options.content)
             bits = pack_bits(x) if holds_spikes else None
-        self.tell_observer(x)
+        if self.observer is not None:
+            self.tell_observer(x)
         y = self.product(x, bits)
         # After a row style's sum each rank holds its own channels, so the bias is added once, to those.
         return y if self.bias is None or not add_bias else y + self.bias.to(y.dtype).view(-1, 1, 1)

@@ -310,7 +310,8 @@ class ParallelLinear(WeightedLayer):
             return F.linear(x, self.weight, self.bias)
         if self._has_whole_input and self.style == "row":
             x = own_channels(x, self.options.group)
-        self.tell_observer(x.reshape(len(x), -1, x.shape[-1], 1, 1))
+        if self.observer is not None:
+            self.tell_observer(x.reshape(len(x), -1, x.shape[-1], 1, 1))
         bits = bits_of(x) if self.options.content is Content.SPIKES and x.is_contiguous() else None
         y = self.product(x.reshape(1, -1, x.shape[-1], 1, 1), bits).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(y.dtype)

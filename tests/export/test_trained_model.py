@@ -223,6 +223,10 @@ def test_no_samples_and_arrays_of_numpy_have_answers(trained: Any) -> None:
     assert model(x[:0]).shape == (0, *expected.shape[1:]) and model(x[:0]).dtype == expected.dtype
     assert model.steps(x[:0]).shape == (model.config.time_steps, 0, *expected.shape[1:])
     assert close(model(x.numpy()), expected)
+    turned = x.numpy()[..., ::-1].copy()[..., ::-1]  # of another memory order
+    assert close(model(turned), expected) and close(model(x.numpy().astype(">f8")), expected)
+    with pytest.raises(ValueError, match="is an array of object, and must be one of numbers"):
+        model(x.numpy().astype(object))
     with pytest.raises(ValueError, match="uint8"):
         model((255 * x.abs().clamp(0, 1)).numpy().astype("uint8"))
     with pytest.raises(ValueError, match="got"):
