@@ -69,7 +69,10 @@ def decode_aedat2(data: bytes, sensor: SensorSize | None = None, transpose_dvs12
     if sensor == DVS128:
         if (foreign := address & _DVS128_FOREIGN != 0).any():
             index = int(foreign.argmax())
-            raise ValueError(f"address {address[index]:#x} at event {index} is no DVS128's; pass its sensor size")
+            raise ValueError(
+                f"address {address[index]:#x} at event {index} is no DVS128's; "
+                "pass its sensor size (--sensor-size HEIGHT WIDTH)"
+            )
         kept = address & _DVS128_TRIGGERS == 0
         address = address[kept]
         column = address >> 1 & 0x7F
@@ -83,7 +86,10 @@ def decode_aedat2(data: bytes, sensor: SensorSize | None = None, transpose_dvs12
         p = address >> 11 & 1
     if (outside := (column >= sensor.width) | (row >= sensor.height)).any():
         index = int(outside.argmax())
-        raise ValueError(f"column {column[index]} and row {row[index]} at event {index} are outside {sensor}")
+        raise ValueError(
+            f"column {column[index]} and row {row[index]} at event {index} "
+            f"are outside {sensor} (--sensor-size)"
+        )
     x = sensor.width - 1 - column
     y = sensor.height - 1 - row
     if sensor == DVS128 and transpose_dvs128:
@@ -114,7 +120,10 @@ def decode_aedat3(data: bytes, sensor: SensorSize | None = None) -> Recording:
     source = next((line for line in lines if line.lower().startswith("#source")), "")
     sensor = _sensor_in(source) or sensor
     if sensor is None:
-        raise ValueError(f"does not say which known sensor it comes from ({source!r}); pass its sensor size")
+        raise ValueError(
+            f"does not say which known sensor it comes from ({source!r}); "
+            "pass its sensor size (--sensor-size HEIGHT WIDTH)"
+        )
     packing = next((line for line in lines if line.lower().startswith("#format")), "RAW")
     if not packing.endswith("RAW"):
         raise ValueError(f"has compressed packets ({packing}); only RAW is read")

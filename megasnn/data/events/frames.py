@@ -93,7 +93,10 @@ def check_recording(recording: Recording, sort: bool = False) -> Recording:
     for axis, values, limit in (("x", events.x, sensor.width), ("y", events.y, sensor.height)):
         if values.max() >= limit:
             index = int((values >= limit).argmax())
-            raise ValueError(f"{axis} = {values[index]} at event {index} is outside the sensor of {sensor}")
+            raise ValueError(
+                f"{axis} = {values[index]} at event {index} is outside the sensor of {sensor}; "
+                "--sensor-size HEIGHT WIDTH gives a recording another one"
+            )
     backwards = events.t[1:] < events.t[:-1]
     if backwards.any():
         if not sort:

@@ -102,6 +102,12 @@ def test_equal_keys_give_equal_recordings_which_look_like_n_mnist():
     assert recording.sensor == (48, 64) and recording.events.t[-1] > 95_000 and recording.events.x.max() >= 48
 
 
+def test_an_event_outside_the_sensor_names_the_flag() -> None:
+    events = Events(np.arange(2), np.array([6, 7], np.uint16), np.zeros(2, np.uint16), np.ones(2, np.uint8))
+    with pytest.raises(ValueError, match=r"x = 7 at event 1 is outside the sensor of .*--sensor-size HEIGHT WIDTH"):
+        check_recording(Recording(events, SENSOR))
+
+
 @pytest.mark.parametrize(("path", "front", "back"), [(RIGHT, 1, 0), (RIGHT[::-1], 0, 1)])
 def test_a_bright_bar_brightens_where_it_goes_and_darkens_where_it_was(path, front, back):
     bar = np.zeros((26, 26))
