@@ -123,9 +123,9 @@ def test_pixels_of_no_class_go_with_a_bound(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("model", "named"), [(Elsewhere, "below 2"), (Nowhere, "depth.npy")])
-def test_a_sample_that_does_not_fit_is_named(tmp_path, model: type[Model], named: str) -> None:
+def test_a_sample_that_does_not_fit_is_named(tmp_path, monkeypatch, model: type[Model], named: str) -> None:
     written(tmp_path)
-    MODELS[model.name] = model
+    monkeypatch.setitem(MODELS, model.name, model)  # other tests see the table as it is
     with pytest.raises(ValueError, match=rf"sample 's\d'.*{named}"), without_trial():
         train_model(model.name, [*FLAGS, "--data-path", f"{tmp_path}/a-0.tar", "--num-workers", "0"])
 
