@@ -64,7 +64,7 @@ def mark_both(tensor: Tensor, other: Tensor) -> None:
 
 
 def said_of_values(error: Exception) -> str | None:
-    """What to change where the dry run failed because tensors on the meta device have no values; None elsewhere."""
+    """Advice for a dry run that failed because tensors on the meta device have no values; None for other errors."""
     text = str(error).lower()
     if not isinstance(error, (RuntimeError, TypeError)) or "meta" not in text:
         return None

@@ -132,7 +132,7 @@ class WeightedLayer(nn.Module):
         return of_a_channel * (outputs // self.groups) / (self.options.group.size if is_shared else 1)
 
     def own_outputs(self, images: Tensor) -> Tensor:
-        """Of outputs `[frames, C, H, W]`, those that no other rank computes, too."""
+        """Outputs of this rank alone: `[frames, C, H, W]` without pixels that another rank computes, too."""
         return images
 
     def product(self, x: Tensor, bits: Tensor | None) -> Tensor:

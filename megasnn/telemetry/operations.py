@@ -66,7 +66,7 @@ EXACT_FLOAT32 = 1 << 24  # up to here float32 holds every whole number
 
 
 class _Seen(NamedTuple):
-    """What a product's inputs of one height and width came to, on the device.
+    """Counts of a product's inputs of one height and width, on the device.
 
     Attributes:
         nonzero: number of values at each pixel that are not 0. others: above 0 where a value is neither 0, 1 nor -1.

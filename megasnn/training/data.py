@@ -99,7 +99,7 @@ class RunData:
 
     @property
     def evaluation(self) -> dict[str, object]:
-        """What an evaluation's figures refer to: the samples, how many of them, and how they are made."""
+        """Identity of an evaluation: the validation set, the number of its samples, and how they are made."""
         found = "" if self.datasets.valid is None else self.datasets.valid.fingerprint()
         return {"dataset": found, "samples": self.samples_to_evaluate, **samples(self._config)}
 

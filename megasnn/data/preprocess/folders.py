@@ -72,7 +72,7 @@ def describe_left_out(folder: Path, used: Collection[Path]) -> str:
 
 
 def visible(folder: Path) -> list[Path]:
-    """What a folder holds but for hidden names, sorted. Raises ValueError where it does not exist."""
+    """Entries of a folder without hidden names, sorted. Raises ValueError where it does not exist."""
     if not folder.is_dir():
         raise ValueError(f"the folder {folder} does not exist")
     return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
