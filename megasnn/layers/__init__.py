@@ -8,6 +8,7 @@ from megasnn.layers.blocks import NeuronConvNorm as NeuronConvNorm
 from megasnn.layers.blocks import Residual as Residual
 from megasnn.layers.blocks import ResidualMLP as ResidualMLP
 from megasnn.layers.context import BuildContext as BuildContext
+from megasnn.layers.context import Numerics as Numerics
 from megasnn.layers.conv import ParallelConv as ParallelConv
 from megasnn.layers.dropout import DropPath as DropPath
 from megasnn.layers.dropout import ParallelDropout as ParallelDropout

@@ -19,7 +19,7 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import make_neuron
 from megasnn.layers.norm import ParallelBatchNorm
-from megasnn.layers.row_context import row_group, sum_counts, sum_for_each
+from megasnn.layers.row_context import sum_counts, sum_for_each
 from megasnn.layers.shape_inference import LARGEST_COUNT
 from megasnn.parallel.collectives import from_matrix, start_all_reduce_sum, to_matrix
 from megasnn.parallel.sharding import Initialiser
@@ -56,7 +56,7 @@ class _HeadAttention(nn.Module):
         self.add_module(self.fused, conv_norm_neuron(dim, blocks * dim, blocks=blocks))
         self.projection = conv_norm_neuron(dim, dim)
         self.neuron = make_neuron(replace(context.neuron, v_threshold=v_threshold), context)
-        self._rows, self._tokens, self._traceable = row_group(context), 0, context.traceable
+        self._rows, self._tokens, self._traceable = context.row_group, 0, context.numerics.traceable
 
 
 class SpikingSelfAttention(_HeadAttention):
@@ -114,7 +114,7 @@ class SpikeDrivenAttention(nn.Module):
         self.gate = make_neuron(replace(context.neuron, v_threshold=0.5), context)  # on the sums
         self.projection = ParallelConv(dim, dim, 1, context, bias=True)
         self.norm = ParallelBatchNorm(dim, context)
-        self._rows = row_group(context)
+        self._rows = context.row_group
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.neuron(x)

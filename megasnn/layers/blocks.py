@@ -56,8 +56,8 @@ class ConvNormNeuron(nn.Module):
         self._is_fused = (
             (norm is None or type(norm).forward is ParallelBatchNorm.forward)
             and isinstance(fire, ParallelNeuron)
-            and not context.carries
-            and not context.traceable
+            and not context.stateful
+            and not context.numerics.traceable
         )
         self.conv = ParallelConv(
             in_channels,

@@ -30,7 +30,6 @@ from megasnn.layers.row_context import (
     RowMove,
     move_rows,
     note_height,
-    row_group,
     rows_to_pool,
     shared_rows,
     window_rows,
@@ -98,7 +97,7 @@ class ParallelConv(WeightedLayer):
         initialise_bias: Initialiser | None = None,
     ) -> None:
         context = context_for(context)
-        group, rows = context.tp, row_group(context)
+        group, rows = context.tp, context.row_group
         style = style or cheaper_style(in_channels, out_channels)
         if style not in ("column", "row"):
             raise ValueError(f"style must be 'column' or 'row', got {style!r}")

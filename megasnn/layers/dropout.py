@@ -15,7 +15,7 @@ from megasnn.common.memory import without_waiting
 from megasnn.common.random import WORD_MASK, philox_key
 from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.row_context import row_group, shared_rows
+from megasnn.layers.row_context import shared_rows
 from megasnn.layers.shape_inference import refuse_second_call
 
 Positions = range | Tensor | None
@@ -104,8 +104,8 @@ class ParallelDropout(_Drop):
     ) -> None:
         context = context_for(context)
         super().__init__(p, name, context)
-        self.same_at_all_steps, self.group, self.carries = same_at_all_steps, context.tp, context.carries
-        self._rows, self._height = row_group(context), 0
+        self.same_at_all_steps, self.group, self.stateful = same_at_all_steps, context.tp, context.stateful
+        self._rows, self._height = context.row_group, 0
         self._steps, self._steps_before = context.time_steps, 0  # of a call; of the calls before, where they go on
 
     def forward(self, x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class ParallelDropout(_Drop):
         time = 1 if self.same_at_all_steps else time
         first, before = self.group.rank * channels, self._steps_before
         stands_for_all = self.same_at_all_steps or time < self._steps
-        if self.carries and not stands_for_all:
+        if self.stateful and not stands_for_all:
             self._steps_before += time
         mine, whole = range(first, first + channels), channels * self.group.size
         drawn = kept(self.p, keys, time, math.prod(space), mine, whole, before).movedim(-1, 2)

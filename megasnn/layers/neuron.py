@@ -37,7 +37,7 @@ class NeuronLayer(nn.Module):
 
     Attributes:
         time_steps: T of the model.
-        carries: whether it keeps its state for the next call.
+        stateful: whether it keeps its state for the next call.
         observer: called with the spikes of every forward when set (spike statistics).
         largest: the largest value that a neuron gives, of the whole numbers from 0; None where others come too.
         once_because: why one forward may not call it twice; None where it may, and each call starts at rest.
@@ -48,9 +48,9 @@ class NeuronLayer(nn.Module):
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        self.time_steps, self.carries = context.time_steps, context.carries
+        self.time_steps, self.stateful = context.time_steps, context.stateful
         self.observer: SpikeObserver | None = None
-        if self.carries:
+        if self.stateful:
             self.once_because = "with --bptt-steps it goes on from what one call left: give each call a neuron"
 
     def steps_of(self, x: Tensor) -> int:
@@ -100,7 +100,7 @@ class ParallelNeuron(NeuronLayer):
         spec = spec or context.neuron
         if self.kind not in (None, spec.kind):
             raise ValueError(f"{type(self).__name__} is a neuron of kind {self.kind!r}, and is told {spec.kind!r}")
-        self.spec, self.backend, self.largest = spec, context.neuron_backend, spec.largest
+        self.spec, self.backend, self.largest = spec, context.numerics.neuron_backend, spec.largest
         self.v: Tensor | None = None
         self.register_parameter("w", None)
         if NEURONS[spec.kind].learns:
@@ -109,7 +109,7 @@ class ParallelNeuron(NeuronLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         spikes, v = neuron_multi_step(self.at_every_step(x), self.spec, self.v, self.w, self.backend)
-        if self.carries and not x.is_meta:
+        if self.stateful and not x.is_meta:
             self.v = v.detach()
         return self.observed(spikes)
 
@@ -220,7 +220,7 @@ class SpikingNeuron(NeuronLayer):
         together = torch.stack(spikes).to(x.dtype)
         if together.shape != inputs.shape:
             raise ValueError(f"neurons give spikes of shape {list(together.shape)} for {list(inputs.shape)}")
-        if self.carries and not x.is_meta:
+        if self.stateful and not x.is_meta:
             self.left = {name: value.detach() for name, value in state.items()}
         return self.observed(together)
 
@@ -251,7 +251,7 @@ class _ParallelInTime(NeuronLayer):
         shape_of_bias: tuple[int, ...],
     ) -> None:
         super().__init__(context)
-        if context.carries:
+        if context.stateful:
             raise ValueError(f"--bptt-steps with a {self.kind} neuron, which takes all time steps; leave it out")
         self.spec = spec = spec or NeuronSpec(self.kind, surrogate="atan")
         for name, shape, initialise in (("weight", *weight), ("bias", shape_of_bias, constant(-spec.v_threshold))):

@@ -11,7 +11,7 @@ from megasnn.common.recompute import is_replaying
 from megasnn.kernels.torch_backend import REDUCED, batch_norm
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import ones, zeros
-from megasnn.layers.row_context import row_group, sum_for_each
+from megasnn.layers.row_context import sum_for_each
 from megasnn.layers.shape_inference import calls_of, count_call
 from megasnn.parallel.sharding import Initialiser, declare
 from megasnn.parallel.sync_batch_norm import SharedStatistics
@@ -56,8 +56,8 @@ class ParallelBatchNorm(nn.Module):
         super().__init__()
         context = context_for(context)
         self.time_steps = context.time_steps
-        self.shared = SharedStatistics(context.cp) if context.cp.size > 1 else None
-        self._by_rows = row_group(context) is not None
+        self.shared = SharedStatistics(context.state.cp) if context.state.cp.size > 1 else None
+        self._by_rows = context.row_group is not None
         self.channels, self.eps, self.momentum = channels, eps, momentum
         self._local_channels = channels // context.tp.size
         self.recording = False

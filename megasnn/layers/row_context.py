@@ -42,11 +42,6 @@ def shared_rows(height: int, ranks: int) -> tuple[range, ...]:
     return tuple(own_span(height, [ranks], rank) for rank in range(ranks))
 
 
-def row_group(context: BuildContext) -> Group | None:
-    """The ranks that share out rows; None where images are whole on every rank."""
-    return context.cp if context.cut == "rows" and context.cp.size > 1 else None
-
-
 def own_pixel_rows(frames: Tensor, group: Group) -> Tensor:
     """This rank's rows of whole images `[T, N, C, H, W]`."""
     own = shared_rows(frames.shape[3], group.size)[group.rank]
@@ -244,7 +239,7 @@ class WholeImages(nn.Module):
 
     def __init__(self, pool: int = 1, context: BuildContext | None = None) -> None:
         super().__init__()
-        self._rows, self._content, self._pool = row_group(context_for(context)), Content.DENSE, pool
+        self._rows, self._content, self._pool = context_for(context).row_group, Content.DENSE, pool
         self._move: RowMove | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -263,7 +258,7 @@ class MeanOverSpace(nn.Module):
 
     def __init__(self, context: BuildContext | None = None) -> None:
         super().__init__()
-        self._rows, self._pixels = row_group(context_for(context)), 0
+        self._rows, self._pixels = context_for(context).row_group, 0
 
     def forward(self, x: Tensor) -> Tensor:
         # With the channels last also in the gradient, which residual sums take their memory order from.
@@ -285,7 +280,7 @@ class MaxPool(nn.Module):
 
     def __init__(self, context: BuildContext | None = None) -> None:
         super().__init__()
-        self._rows, self._content = row_group(context_for(context)), Content.DENSE
+        self._rows, self._content = context_for(context).row_group, Content.DENSE
         self._move: RowMove | None = None  # of all rows of this rank's windows
 
     def forward(self, x: Tensor) -> Tensor:

@@ -30,12 +30,12 @@ class WeightGradients:
     in which backward left them: the sums have the same bits.
 
     Attributes:
-        on_added: called with a parameter each time a gradient was added to it; autograd's hooks do not see that.
+        report: called with each parameter whose gradient grew.
         anchor: stands for all parameters in autograd's graphs; it has no gradient.
     """
 
     def __init__(self) -> None:
-        self.on_added: Callable[[Tensor], None] = lambda parameter: None
+        self.report: Callable[[Tensor], None] = _ignore
         self.anchor = torch.zeros((), requires_grad=True)
         self._parameters: set[Tensor] = set()
         self._deferred: deque[WeightGradientTask] | None = None
@@ -43,6 +43,10 @@ class WeightGradients:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
         return self  # the copy of a layer leaves its tasks where the layer does
+
+    def report_to(self, listener: Callable[[Tensor], None]) -> None:
+        """Calls a function with each parameter whose gradient grew. Autograd's hooks do not see these additions."""
+        self.report = listener
 
     def of(self, parameter: Tensor) -> tuple[Tensor | None, Leave | None]:
         """Gives a parameter's layer the anchor, for autograd must not see the parameter, whose hooks it would call, and
@@ -87,7 +91,11 @@ class WeightGradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             add(parameter.grad)
-        self.on_added(parameter)
+        self.report(parameter)
+
+
+def _ignore(parameter: Tensor) -> None:
+    """Listener of gradients that nothing waits for."""
 
 
 class CastWeights:

@@ -108,12 +108,12 @@ class WeightedLayer(nn.Module):
         if bias is not None:
             declare(self, "bias", bias, context.dtype)
         self.options, self._of_cut_input = options, options.communication
-        self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
-        self._cast_weights, self._traceable = context.cast_weights, context.traceable
-        self._sparse, self._has_whole_input = context.sparse_products, False
+        self.compute_dtype, self.weight_gradients = context.numerics.compute_dtype, context.weight_gradients
+        self._cast_weights, self._traceable = context.cast_weights, context.numerics.traceable
+        self._sparse, self._has_whole_input = context.numerics.sparse_products, False
         self.observer: ProductObserver | None = None
         self._time_steps = context.time_steps
-        self._counts = context.held_by is None or context.held_by.rank == 0
+        self._counts = not context.is_whole or context.state.tp.rank == 0
 
     def tell_observer(self, x: Tensor) -> None:
         """Tells the observer, if there is one, of an input `[T, N, C, H, W]`."""

@@ -17,7 +17,7 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.plain.replicated import apply_layer
-from megasnn.layers.row_context import own_pixel_rows, row_group
+from megasnn.layers.row_context import own_pixel_rows
 from megasnn.layers.shape_inference import to_channels_last
 from megasnn.models.description import Built, Carried, ModelDescription
 from megasnn.parallel.sharding import ShardedTensor, described_tensors, materialise, sharded_tensors
@@ -65,14 +65,14 @@ class PipelineChunk(nn.Module):
         self._span = span
         self._is_chain = description.is_chain
         stateful = [module for module in self.layers.modules() if isinstance(module, (NeuronLayer, ParallelDropout))]
-        self._carrying = [module for module in stateful if module.carries]
+        self._carrying = [module for module in stateful if module.stateful]
         # Inputs of each layer that no later layer takes.
         self._last: list[set[int]] = []
         for number in span:
             needed_later = description.needed_from(number + 1)
             self._last.append({*description.layers[number].inputs} - {*needed_later})
         self._context = context
-        self._rows = row_group(context)
+        self._rows = context.row_group
 
     def capture_graphs(self, capture: Capture) -> None:
         """Runs as graphs in training from now on. Raises ValueError for a layer that cannot."""

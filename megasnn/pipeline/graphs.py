@@ -196,7 +196,7 @@ class _SlotGraphs:
         _fill(self._grads, grads)
         self._replay_backward()
         for parameter in self._learnt:
-            of.weight_gradients.on_added(parameter)
+            of.weight_gradients.report(parameter)
         if self._tasks:
             of.weight_gradients.leave(self._add_weights)
         return [None if grad is None else grad.clone() for grad in self._found]
@@ -234,7 +234,7 @@ class _SlotGraphs:
     def _add_weights(self) -> None:
         self._replay_weights()
         for parameter, _ in self._tasks:
-            self._of.weight_gradients.on_added(parameter)
+            self._of.weight_gradients.report(parameter)
 
 
 class _Replayed(torch.autograd.Function):

@@ -30,7 +30,7 @@ from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, bits_of, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext
 from megasnn.layers.init import tensors_of
-from megasnn.layers.row_context import WholeImages, row_group
+from megasnn.layers.row_context import WholeImages
 from megasnn.layers.shape_inference import is_channels_last
 from megasnn.models.description import DRY_SAMPLES, Built, Carried, ModelDescription
 from megasnn.parallel.collectives import traffic
@@ -98,7 +98,8 @@ class Boundaries:
 
     def __init__(self, description: ModelDescription, context: BuildContext, built: Sequence[Built]) -> None:
         self._context = context
-        inputs = [each.frames(each.empty(DRY_SAMPLES, context.dtype)) for each in description.task.inputs.values()]
+        specs = description.task.inputs.values()
+        inputs = [each.frames(each.empty(DRY_SAMPLES, context.numerics.dtype)) for each in specs]
         self._image_dims = inputs[0].ndim
         self._specs: dict[tuple[int, EntryKey], TensorSpec] = {}
         learns: dict[int, bool] = {}  # by number of the layer, -1, -2, ... for the inputs of the model
@@ -119,7 +120,7 @@ class Boundaries:
 
     def _add(self, number: int, key: EntryKey, spec: TensorSpec, by_rows: bool) -> None:
         """Adds this rank's part of a tensor. A dry run sees whole images, of which ranks may share the pixel rows."""
-        rows = row_group(self._context)
+        rows = self._context.row_group
         shape = spec.shape
         if rows is not None and len(shape) >= 4:
             if not by_rows or len(shape) != self._image_dims:

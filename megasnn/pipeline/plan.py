@@ -16,7 +16,6 @@ from megasnn.layers.context import BuildContext
 from megasnn.models.description import Built, ModelDescription
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.fsdp import segment_bytes
-from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts
 from megasnn.pipeline.peak_memory import MB, segment_memory, within_budget
 from megasnn.pipeline.profile_layers import profile_pipeline
@@ -85,7 +84,6 @@ def plan_pipeline(
     config: PretrainConfig,
     description: ModelDescription,
     context: BuildContext,
-    state: ParallelState,
     built: Sequence[Built],
 ) -> PipelinePlan:
     """Profiles layers on all ranks, where a decision needs it, and lets the first rank decide. Collective.
@@ -97,6 +95,7 @@ def plan_pipeline(
     """
     training = config.training
     parallel = config.parallel
+    state = context.state
     stages = state.pp.size
     counts = micro_batch_counts(training.global_batch_size, training.micro_batch_size, state.dp.size, config.windows)
     if training.evaluate_only:  # no activation is kept, so none is recomputed; there are no other steps
@@ -111,11 +110,11 @@ def plan_pipeline(
         bounds = (range(len(description.layers)),)
     decides = stages > 1 and looks_at_costs(parallel.pipeline_schedule)
     if bounds is None or parallel.memory_budget is not None or decides:
-        costs = profile_pipeline(description, context.largest_share(training.micro_batch_size), context, state)
-    if context.dp_shard.size > 1:
+        costs = profile_pipeline(description, context.largest_share(training.micro_batch_size), context)
+    if state.dp_shard.size > 1:
         scatters = parallel.weight_gradients == "scattered"
         layers = [each.module for each in built]
-        weights_of = partial(shared_weights, layers, ranks=context.dp_shard.size, scatters=scatters)
+        weights_of = partial(shared_weights, layers, ranks=state.dp_shard.size, scatters=scatters)
     choice = partial(choose, parallel, stages, len(description.layers), counts, bounds, costs, weights_of)
     try:
         return broadcast_result(state.world.handle, choice)

@@ -27,7 +27,7 @@ from megasnn.models.description import ModelDescription
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.collectives import traffic
 from megasnn.parallel.sharding import materialise
-from megasnn.parallel_state import Group, ParallelState, start_messages
+from megasnn.parallel_state import Group, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.cost_model import TIMED, LayerCost, LinkCost, PipelineCosts, for_samples
 from megasnn.pipeline.microbatch_state import MicroBatchInput, StepState
@@ -41,21 +41,20 @@ MESSAGES = 8
 SMALL, LARGE = 1 << 10, 1 << 22  # bytes
 
 
-def profile_pipeline(
-    description: ModelDescription, samples: int, context: BuildContext, state: ParallelState
-) -> PipelineCosts:
+def profile_pipeline(description: ModelDescription, samples: int, context: BuildContext) -> PipelineCosts:
     """Costs for micro-batches of `samples` samples as the first rank measured them; the same on every rank.
 
     Ranks that used figures of their own would cut the model differently and wait for each other for ever. All of them
     measure nevertheless, at the same time: in training every core is at work. Collective over the world.
     """
+    state = context.state
     world, link = state.world, LinkCost()
     if world.size > 1:
         dist.barrier(group=world.handle)  # who begins before the others would measure a quieter machine
     layers = profile_layers(description, samples, context, state.device)
     if world.size > 1:
         dist.barrier(group=world.handle)
-    group = state.pp if state.pp.size > 1 else context.dp_shard
+    group = state.pp if state.pp.size > 1 else state.dp_shard
     if group.size > 1:
         start_messages(group, 0, 1, state.device)
         link = measure_link(group, state.device)
@@ -82,7 +81,7 @@ def profile_layers(
     Args:
         rounds: runs by the clock; 0: bytes only.
     """
-    inputs = {name: x.to(device) for name, x in description.task.examples(samples, context.dtype).items()}
+    inputs = {name: x.to(device) for name, x in description.task.examples(samples, context.numerics.dtype).items()}
     micro = MicroBatchInput(inputs, None, samples, range(samples))
     casts, bounds = CastWeights(), [range(number, number + 1) for number in range(len(description.layers))]
     built = replace(context, cast_weights=casts, weight_gradients=WeightGradients())
@@ -101,7 +100,7 @@ def profile_layers(
             with casts.caching():  # as in a step, which makes each copy once
                 trial = _Trial(chunk, micro, entering, device)
                 cost = trial.cost(rounds)
-                cast = casts.resident_bytes if context.dp_shard.size == 1 else 0  # weights are gathered as such
+                cast = casts.resident_bytes if context.state.dp_shard.size == 1 else 0  # weights are gathered as such
             known[kind] = replace(cost, cast=cast), trial.output
         cost, entering = known[kind]
         costs.append(cost)

@@ -12,12 +12,22 @@ from spikingjelly.activation_based import layer as sj
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
-from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm
+from megasnn.layers import BuildContext, ConvNormNeuron, Numerics, ParallelBatchNorm
 from megasnn.layers.init import constant
 from megasnn.parallel.collectives import all_reduce_sum, traffic
 from megasnn.parallel.sync_batch_norm import SharedStatistics, merge_running_statistics
 from megasnn.parallel_state import Group
-from tests.distributed.whole import build, channels_last, context, cut_part, everybody, mine, random, require_close
+from tests.distributed.whole import (
+    build,
+    channels_last,
+    context,
+    cut_part,
+    everybody,
+    mine,
+    random,
+    require_close,
+    state_of,
+)
 from tests.parts import Part, assemble, gradients, parts
 
 T, N, C, STEPS = 3, 5, 12, 2
@@ -224,12 +234,12 @@ def _shared(shares: tuple[int, ...]) -> list[tuple[dict[str, Tensor], dict[str, 
     own = slice(sum(shares[: group.rank]), sum(shares[: group.rank + 1]))
     x = random(4, N, C, 4, 4, seed=50) * 2 + 0.3
     for kind, backend in SHARED:
-        one = BuildContext(dtype=torch.float64, compute_dtype=torch.float64, neuron_backend=backend)
+        one = BuildContext(numerics=Numerics(torch.float64, torch.float64, backend))
         weights = random(*_run(kind, one, x, torch.ones(()))["y"].shape, seed=51)
         whole = _run(kind, one, x, weights)
         traffic.reset()
         with traffic.counting():
-            cut = _run(kind, replace(one, cp=group), x[:, own], weights[:, own])
+            cut = _run(kind, replace(one, state=state_of(group)), x[:, own], weights[:, own])
         whole["y"], whole["x"] = whole["y"][:, own], whole["x"][:, own]
         found.append((whole, cut, traffic.by_group["cp"].bytes))
     return found

@@ -131,7 +131,7 @@ def _step(schedule: Schedule, state: ParallelState, seed: int) -> tuple[float, d
     executor = Delayed(mine, state, transfers, _loss, GradientBuckets([], Group("dp"), Group("tp")))
     executor.draw, executor.done = random.Random(f"{seed} {state.rank}"), []
     for chunk in mine.values():
-        chunk.weight_gradients.on_added = executor.count
+        chunk.weight_gradients.report_to(executor.count)
     images = random_tensor(MOST_MICRO_BATCHES, STEPS, 2, 3, SIDE, SIDE, dtype=torch.float32)
     labels = torch.tensor([0, 2])
     batches = [

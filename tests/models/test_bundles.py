@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.common.bundle import Bundle, entries_of, logits_of
-from megasnn.layers import BuildContext, ConvNormNeuron
+from megasnn.layers import BuildContext, ConvNormNeuron, Numerics
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.shape_inference import mark_spikes
 from megasnn.models.build import describe_model
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 def test_one_rank_computes_what_autograd_computes() -> None:
     described = describe_model(UNet())
-    context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64)
+    context = BuildContext(numerics=Numerics(torch.float64, torch.float64))
     bounds = [range(0, 3), range(3, 5), range(5, 8), range(8, 10)]
     chunks = [*build_chunks(described, bounds, range(4), context, CPU, 3).values()]
     layers = described.named_layers(context)
