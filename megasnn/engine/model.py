@@ -174,7 +174,7 @@ class DistributedModel:
     def run_again(self, micro_batches: Sequence[MicroBatchInput]) -> None:
         """Repeats the forward of the last step for its outputs; changes nothing that training keeps. Collective."""
         for norm in self.norms:
-            norm.recording = False
+            norm.record_statistics(False)
         with self.checks.collecting():  # these findings were those of the step
             schedule = self.plan.schedules.evaluation(len(micro_batches))
             self.executor.run(schedule, micro_batches, lambda output, targets: None)
@@ -185,7 +185,7 @@ class DistributedModel:
         for chunk in self.chunks.values():
             chunk.train(trains)
         for norm in self.norms:
-            norm.recording = trains
+            norm.record_statistics(trains)
         with self.checks.collecting(), self.context.cast_weights.caching():
             yield
         if self.loss.windows is not None:

@@ -12,6 +12,8 @@ from megasnn.layers.context import Numerics as Numerics
 from megasnn.layers.conv import ParallelConv as ParallelConv
 from megasnn.layers.dropout import DropPath as DropPath
 from megasnn.layers.dropout import ParallelDropout as ParallelDropout
+from megasnn.layers.linear import MeanLinear as MeanLinear
+from megasnn.layers.linear import ParallelLinear as ParallelLinear
 from megasnn.layers.neuron import NeuronLayer as NeuronLayer
 from megasnn.layers.neuron import ParallelIF as ParallelIF
 from megasnn.layers.neuron import ParallelLIF as ParallelLIF
@@ -25,5 +27,3 @@ from megasnn.layers.plain.replicated import apply_layer as apply_layer
 from megasnn.layers.row_context import MaxPool as MaxPool
 from megasnn.layers.row_context import MeanOverSpace as MeanOverSpace
 from megasnn.layers.row_context import WholeImages as WholeImages
-from megasnn.layers.weighted import MeanLinear as MeanLinear
-from megasnn.layers.weighted import ParallelLinear as ParallelLinear

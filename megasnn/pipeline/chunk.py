@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -153,21 +153,19 @@ class PipelineChunk(nn.Module):
 
     @contextmanager
     def only_graph(self) -> Iterator[None]:
-        """Surrounds a forward that is computed again for its graph alone.
+        """Surrounds the recomputation of a forward for its graph.
 
-        The last neurons need not fire: their spikes have left the chunk. Raises ValueError for a layer that has changed
-        what the first forward kept.
+        The last neurons need not fire, because their spikes have left the chunk. Raises ValueError for a layer that
+        computes something else than in the first forward.
         """
-        last: Any = self.layers[-1] if len(self.layers) else None
-        skips = not self.is_last and isinstance(last, ConvNormNeuron) and type(last).forward is ConvNormNeuron.forward
-        try:
-            if skips:
-                last.fires = False
-            with explained(partial("{}: {}".format, ", ".join(self.names))):
-                yield
-        finally:
-            if skips:
-                last.fires = True
+        last = self.layers[-1] if len(self.layers) else None
+        without_spikes: AbstractContextManager[None] = nullcontext()
+        if isinstance(last, ConvNormNeuron) and not self.is_last:
+            # A derived class may use the spikes in a forward of its own.
+            if type(last).forward is ConvNormNeuron.forward:
+                without_spikes = last.graph_only()
+        with without_spikes, explained(partial("{}: {}".format, ", ".join(self.names))):
+            yield
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         return zip(self.names, self.layers, strict=True)

@@ -91,7 +91,7 @@ def _cut(one: Case) -> list[Part]:
     norm: Any = one.ours(replace(context(group), time_steps=T))
     tensors = build({"norm": norm}, {f"norm.{key}": value for key, value in values_of(one.theirs()).items()})
     found: list[Part] = []
-    norm.recording = True
+    norm.record_statistics()
     for step in range(STEPS):
         x = channels_last(mine(input_of(one, step), group, blocks=one.blocks)).requires_grad_()
         y = norm(x)
@@ -149,7 +149,7 @@ def _replica() -> dict[str, Tensor]:
     norms["free"] = ParallelBatchNorm(C, own, track_running_stats=False)
     tensors = build(norms, {})
     for norm in norms.values():
-        norm.recording = True
+        norm.record_statistics()
     done = sum(len(share) for share in SHARES[: group.rank])
     for index, samples in enumerate(SHARES[group.rank]):
         x = batch(done + index, samples)
@@ -176,7 +176,7 @@ def test_statistics_of_bfloat16_are_float32_and_initial_weights_as_given() -> No
     norm, x = ParallelBatchNorm(C, context(Group("tp"), torch.float32)), batch(0, 5).bfloat16()
     td = ParallelBatchNorm(C, initialise=constant(1.5))
     build({"norm": norm, "td": td}, {})
-    norm.recording = True
+    norm.record_statistics()
     assert norm(x).dtype == torch.bfloat16 and torch.equal(td.weight, torch.full((C,), 1.5))
     ((mean, variance, count),) = norm.pending
     flat = x.float().flatten(0, 1)
@@ -220,7 +220,7 @@ def _run(kind: str, own: BuildContext, x: Tensor, weights: Tensor) -> dict[str, 
         with torch.no_grad():
             value.copy_(random(*value.shape, seed=index) + (name.endswith("norm.weight")) if value.ndim else value * 0)
     norm = layer if kind == "norm" else layer.norm
-    norm.recording = True
+    norm.record_statistics()
     x = channels_last(x).requires_grad_()
     y = layer(x)
     (y * weights).sum().backward()

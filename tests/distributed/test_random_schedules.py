@@ -125,7 +125,7 @@ def _step(schedule: Schedule, state: ParallelState, seed: int) -> tuple[float, d
     modules = [pair for name, layer in layers for pair in layer.named_modules(prefix=name)]
     norms = {name: module for name, module in modules if isinstance(module, ParallelBatchNorm)}
     for norm in norms.values():
-        norm.recording = True
+        norm.record_statistics()
     boundaries = Boundaries(model, BuildContext(), model.build(BuildContext()))
     transfers = Transfers(mine, schedule.placement, state, boundaries)
     executor = Delayed(mine, state, transfers, _loss, GradientBuckets([], Group("dp"), Group("tp")))

@@ -260,4 +260,4 @@ def test_the_planner_measures_what_a_run_computes(precision: str, sparse: bool) 
     ):
         analyze.measured(description, config, counted_sizes(description, config, on_cpu=True))
     contexts = [call.args[2] for call in (*sized.call_args_list, *timed.call_args_list)]
-    assert len(contexts) > 1 and {each.sparse_products for each in contexts} == {sparse}
+    assert len(contexts) > 1 and {each.numerics.sparse_products for each in contexts} == {sparse}

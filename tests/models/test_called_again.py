@@ -55,7 +55,7 @@ def _called_twice(momentum: float | None = 0.1) -> ParallelBatchNorm:
         norm = ParallelBatchNorm(4, momentum=momentum)
         norm(norm(torch.empty(2, 3, 4, 5, 5)))
     materialise([("norm", norm)], torch.device("cpu"), 0)
-    norm.recording = True
+    norm.record_statistics()
     return norm
 
 

@@ -13,10 +13,10 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import DropPath, ParallelDropout
 from megasnn.layers.init import own_tensors, tensors_of
+from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.plain.table import class_name, in_table, is_multi_step, sharded_batch_norm
-from megasnn.layers.weighted import ParallelLinear
 from megasnn.parallel.sharding import shards_of
 
 SHARDED = (ParallelConv, ParallelLinear, ParallelBatchNorm, NeuronLayer, ParallelDropout, DropPath)
