@@ -19,11 +19,11 @@ from megasnn.layers.neuron import ParallelIF as ParallelIF
 from megasnn.layers.neuron import ParallelLIF as ParallelLIF
 from megasnn.layers.neuron import ParallelNeuron as ParallelNeuron
 from megasnn.layers.neuron import ParallelPLIF as ParallelPLIF
-from megasnn.layers.neuron import ParallelPSN as ParallelPSN
-from megasnn.layers.neuron import ParallelSlidingPSN as ParallelSlidingPSN
 from megasnn.layers.neuron import SpikingNeuron as SpikingNeuron
 from megasnn.layers.norm import ParallelBatchNorm as ParallelBatchNorm
 from megasnn.layers.plain.replicated import apply_layer as apply_layer
+from megasnn.layers.psn import ParallelPSN as ParallelPSN
+from megasnn.layers.psn import ParallelSlidingPSN as ParallelSlidingPSN
 from megasnn.layers.row_context import MaxPool as MaxPool
 from megasnn.layers.row_context import MeanOverSpace as MeanOverSpace
 from megasnn.layers.row_context import WholeImages as WholeImages
