@@ -84,7 +84,7 @@ def _moved(needed: tuple[range, ...], height: int, content: Content) -> tuple:
     assert torch.equal(y, expected) and y.movedim(2, -1).is_contiguous()
     weights = random(*y.shape, seed=10 + group.rank)
     (y * weights).sum().backward()
-    with pytest.raises(ValueError, match="is given 4"):
+    with pytest.raises(ValueError, match="of each image got 4"):
         move_rows(random(1, 1, C, 4, WIDTH), move, group, Content.DENSE)
     return x.grad, weights, traffic.by_group["cp"].bytes, own
 
