@@ -52,16 +52,17 @@ class ConvNormNeuron(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        self.neuron = make_neuron(neuron, context)
+        neuron_layer = make_neuron(neuron, context)
         # Fused: one kernel call computes norm, pooling and neuron. The neuron starts at rest, so it has no state.
         has_batch_norm = norm is None or type(norm).forward is ParallelBatchNorm.forward
         self._is_fused = (
             has_batch_norm
-            and isinstance(self.neuron, ParallelNeuron)
+            and isinstance(neuron_layer, ParallelNeuron)
             and not context.stateful
             and not context.numerics.traceable
         )
         self._fires = True
+        # In the order of computation, which is the order of the parameters.
         self.conv = ParallelConv(
             in_channels,
             out_channels,
@@ -75,6 +76,7 @@ class ConvNormNeuron(nn.Module):
             **conv_options,
         )
         self.norm: nn.Module = norm or ParallelBatchNorm(out_channels, context, blocks=blocks)
+        self.neuron = neuron_layer
         self.max_pool = MaxPool(context) if max_pool else None
 
     def forward(self, x: Tensor) -> Tensor:
