@@ -1,4 +1,4 @@
-"""Build context: what every layer of a model is built from. It is entered while a model is built."""
+"""Build context: ranks, numerics and shared objects for a model's layers, entered while the model is built."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megasnn.parallel_state import Group, ParallelState
 
 @dataclass(frozen=True)
 class Numerics:
-    """Number types and kernels that layers compute with.
+    """Number types and kernels.
 
     Attributes:
-        dtype: type of parameters, buffers, optimizer state and gradients.
-        compute_dtype: type of activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
+        dtype: for parameters, buffers, optimizer state and gradients.
+        compute_dtype: for activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
         neuron_backend: a name in megasnn.kernels.BACKENDS, or "auto".
-        sparse_products: allow sums over spikes in place of matrix products, where few neurons fire.
-        traceable: use functions of torch alone, for torch.export. One rank only, without gradients.
+        sparse_products: allow sums over spikes in place of matrix products, if few neurons fire.
+        traceable: use torch functions only, for torch.export. One rank, without gradients.
     """
 
     dtype: torch.dtype = torch.float32
@@ -52,19 +52,19 @@ class Numerics:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Ranks, numerics and shared objects of the layers of one model.
+    """Ranks, numerics and shared objects for the layers of one model.
 
     Attributes:
-        state: grid of ranks and process groups; one rank by default.
+        state: ranks and process groups; one rank by default.
         numerics: number types and kernels.
         cut: how the context-parallel ranks divide a micro-batch, by samples or by rows of pixels.
-        neuron: default neuron of the layers.
-        time_steps: T. Neurons repeat an input of a single time step T times.
+        neuron: default neuron.
+        time_steps: T. Neurons repeat an input with a single time step T times.
         stateful: keep membrane potentials between calls, until a reset (truncated backpropagation through time).
-        seed: key of the random numbers that layers draw in training (dropout).
-        weight_gradients: queue of the layers' weight gradients.
-        cast_weights: cache of the weights in `compute_dtype`.
-        is_whole: each tensor-parallel rank holds and computes the whole layer.
+        seed: key for random numbers (dropout).
+        weight_gradients: queue of weight gradients.
+        cast_weights: cache of weights in `compute_dtype`.
+        is_whole: every tensor-parallel rank holds and computes the whole layer.
     """
 
     state: ParallelState = field(default_factory=ParallelState.without_process_groups)
@@ -80,7 +80,7 @@ class BuildContext:
 
     @property
     def tp(self) -> Group:
-        """Ranks that the channels of a layer are divided among; this rank alone for a whole layer."""
+        """Ranks that divide a layer's channels; this rank alone for a whole layer."""
         return Group("tp") if self.is_whole else self.state.tp
 
     @property
@@ -89,12 +89,12 @@ class BuildContext:
 
     @property
     def sample_group(self) -> Group:
-        """Ranks that divide the samples of a micro-batch."""
+        """Ranks that divide a micro-batch by samples."""
         return self.state.cp if self.cut == "samples" else Group("cp")
 
     @property
     def row_group(self) -> Group | None:
-        """Ranks that divide the rows of each image; None where every rank has whole images."""
+        """Ranks that divide images by rows; None for whole images."""
         return self.state.cp if self.cut == "rows" and self.state.cp.size > 1 else None
 
     @property
@@ -107,7 +107,7 @@ class BuildContext:
         return -(-samples // self.sample_group.size)
 
     def replicated(self) -> BuildContext:
-        """Context of a layer that is whole on every tensor-parallel rank."""
+        """Context for a whole layer on every tensor-parallel rank."""
         return self if self.tp.size == 1 else replace(self, is_whole=True)
 
     def shard(
@@ -122,7 +122,7 @@ class BuildContext:
         """Describes a parameter or buffer.
 
         Args:
-            dim: dimension that tensor parallelism divides; None where each rank holds the whole tensor.
+            dim: dimension divided by tensor parallelism; None for the whole tensor on each rank.
             blocks: see `megasnn.parallel.sharding.Cut`.
             partial_gradient: each tensor-parallel rank computes the gradient from its own channels only.
         """
@@ -138,7 +138,7 @@ _entered: ContextVar[BuildContext] = ContextVar("BuildContext")
 
 @contextmanager
 def building(context: BuildContext) -> Iterator[None]:
-    """Makes a context the default of layers that are constructed inside the block."""
+    """Makes a context the default for layers constructed inside the block."""
     token = _entered.set(context)
     try:
         yield

@@ -56,16 +56,16 @@ class ParallelConv(WeightedLayer):
         style: "column" or "row", see the module's text; None for the cheaper one.
         blocks: number of equal parts of the output, each sharded separately (3 for fused q, k, v).
         groups: as in torch. With groups > 1 each rank has whole groups, without communication.
-        pool: side of the average-pooling windows on the input. The unpooled input is communicated and stored, because
-            spikes pack into bits; the input gradient is communicated pooled.
-        pooled_behind: a `MaxPool` follows, perhaps behind a norm. With rows divided among ranks, equal windows on both
-            sides of a border must give equal bits, so all ranks use dense products.
-        row_above: each rank computes all rows that its max-pooled rows depend on (`rows_to_pool`), including the row
-            above its own. `split_row_above` separates it.
+        pool: side of the average-pooling windows on the input. The unpooled input is sent and stored, because spikes
+            pack into bits; the input gradient is sent pooled.
+        pooled_behind: a `MaxPool` follows. If ranks divide rows, all use dense products: equal windows on both sides of
+            a border must have equal bits.
+        row_above: each rank computes all rows for its max-pooled rows (`rows_to_pool`), including the row above its
+            own. `split_row_above` separates it.
         initialise, initialise_bias: fill the global weight and bias; torch's defaults otherwise.
 
-    Images that every rank holds whole are not gathered. The dry run determines this and the input's content
-    (`megasnn.layers.shape_inference`), which sets the packing. Forward raises ValueError for values that do not fit it.
+    Whole images on every rank are not gathered. The dry run determines this and the input's content, which sets the
+    packing (`megasnn.layers.shape_inference`). Forward raises ValueError for values that do not fit it.
 
     Raises:
         ValueError: channels or groups not divisible by the number of ranks; an unknown style.

@@ -61,12 +61,12 @@ class Communication(Enum):
 
 @dataclass(frozen=True)
 class ProductOptions:
-    """Options of a product, for forward and backward.
+    """Options for forward and backward.
 
     Attributes:
-        group: tensor-parallel ranks of the communication.
-        products: kernels of the product and of its weight gradient, with the geometry of the convolution.
-        content: content of the input, which sets its packing.
+        group: tensor-parallel ranks.
+        products: kernels for the product and the weight gradient, with the convolution's geometry.
+        content: of the input; sets its packing.
         pool: side of the average-pooling windows on the gathered input.
     """
 
@@ -91,7 +91,7 @@ class WeightedLayer(nn.Module):
 
     Attributes:
         groups: of the whole weight, as in torch.
-        observer: called with the input of every product, if set. Of ranks with equal products, the first calls it.
+        observer: called with the input of every product, if set. Among ranks with equal products only the first calls.
     """
 
     weight: Tensor
@@ -126,7 +126,7 @@ class WeightedLayer(nn.Module):
     def times_used(self, space: Sequence[int]) -> Tensor:
         """Number of outputs that depend on each pixel of an observed image, `[H, W]`.
 
-        Counts the outputs on all tensor-parallel ranks for a value that only one of them observes.
+        Includes outputs on other tensor-parallel ranks, for a value observed by one rank only.
         """
         out_channels, _, *sides = shards_of(self)["weight"].global_shape
         kernel = torch.ones((1, 1, *sides, *[1] * (2 - len(sides))), dtype=torch.float64)
@@ -137,7 +137,7 @@ class WeightedLayer(nn.Module):
         return used / self.options.group.size if self.options.communication is Communication.WHOLE_INPUT else used
 
     def own_outputs(self, images: Tensor) -> Tensor:
-        """Outputs `[frames, C, H, W]` without rows that another rank computes as well."""
+        """Outputs `[frames, C, H, W]` without rows computed by another rank as well."""
         return images
 
     def product(self, x: Tensor, bits: Tensor | None) -> Tensor:
@@ -238,8 +238,8 @@ def _start_input_gradient(
 ) -> Callable[[], Tensor]:
     """Computes the input gradient and starts its sum over the ranks that gathered the input.
 
-    The returned function waits, and returns this rank's channels as a matrix. The whole product lives here, and not in
-    `_Product.backward`, whose variables would keep its memory until the end.
+    The returned function waits, and returns this rank's channels as a matrix. The product is local to this function,
+    because variables in `_Product.backward` would hold its memory until the end.
     """
     product = convolution_input_gradient(grad, weight, options.products.geometry, space)
     rows = product.movedim(1, -1).reshape(-1, product.shape[1])

@@ -38,8 +38,8 @@ class PipelineChunk(nn.Module):
         context: build context of the layers.
     Attributes:
         is_first, is_last: the chunk starts with the model's inputs; it ends with the model's output.
-        receives, hands_on: tensors at the boundaries before and after the chunk, in order.
-        weight_gradients: queue of the layers' weight gradients.
+        receives, hands_on: tensors at the boundaries before and after the chunk.
+        weight_gradients: queue of weight gradients.
         graphs: CUDA graphs for training, or None.
     """
 
@@ -102,9 +102,9 @@ class PipelineChunk(nn.Module):
         """Computes the layers for one micro-batch.
 
         Args:
-            x: tensors of `receives`, in a list that is emptied, so that each is freed after its last use. For the first
-                chunk: the model's inputs by name, or the tensor of a single input.
-            samples: positions of the samples in the training, for dropout.
+            x: tensors of `receives` in a list, which is emptied to free each tensor after its last use. For the first
+                chunk: the model's inputs by name, or a single input.
+            samples: positions in the whole training, for dropout.
             goes_on: a later window of the last forward's samples (--bptt-steps).
             micro_batch: number in the step.
         Returns:
@@ -161,8 +161,8 @@ class PipelineChunk(nn.Module):
     def only_graph(self) -> Iterator[None]:
         """Surrounds the recomputation of a forward for its graph.
 
-        The last neurons need not fire, because their spikes have left the chunk. Raises ValueError for a layer that
-        computes something else than in the first forward.
+        The last neurons need not fire, because their spikes have left the chunk. Raises ValueError for a layer with
+        another result than in the first forward.
         """
         last = self.layers[-1] if len(self.layers) else None
         without_spikes: AbstractContextManager[None] = nullcontext()
@@ -225,8 +225,8 @@ def build_chunks(
     Args:
         indices: numbers of the rank's chunks.
         built: all layers for this rank; None to build them.
-        shard: layers of each segment, and a function of the number and layers of a segment, called as soon as they have
-            values. It shards weights, so that one segment at a time is whole.
+        shard: layers in each segment, and a function called with a segment's number and layers after their
+            initialisation. It shards weights, so one segment at a time is whole.
     """
     layers = [each.module for each in built or description.build(context)]
     segments, shard_segment = shard or (bounds, None)

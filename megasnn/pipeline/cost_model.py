@@ -16,17 +16,17 @@ _IN_BYTES = "held", "message", "gradient", "found", "deferred", "output", "excha
 
 @dataclass(frozen=True)
 class LinkCost:
-    """A message of b bytes takes `latency + b * per_byte` seconds."""
+    """Latency and inverse bandwidth: a message with b bytes takes `latency + b * per_byte` seconds."""
 
     latency: float = 0.0
     per_byte: float = 0.0
 
     def message(self, size: float) -> float:
-        """Seconds of a message."""
+        """Seconds for a message."""
         return self.latency + self.per_byte * size
 
     def exchange(self, ranks: int, size: float) -> float:
-        """Seconds of an all-to-all with `size` bytes for each pair of ranks.
+        """Seconds for an all-to-all with `size` bytes between each two ranks.
 
         Pairwise exchange in n - 1 steps (R. Thakur, R. Rabenseifner, W. Gropp, Optimization of Collective
         Communication Operations in MPICH, 2005).
@@ -34,7 +34,7 @@ class LinkCost:
         return (ranks - 1) * self.message(size)
 
     def all_reduce(self, ranks: int, size: float, on_gpu: bool) -> float:
-        """Seconds of an all-reduce of `size` bytes, in Gloo's ring or NCCL's double tree (paper as in `exchange`).
+        """Seconds for an all-reduce with `size` bytes, in Gloo's ring or NCCL's double tree (paper as in `exchange`).
 
         NCCL selects the faster algorithm for a size; the tree has fewer steps.
         """
@@ -46,17 +46,17 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Seconds and bytes of one layer for one micro-batch.
+    """Seconds and bytes for one layer and one micro-batch.
 
     Attributes:
         held: bytes from forward to the end of the weight gradient.
-        working: peak bytes of forward, input gradient and weight gradient, above the bytes before each.
-        message, gradient: packed bytes of the tensors at the boundary after the layer, and bytes of their gradients.
-        output: unpacked bytes of the same tensors.
-        deferred: bytes from the input gradient to the weight gradient.
-        collectives, exchanged: number of collectives, and bytes that this rank receives in them.
-        found: bytes stored for a recomputation beside the input: statistics of norms, received tensors.
-        cast: bytes of the weights in the type of the products, which a step casts once.
+        working: peak bytes in forward, input gradient and weight gradient, above the bytes before each.
+        message, gradient: packed bytes at the boundary after the layer, and bytes of the gradients.
+        output: unpacked bytes at the boundary.
+        deferred: bytes from input gradient to weight gradient.
+        collectives, exchanged: number of collectives, and bytes received in them.
+        found: bytes stored for a recomputation beside the input: norm statistics, received tensors.
+        cast: bytes of cast weights, stored during a step.
     """
 
     forward: float = 0.0
@@ -81,7 +81,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class PipelineCosts:
-    """Costs of all layers for one micro-batch, and of the links between ranks.
+    """Costs of all layers for one micro-batch, and of links between ranks.
 
     Attributes:
         link: between two stages; with a single stage, between replicas that shard weights.
@@ -91,12 +91,11 @@ class PipelineCosts:
     link: LinkCost
 
     def of_chunks(self, bounds: Sequence[range], placement: Sequence[int], recomputes: bool = False) -> list[ChunkCost]:
-        """Costs of chunks for the simulator, in seconds. Unit of activations: a micro-batch of a whole stage.
+        """Costs of chunks for the simulator, in seconds. Activations are relative to a stage's micro-batch.
 
         Args:
-            bounds: layers of each chunk.
-            placement: pipeline rank of each chunk.
-            recomputes: a backward includes the recomputation of its forward.
+            bounds, placement: layers and pipeline rank of each chunk.
+            recomputes: backwards include the recomputation.
         """
         costs = []
         for span, share in zip(bounds, stage_shares(placement), strict=True):
@@ -116,7 +115,7 @@ class PipelineCosts:
         return costs
 
     def with_unshards(self, costs: Sequence[ChunkCost], segment_bytes: Sequence[int], ranks: int) -> list[ChunkCost]:
-        """Costs of segments with the time of UNSHARD and REDUCE_SCATTER, for weights that `ranks` replicas shard."""
+        """Segment costs with the times of UNSHARD and REDUCE_SCATTER, for weights sharded by `ranks` replicas."""
         result = []
         for cost, size in zip(costs, segment_bytes, strict=True):
             seconds = self.link.exchange(ranks, size / ranks) if size else 0.0
@@ -125,10 +124,10 @@ class PipelineCosts:
 
 
 def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]) -> LayerCost:
-    """Bytes of a layer for `samples` samples, on the line through the counts for the two nearest sizes.
+    """Bytes of a layer for `samples` samples, extrapolated linearly from the two nearest counts.
 
     Args:
-        sizes: number of samples of each count, ascending. A single one equals `samples`.
+        sizes: ascending numbers of samples, one for each count. A single one equals `samples`.
     """
     upper = min(max(bisect_left(sizes, samples), 1), len(sizes) - 1)
     lower = max(0, upper - 1)
@@ -145,5 +144,5 @@ def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]
 
 
 def layers_per_chunk(bounds: Sequence[range]) -> str:
-    """Layers of each chunk, as `--pipeline-model-parallel-layout` takes them."""
+    """Layers of each chunk in the format of --pipeline-model-parallel-layout."""
     return "|".join(str(len(span)) for span in bounds)

@@ -5,11 +5,11 @@ A graph computes at fixed addresses, with fixed numbers of the host. Therefore:
 - Micro-batches in flight at the same time have slots, and every slot has its own graphs.
 - Inputs and output gradients are first copied to fixed addresses. Outputs and input gradients are copied out, because
   a message may still be under way when the slot is reused.
-- Each replay copies out the recorded statistics of norms and the findings of checks. The positions of the samples, the
-  key of random numbers, are written before it. Graphs add parameter gradients, which are reported after a replay.
+- Each replay copies out norm statistics and check findings. Sample positions, the key of random numbers, are written
+  before it. Graphs add parameter gradients, which are reported after a replay.
 
 The first training step of a size runs without graphs, because it compiles and selects kernels. The second one captures
-the graphs. The outputs and gradients of all layers and the tensors saved for backward stay in memory, for every slot.
+the graphs. All outputs, gradients and saved tensors stay in memory, for every slot.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Run = Callable[[list[Tensor], range | None], Any]
 class Capture(Protocol):
     """Maker of graphs in memory pools.
 
-    Tensors of a later capture may use memory that an earlier capture in the same pool freed. So graphs of one pool are
-    replayed in the order of their captures, or keep no tensors in the pool.
+    A later capture may reuse memory freed by an earlier capture in the same pool. So graphs in one pool are replayed in
+    capture order, or keep no tensors in the pool.
     """
 
     def pool(self) -> Any: ...
@@ -83,9 +83,9 @@ class ChunkGraphs:
     """Graphs of a chunk, and the slots of its micro-batches.
 
     Args:
-        chunk: module with all modules that the graphs compute.
+        chunk: all modules in the graphs.
         run: computes the chunk.
-        weight_gradients: queue of the layers' weight gradients.
+        weight_gradients: queue of weight gradients.
     """
 
     def __init__(self, chunk: nn.Module, run: Run, weight_gradients: WeightGradients, capture: Capture) -> None:

@@ -29,7 +29,7 @@ OutputConsumer = Callable[[Any, Any], None]
 class PackedInput:
     """Inputs of a chunk, packed as between stages: spikes as bits, counts as bytes.
 
-    Spikes keep a reference to their bits, so that layers do not pack them again.
+    Spikes refer to their bits, so layers do not pack them again.
 
     Args:
         tensors: one for each of `carried`.
@@ -78,16 +78,15 @@ class MicroBatchInput:
     """Micro-batch for the executor.
 
     Attributes:
-        inputs: inputs of the model by name, or the tensor of a single input: `[n, ...]`, `[T, n, ...]` or
-            `[n, T, ...]`. Only on the rank of the first segment.
-        targets: `[n, ...]`; class indices `[n]` or `[n, 1]`, or probabilities `[n, classes]`. Only on the rank of the
-            last segment.
+        inputs: on the first segment's rank: inputs by name, or the single input, `[n, ...]`, `[T, n, ...]` or
+            `[n, T, ...]`.
+        targets: on the last segment's rank: `[n, ...]`, class indices `[n]` or `[n, 1]`, probabilities `[n, classes]`.
         size: n, on every rank.
-        samples: positions of the samples in the whole training, for dropout.
-        goes_on: a later window of the samples of the previous micro-batch; neurons continue from their state. Every
-            schedule runs the forwards of a segment in ascending order.
+        samples: positions in the whole training, for dropout.
+        goes_on: a later window of the previous micro-batch's samples; neurons continue from their state. Every schedule
+            runs a segment's forwards in ascending order.
         is_padding: an evaluation drops the output; other replicas have one micro-batch more.
-        left_out: indices of samples that an evaluation does not count.
+        left_out: indices of samples not counted by an evaluation.
     """
 
     inputs: Tensor | Mapping[str, Tensor] | None
@@ -113,14 +112,14 @@ class StepState:
     Attributes:
         recomputed: forwards to be recomputed.
         stashed: their packed inputs.
-        consume: consumer of outputs in evaluation; None in training.
-        inputs: inputs of future forwards.
-        outputs: outputs to be sent.
-        learning: indices of the output tensors of a segment that require a gradient.
-        gradients: gradients of these tensors, for the backward of the segment.
-        backwards: functions that run a backward; None for a segment without a gradient.
-        awaited: inputs that require a gradient, without values, until their gradient exists.
-        weight_gradients: tasks that input gradients left.
+        consume: receiver of outputs in evaluation; None in training.
+        inputs: for future forwards.
+        outputs: to be sent.
+        learning: indices of a segment's output tensors with a gradient.
+        gradients: for these tensors.
+        backwards: functions that run a backward; None without a gradient.
+        awaited: inputs with a gradient, without values, until the gradient exists.
+        weight_gradients: tasks left by input gradients.
     """
 
     micro_batches: Sequence[MicroBatchInput]

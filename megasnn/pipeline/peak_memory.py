@@ -17,16 +17,16 @@ MB = 10**6  # bytes
 
 @dataclass(frozen=True)
 class SegmentMemory:
-    """Bytes of a segment with one layer or none, for one micro-batch.
+    """Bytes for one segment (one layer or none) and one micro-batch.
 
     Attributes:
         resident: from forward to backward.
         entering: the same with recomputation.
-        working: peak of a computation above the memory before it, including its input and the gradient of its output.
+        working: peak during a computation above the memory before it, with its input and output gradient.
         deferred: from input gradient to weight gradient.
-        recompute_seconds: seconds of the recomputation.
+        recompute_seconds: duration of the recomputation.
         transfers: messages with its output and the output's gradient.
-        cast: weights in the type of the products, which a step casts once.
+        cast: cast weights, stored during a step.
     """
 
     resident: int
@@ -39,10 +39,10 @@ class SegmentMemory:
 
 
 def segment_memory(costs: PipelineCosts, segments: Sequence[range]) -> list[SegmentMemory]:
-    """Bytes of segments.
+    """Memory of each segment.
 
     Args:
-        segments: layers of each segment, one or none.
+        segments: layers in each segment, one or none.
     """
     memories = []
     layers = costs.layers
@@ -76,13 +76,13 @@ def segment_memory(costs: PipelineCosts, segments: Sequence[range]) -> list[Segm
 
 
 class Moment(NamedTuple):
-    """Bytes of a rank during a computation.
+    """Bytes on a rank during a computation.
 
     Attributes:
         stashed: tensors saved for backward, and cast weights.
-        working: additional tensors of the computation.
-        messages: one sent and one posted message for each boundary with another rank; at the end of a step, the
-            exchange with other replicas.
+        working: other tensors in the computation.
+        messages: one sent and one posted message for each boundary with another rank; after a step, the exchange with
+            other replicas.
     """
 
     action: Action
@@ -96,11 +96,11 @@ class Moment(NamedTuple):
 
 
 def moments(schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], exchanged: int = 0) -> Iterator[Moment]:
-    """Memory during each computation of a rank, and during the exchange of gradients after them.
+    """Memory during each computation on a rank, and during the gradient exchange after them.
 
     Args:
-        segments: one for each segment of the schedule.
-        exchanged: bytes sent to and from the owners of shards, after all computations.
+        segments: memory of each segment in the schedule.
+        exchanged: bytes sent to and from shard owners, after all computations.
     """
     order = schedule.actions[rank]
     placement = schedule.placement
@@ -136,11 +136,11 @@ def moments(schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], ex
 def peak_moments(
     schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts, exchanged: Sequence[int] = ()
 ) -> list[Moment]:
-    """Moment of the peak on each pipeline rank, above weights, gradients and optimizer state.
+    """Peak moment on each pipeline rank, above weights, gradients and optimizer state.
 
     Args:
-        bounds: layers of each chunk of the schedule.
-        exchanged: bytes that each rank sends to and from the owners of shards.
+        bounds: layers in each chunk.
+        exchanged: bytes sent to and from shard owners, for each rank.
     """
     counts = [max(1, len(span)) for span in bounds]
     if max(counts) > 1:
@@ -161,11 +161,11 @@ def peak_moments(
 def within_budget(schedule: Schedule, segments: Sequence[SegmentMemory], budget: float) -> frozenset[int]:
     """Chooses segments to recompute, so that every rank keeps the budget.
 
-    Greedy: segments with most saved bytes for a second of recomputation come first.
+    Greedy: segments that save most bytes per second come first.
 
     Args:
-        schedule: schedule of segments without recomputation.
-        budget: bytes of each rank.
+        schedule: refined to segments, without recomputation.
+        budget: bytes on each rank.
     Raises:
         ValueError: a rank exceeds the budget with all segments recomputed.
     """
@@ -196,7 +196,7 @@ def within_budget(schedule: Schedule, segments: Sequence[SegmentMemory], budget:
 
 
 def _need(schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], chosen: Collection[int]) -> int:
-    """Peak bytes of a rank with recomputation of the chosen segments."""
+    """Peak bytes on a rank that recomputes the chosen segments."""
     orders = list(schedule.actions)
     orders[rank] = with_recompute(schedule.actions[rank], lambda segment, m: segment in chosen)
     changed = replace(schedule, actions=tuple(orders))

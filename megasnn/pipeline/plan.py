@@ -33,9 +33,9 @@ class PipelinePlan:
     """Partition and schedules of a run.
 
     Attributes:
-        bounds: layers of each chunk.
-        schedules: schedules for any number of micro-batches, fixed for training steps.
-        micro_batches: number of micro-batches in a usual step.
+        bounds: layers in each chunk.
+        schedules: for any number of micro-batches, fixed for training steps.
+        micro_batches: in a usual step.
         costs: measured costs; None if no decision needed them.
     """
 
@@ -46,7 +46,7 @@ class PipelinePlan:
 
     @property
     def segment_bounds(self) -> list[range]:
-        """Layers of each segment."""
+        """Layers in each segment."""
         return self.schedules.segment_bounds(self.bounds)
 
     def simulation(self, micro_batches: int) -> Simulation | None:
@@ -136,9 +136,9 @@ def choose(
     """Chooses the schedule of a run.
 
     Args:
-        counts: possible numbers of micro-batches in a step of a replica, the usual one first.
-        bounds: layers of each chunk; None to balance them by cost.
-        weights_of: weights that replicas share. Segments are then single layers.
+        counts: possible numbers of micro-batches in a replica's step, the usual one first.
+        bounds: layers in each chunk; None to balance them by cost.
+        weights_of: weights shared by replicas. Segments are then single layers.
     Raises:
         ValueError: layers that the schedule cannot place, or a budget that it cannot keep.
     """
@@ -179,11 +179,11 @@ def choose(
 def shared_weights(
     layers: Sequence[nn.Module], segments: Sequence[range], ranks: int, scatters: bool = False
 ) -> SharedWeights:
-    """Bytes of the weights in each segment that replicas share, and gather before use.
+    """Bytes of shared weights in each segment, to be gathered before use.
 
     Args:
         layers: all layers, with or without memory.
-        segments: layers of each segment.
+        segments: layers in each segment.
         scatters: scatter gradients after every micro-batch.
     """
     gathered = []

@@ -42,10 +42,10 @@ SMALL, LARGE = 1 << 10, 1 << 22  # bytes
 
 
 def profile_pipeline(description: ModelDescription, samples: int, context: BuildContext) -> PipelineCosts:
-    """Costs of the layers and of the link for micro-batches of `samples` samples, as the first rank measured them.
+    """Measures layers and link for a micro-batch size. Collective over the world.
 
-    Equal on every rank: ranks with different costs would cut the model differently, and wait for each other for ever.
-    All ranks measure at the same time nevertheless, because all cores are busy in training. Collective over the world.
+    Returns the first rank's costs on every rank: with different costs, ranks would cut the model differently and wait
+    for each other for ever. All ranks measure at the same time, because all cores are busy in training.
     """
     state = context.state
     world = state.world
@@ -66,7 +66,7 @@ def profile_pipeline(description: ModelDescription, samples: int, context: Build
 def count_memory(
     description: ModelDescription, samples: int, context: BuildContext, device: torch.device
 ) -> PipelineCosts:
-    """Bytes of each layer for a micro-batch of `samples` samples; times are 0.
+    """Counts the bytes of each layer for a micro-batch size; times are 0.
 
     Counts up to four samples directly. More are extrapolated from one and two samples.
     """
@@ -79,7 +79,7 @@ def count_memory(
 def profile_layers(
     description: ModelDescription, samples: int, context: BuildContext, device: torch.device, rounds: int = ROUNDS
 ) -> list[LayerCost]:
-    """Costs of all layers for a micro-batch. Collective over the ranks that share one.
+    """Costs of all layers for a micro-batch. Collective over tensor- and context-parallel ranks.
 
     Args:
         rounds: number of timed runs; 0 for bytes only.
@@ -114,7 +114,7 @@ def profile_layers(
 
 
 def _kind(chunk: PipelineChunk, layer: nn.Module, number: int, entering: Sequence[Tensor]) -> Hashable:
-    """Equal for layers with equal costs: the structure of the layer, its inputs, and the tensors at both boundaries."""
+    """Key of equal costs: the layer's structure, its inputs, and the tensors at both boundaries."""
     shapes = tuple((x.shape, x.requires_grad) for x in entering)
     boundaries = (*chunk.receives, *chunk.hands_on)
     carried = tuple((each.layer - number, each.key, each.content) for each in boundaries)
@@ -122,7 +122,7 @@ def _kind(chunk: PipelineChunk, layer: nn.Module, number: int, entering: Sequenc
 
 
 def _structure(layer: nn.Module) -> Hashable:
-    """Class, settings and tensor shapes of every module in a layer: equal for layers that are built alike."""
+    """Class, settings and tensor shapes of every module in a layer."""
     found: list[Hashable] = []
     for path, module in layer.named_modules():
         found.append((path, type(module)))
@@ -136,12 +136,12 @@ def _structure(layer: nn.Module) -> Hashable:
 
 
 class _Trial:
-    """Runs of a chunk of one layer.
+    """Trial runs of a one-layer chunk.
 
     Args:
-        entering: tensors that the chunk receives; the first chunk receives the images of the micro-batch.
+        entering: received tensors; the first chunk uses the micro-batch.
     Attributes:
-        output: tensors that the chunk hands on, with their bits.
+        output: tensors for the next chunk, with their bits.
     """
 
     def __init__(
@@ -168,11 +168,7 @@ class _Trial:
             self._found += sum(part.nbytes for part in parts)
 
     def cost(self, rounds: int) -> LayerCost:
-        """Costs of the layer, and of the boundary after it.
-
-        Args:
-            rounds: as in `profile_layers`.
-        """
+        """Costs of the layer and of the boundary after it. `rounds` as in `profile_layers`."""
         peaks, resident = self._memory()
         forward, input_gradient, weight_gradient = self._seconds(rounds)
         gradient = sum(each.nbytes for each in self.output if each.requires_grad)
@@ -197,7 +193,7 @@ class _Trial:
         )
 
     def _memory(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Peak bytes of each part of a pass above the bytes before it, and bytes after it."""
+        """For each part of a pass: peak bytes above the bytes before it, and bytes after it."""
         counter = AllocationCounter(self._device)
         peaks = dict[str, int]()
         resident = dict[str, int]()
@@ -229,11 +225,7 @@ class _Trial:
         return [median(seconds) if seconds else 0.0 for seconds in times.values()]
 
     def _pass(self, inside: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Forward and backward of a micro-batch.
-
-        Args:
-            inside: makes a context for each part, by its name.
-        """
+        """Forward and backward. `inside` makes a context for each named part."""
         run = StepState([self._micro], self._anchor)
         key = self._key
         # Received tensors take memory, but images lie in the batch.
@@ -271,14 +263,14 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def now(device: torch.device) -> float:
-    """Seconds of the clock, after the device has finished its work."""
+    """Time in seconds, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def measure_link(group: Group, device: torch.device) -> LinkCost:
-    """Cost of messages between the first two ranks of a group; zero on the other ranks. Collective."""
+    """Measures messages between the first two ranks of a group; other ranks return zeros. Collective."""
     if group.rank > 1 or group.size == 1:
         return LinkCost()
     small = torch.zeros(SMALL, dtype=torch.uint8, device=device)
