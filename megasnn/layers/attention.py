@@ -75,8 +75,8 @@ class _HeadAttention(nn.Module):
 class SpikingSelfAttention(_HeadAttention):
     """Spiking self-attention: `[T, N, C_local, H, W]` spikes or counts -> `[T, N, C_local, H, W]` spikes.
 
-    No softmax: out = (v k^T) q * 0.125 for each head, over the tokens. Entries are 0 or 1 and every sum is an integer,
-    so the product is exact in float32 in any order. Computing k^T v first costs L d^2 in place of L^2 d.
+    No softmax: out = (v k^T) q * 0.125 for each head, over the tokens. All sums are integers, so the product is exact in
+    float32 in any order. Computing k^T v first costs L d^2 in place of L^2 d.
     """
 
     fused = "qkv"
@@ -85,13 +85,15 @@ class SpikingSelfAttention(_HeadAttention):
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x)
         tokens = x.shape[3:].numel()
-        group = self._rows
+        group = None
         if x.is_meta:
             self._tokens = tokens
-            group = None
+        elif self._rows is not None:
+            group = self._rows
+            tokens = self._tokens
         # The product of two sizes: numel() would fix the batch size in an export.
         frames = qkv.shape[0] * qkv.shape[1]
-        options = AttendOptions(self.local_heads, frames, tokens if group is None else self._tokens, group)
+        options = AttendOptions(self.local_heads, frames, tokens, group)
         if self._traceable:
             out = attend(to_matrix(qkv), options)
         else:
@@ -110,7 +112,8 @@ class TokenAttention(_HeadAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         qk = self.qk(x)
-        q, k = qk.unflatten(2, (2, self.local_heads, -1)).unbind(2)  # each [T, N, heads, d, H, W]
+        # Each [T, N, heads, d, H, W]: q and k are blocks, sharded separately.
+        q, k = qk.unflatten(2, (2, self.local_heads, -1)).unbind(2)
         mask = self.neuron(q.sum(3, keepdim=True, dtype=sums_type(q.dtype)).to(q.dtype))
         return self.projection((mask * k).flatten(2, 3))
 

@@ -93,7 +93,8 @@ class ConvNormNeuron(nn.Module):
         above, y = self.conv.split_row_above(y)
         bias = norm.bias
         if bias is not None and cancelled_bias is not None:
-            bias = bias + 0 * cancelled_bias  # a gradient of zeros in place of none
+            # As in torch, the gradient of the cancelled bias is zeros and not None.
+            bias = bias + 0 * cancelled_bias
         norm_neuron = NormNeuron(neuron.spec, norm.eps, pool=self.max_pool is not None, time_steps=neuron.steps_of(y))
         spikes, mean, variance, count = norm_pool_neuron(
             y,

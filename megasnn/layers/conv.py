@@ -1,10 +1,9 @@
 """Convolution with sharded channels, on frames `[T, N, C, H, W]` or signals `[T, N, C, L]`.
 
-Activations between layers are sharded by channel. There are two ways to divide a convolution among the ranks:
+Activations between layers are sharded by channel. Two styles divide a convolution among the ranks:
 
-- **column**: gathers the input channels and computes this rank's output channels. Forward moves the input, one bit a
-  spike. Backward sums the input gradient and keeps this rank's channels. Forward needs no sum over ranks: tensor
-  parallelism changes a spike only through the order of sums inside one convolution.
+- **column**: gathers the input, one bit a spike, and computes this rank's output channels. Backward sums the input
+  gradient and keeps this rank's channels.
 - **row**: multiplies this rank's input channels by the matching slice of the weight, sums the outputs over the ranks
   and keeps this rank's channels. Forward and backward both move the dense output.
 
@@ -51,21 +50,20 @@ class ParallelConv(WeightedLayer):
     """Convolution: `[T, N, C_in/size, H, W]` -> `[T, N, C_out/size, H', W']`.
 
     Args:
-        kernel_size, stride, padding, dilation: as in torch, an integer or one for each dimension. Zero padding only.
+        kernel_size, stride, padding, dilation: as in torch, with zero padding.
         dims: 2 for frames; 1 for signals, with a weight `[out, in, k]`. With kernel_size 1, dims=1 also accepts frames.
-        style: "column" or "row", see the module's text; None for the cheaper one.
+        style: "column" or "row" (see above); None for the cheaper one.
         blocks: number of equal parts of the output, each sharded separately (3 for fused q, k, v).
-        groups: as in torch. With groups > 1 each rank has whole groups, without communication.
+        groups: as in torch. With several groups each rank has whole ones, without communication.
         pool: side of the average-pooling windows on the input. The unpooled input is sent and stored, because spikes
             pack into bits; the input gradient is sent pooled.
         pooled_behind: a `MaxPool` follows. If ranks divide rows, all use dense products: equal windows on both sides of
             a border must have equal bits.
-        row_above: each rank computes all rows for its max-pooled rows (`rows_to_pool`), including the row above its
-            own. `split_row_above` separates it.
+        row_above: compute all rows for the rank's max-pooled rows (`rows_to_pool`), for `split_row_above`.
         initialise, initialise_bias: fill the global weight and bias; torch's defaults otherwise.
 
-    Whole images on every rank are not gathered. The dry run determines this and the input's content, which sets the
-    packing (`megasnn.layers.shape_inference`). Forward raises ValueError for values that do not fit it.
+    The dry run determines the input's content and packing (`megasnn.layers.shape_inference`), and whether the input is
+    sharded. Forward raises ValueError for values that do not fit the packing.
 
     Raises:
         ValueError: channels or groups not divisible by the number of ranks; an unknown style.
@@ -106,11 +104,12 @@ class ParallelConv(WeightedLayer):
         kernel = along_each("kernel_size", kernel_size, dims)
         shape = (out_channels, in_channels // groups, *kernel[:dims])
         default = uniform(torch.Size(shape[1:]).numel())
+        local_groups = groups if groups == 1 else groups // group.size
         geometry = Geometry(
             stride=along_each("stride", stride, dims),
             padding=along_each("padding", padding, dims),
             dilation=along_each("dilation", dilation, dims),
-            groups=groups if groups == 1 else groups // group.size,
+            groups=local_groups,
         )
         if style == "row" and groups == 1:
             weight_shard = context.shard(shape, dim=1, initialise=initialise or default)
@@ -126,11 +125,13 @@ class ParallelConv(WeightedLayer):
         self.dims = dims
         self.groups = groups
         self._kernel = torch.Size(kernel)
-        self._geometry = geometry  # `options.products` may have another one, without padding rows
+        # `options.products` may have another geometry, without padding rows.
+        self._geometry = geometry
         self._rows = context.row_group
         self._row_above = row_above
         self._move: RowMove | None = None
         if pooled_behind and self._rows is not None:
+            # Sums over spikes add in another order than dense products, and each rank chooses by its own measurements.
             self._sparse = False
 
     def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
@@ -157,7 +158,10 @@ class ParallelConv(WeightedLayer):
 
     def _dry_run(self, x: Tensor, is_signal: bool) -> Tensor:
         """Records the input's content and returns an output without values. Raises ValueError for a wrong input."""
-        fits = self.dims == 1 if is_signal else self.dims == 2 or self._kernel == (1, 1)
+        if is_signal:
+            fits = self.dims == 1
+        else:
+            fits = self.dims == 2 or self._kernel == (1, 1)
         if x.ndim != 5 or not fits:
             wanted = "signals [T, N, C, L]" if self.dims == 1 else "frames [T, N, C, H, W]"
             raise ValueError(f"a convolution with dims={self.dims} takes {wanted}, got {x.ndim} dimensions")
@@ -225,4 +229,5 @@ def along_each(name: str, size: _Size, dims: int) -> tuple[int, int]:
         raise ValueError(f"{name} {size!r} does not fit dims={dims}: 1 for signals, 2 for frames")
     if dims == 2:
         return each[0], each[1]
-    return each[0], 0 if name == "padding" else 1
+    width = 0 if name == "padding" else 1
+    return each[0], width

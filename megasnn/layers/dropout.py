@@ -112,9 +112,10 @@ class ParallelDropout(_Drop):
         self.group = context.tp
         self.stateful = context.stateful
         self._rows = context.row_group
-        self._height = 0  # of whole images
-        self._steps = context.time_steps  # in one call
-        self._steps_before = 0  # in earlier calls on the same samples
+        # Height of whole images, and time steps in one call and in earlier calls on the same samples.
+        self._height = 0
+        self._steps = context.time_steps
+        self._steps_before = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta:

@@ -78,7 +78,8 @@ def _accepts_one_module(function: object) -> bool:
         return False
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of some builtins it is unknown
+    except ValueError:
+        # Python knows no signature of some builtins.
         return True
     try:
         signature.bind(nn.Identity())

@@ -26,16 +26,15 @@ State = dict[str, Tensor]
 class NeuronLayer(nn.Module):
     """Base of all neuron layers: `[T, N, C_local, *space]` -> spikes.
 
-    Channels are independent. An input of a single time step is repeated T times. Every call starts at rest. A call of
-    stateful neurons (truncated backpropagation through time) continues from the last call's state, detached from the
-    graph, until `forget`.
+    Channels are independent. An input with a single time step is repeated T times. Every call starts at rest, except for
+    stateful neurons, which continue from the last call's state, detached from the graph, until `forget`.
 
     Attributes:
-        time_steps: T of the model.
-        stateful: keep the state for the next call.
-        observer: called with the spikes of every forward, if set (spike statistics).
-        largest: largest value of the output, if all values are integers from 0; None otherwise.
-        once_because: why one forward may not call the layer twice; None if it may.
+        time_steps: T.
+        stateful: keep the state for the next call (truncated backpropagation through time).
+        observer: called with the spikes of every forward, if set.
+        largest: largest output, if all outputs are integers from 0; None otherwise.
+        once_because: reason why one forward may not call the layer twice, or None.
     """
 
     largest: int | None = 1
@@ -152,9 +151,8 @@ def make_neuron(neuron: NeuronSpec | NeuronLayer | None = None, context: BuildCo
 class SpikingNeuron(NeuronLayer):
     """Base of custom neurons. A subclass defines one time step on `[N, C_local, *space]`; see docs/models.md.
 
-    It implements `charge` and `reset`, and optionally `start` and `fire`; `per_channel` declares learned parameters.
-    Tensor parallelism divides neurons and parameters by channel. A neuron may depend on its own channel only, and on
-    its own row of the image unless the class has `mixes_rows = True`.
+    It implements `charge` and `reset`, and optionally `start` and `fire`; `per_channel` declares learned parameters. A
+    neuron may depend on its own channel only, and on its own row unless the class has `mixes_rows = True`.
 
     Args:
         channels: the global number.

@@ -22,8 +22,8 @@ class ParallelBatchNorm(nn.Module):
     """Batch norm of `[T, N, C_local, *space]` over time, samples and space (nn.BatchNorm's arithmetic).
 
     Every micro-batch is normalised by its own mean and biased variance. A forward leaves the running statistics
-    unchanged. After `record_statistics` it appends (mean, biased variance, values per channel) to `pending`, and
-    `merge_running_statistics` makes one update from the records of the global batch, for each call of a forward.
+    unchanged. With `record_statistics` it appends (mean, biased variance, values per channel) to `pending`, and
+    `merge_running_statistics` makes one update from the records of the global batch.
 
     Args:
         channels: the global number; each rank holds `channels / size`.

@@ -63,7 +63,7 @@ class RowMove:
         local_rows: rows of each rank before the exchange.
         needed: rows of each rank after it. Rows above and below the image are zeros.
         height: number of rows in complete pooling windows. Later rows count as padding.
-        pool: side of the average-pooling windows that follow. The pixels of a window share one gradient, sent once.
+        pool: side of the average-pooling windows that follow. A window's pixels share one gradient, sent once.
     """
 
     local_rows: tuple[range, ...]
@@ -103,10 +103,9 @@ def window_rows(outputs: range, kernel: int, stride: int, dilation: int, before:
 
 
 def rows_to_pool(height: int, ranks: int) -> tuple[range, ...]:
-    """Rows that each rank computes for a max pool (3, stride 2, padding 1): all rows of its windows.
+    """Rows that each rank computes for a max pool (3, stride 2, padding 1): all rows in its windows.
 
-    These are the middle rows, the rows below, and on all ranks but the first the row above. One rank computes all
-    values of a window with the same kernels, so equal values stay equal, and a tie is broken as on one rank.
+    One rank computes a whole window with the same kernels, so equal values stay equal, and ties break as on one rank.
     """
     pooled = shared_rows((height + 1) // 2, ranks)
     return tuple(range(max(2 * rows.start - 1, 0), min(2 * rows.stop, height)) for rows in pooled)
@@ -165,8 +164,8 @@ class _MoveRows(torch.autograd.Function):
         row_numel = images.shape[:2].numel() * (images.shape[3] // move.pool) * images.shape[4:].numel()
         arriving = []
         for rows in received:
-            window_rows_count = -(-rows.stop // move.pool) - rows.start // move.pool
-            arriving.append(row_numel * window_rows_count)
+            windows_of_rows = -(-rows.stop // move.pool) - rows.start // move.pool
+            arriving.append(row_numel * windows_of_rows)
         exchange = start_exchange(torch.cat(windows), [len(each) for each in windows], arriving, group)
         total = images.new_zeros((*images.shape[:2], len(local_rows), *images.shape[3:]))
         own = move.rows_for(group.rank, group.rank)
@@ -195,7 +194,8 @@ def _start_rows(
 
 def _one_of_each_window(images: Tensor, rows: range, pool: int) -> Tensor:
     """One pixel of each pooling window in images `[T, N, rows, W, C]` of the given rows."""
-    before = -rows.start % pool  # number of rows of a window that begins on another rank
+    # Rows before the first whole window belong to a window that begins on another rank.
+    before = -rows.start % pool
     columns = images[:, :, :, : images.shape[3] // pool * pool : pool]
     return torch.cat([columns[:, :, : min(before, 1)], columns[:, :, before::pool]], dim=2)
 
@@ -209,7 +209,7 @@ def _add_to_windows(total: Tensor, part: Tensor, rows: range, pool: int) -> None
 
 
 def _rows(images: Tensor, rows: range, present: range) -> Tensor:
-    """Some rows of images `[T, N, rows, W, C]`, which hold the rows `present`."""
+    """The given rows of images `[T, N, rows, W, C]` with the rows `present`."""
     first = rows.start - present.start if rows else 0
     return images.narrow(2, first, len(rows))
 
@@ -240,12 +240,11 @@ class _Sum(torch.autograd.Function):
 class WholeImages(nn.Module):
     """Gathers the rows of images: `[T, N, C_local, own rows, W]` -> `[T, N, C_local, H, W]`.
 
-    For layers on whole images, such as flatten and linear layers; your own must set `mixes_rows = False`. A convolution
-    or pooling layer of MegaSNN may not follow, because it exchanges rows itself. Returns the input without
-    --context-parallel-cut rows.
+    For layers on whole images, such as flatten; your own must set `mixes_rows = False`. MegaSNN's convolutions and
+    pooling may not follow, because they exchange rows themselves. Otherwise returns the input.
 
     Args:
-        pool: side of the average-pooling windows that follow. Backward then sends one gradient for each window.
+        pool: side of average-pooling windows that follow. Backward then sends one gradient for each window.
     """
 
     def __init__(self, pool: int = 1, context: BuildContext | None = None) -> None:
@@ -291,8 +290,7 @@ class MeanOverSpace(nn.Module):
 class MaxPool(nn.Module):
     """Max pooling, 3 x 3 pixels, stride 2, padding 1: `[T, N, C_local, H, W]` -> `[T, N, C_local, H', W']`.
 
-    H' is H / 2, rounded up. The convolution before it needs `pooled_behind=True`, so that ties between rows of two
-    ranks stay ties.
+    H' is H / 2, rounded up. A convolution before it needs `pooled_behind=True`.
     """
 
     def __init__(self, context: BuildContext | None = None) -> None:

@@ -43,7 +43,8 @@ class WeightGradients:
         self._collected: list[tuple[Tensor, AddGradient]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
-        return self  # the copy of a layer uses the same queue
+        # The copy of a layer uses the same queue.
+        return self
 
     def report_to(self, listener: Callable[[Tensor], None]) -> None:
         """Calls a function with each parameter whose gradient grew. Autograd's hooks do not see these additions."""

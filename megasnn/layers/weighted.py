@@ -109,7 +109,8 @@ class WeightedLayer(nn.Module):
         self.compute_dtype = numerics.compute_dtype
         self.weight_gradients = context.weight_gradients
         self.observer: ProductObserver | None = None
-        self._sharded_communication = options.communication  # of an input that is sharded by channel
+        # The dry run may find a whole input, which needs another communication than a sharded one.
+        self._sharded_communication = options.communication
         self._has_whole_input = False
         self._cast_weights = context.cast_weights
         self._traceable = numerics.traceable

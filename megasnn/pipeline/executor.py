@@ -66,7 +66,8 @@ class PipelineExecutor:
         self._neurons: list[NeuronLayer] = []
         for segment in segments.values():
             self._neurons += [module for module in segment.modules() if isinstance(module, NeuronLayer)]
-        self._sizes: list[tuple[int, ...]] = []  # of the micro-batches in each training step so far
+        # Micro-batch sizes of the training steps so far: a step with new sizes runs without CUDA graphs.
+        self._sizes: list[tuple[int, ...]] = []
         self._scattered: set[int] = set()  # segments whose gradients are scattered after every micro-batch
         self._methods: dict[Kind, Callable[[StepState, Action], None]] = {
             Kind.FORWARD: self._forward,
@@ -114,6 +115,7 @@ class PipelineExecutor:
                     self._methods[action.kind](step, action)
                     if graphs and action.kind in FINISHING:
                         self._end_graphs(action)
+        # Messages may still be sent from tensors of the step, and buckets reduced.
         if self._transfers is not None:
             self._transfers.wait()
         if consume is None:
@@ -161,7 +163,8 @@ class PipelineExecutor:
         surroundings: AbstractContextManager[None] = nullcontext()
         if key in step.recomputed:
             if segment.is_first:
-                stashed = PackedInput([], ())  # its input stays in the batch
+                # The input stays in the batch.
+                stashed = PackedInput([], ())
             else:
                 stashed = PackedInput(step.inputs[key], segment.receives)
             step.stashed[key] = stashed
@@ -212,8 +215,9 @@ class PipelineExecutor:
 
     def _weight_gradient(self, step: StepState, action: Action) -> None:
         tasks = step.weight_gradients.pop(action.key)
+        # Each task is freed with its tensors before the next one runs.
         while tasks:
-            tasks.popleft()()  # the task is then freed with its tensors
+            tasks.popleft()()
 
     def _send_backward(self, transfers: Transfers, step: StepState, action: Action) -> None:
         segment, micro_batch = action.key

@@ -97,7 +97,8 @@ class ChunkGraphs:
         self.anchor = torch.zeros((), requires_grad=True)
         # Weight gradients keep no tensors in their pool, so their graphs replay in any order.
         self.weight_pool = self.capture.pool()
-        self._pools: list[Any] = []  # one for each slot: a backward replays after its forward
+        # One pool for each slot, because a slot's backward replays after its forward.
+        self._pools: list[Any] = []
         self._graphs = dict[Any, _SlotGraphs]()
         self._addresses = list[int]()
         self._is_on = False
@@ -146,7 +147,8 @@ class ChunkGraphs:
         try:
             return self.capture(work, pool)
         except Exception as error:
-            lines = str(error).splitlines() or [""]  # torch appends lines about all CUDA errors
+            # The first line only: torch appends advice about CUDA errors in general.
+            lines = str(error).splitlines() or [""]
             kind = type(error).__name__
             raise RuntimeError(f"{work_name} cannot be captured ({kind}: {lines[0]}); use --cuda-graphs off") from error
 
@@ -334,7 +336,8 @@ class _Applied(nn.Module):
 def _fill(buffers: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
     for buffer, x in zip(buffers, values, strict=True):
         if buffer is not None and x is not None:
-            buffer.data.copy_(x)  # unseen by autograd
+            # Through `data`: an in-place change that autograd sees would invalidate tensors saved for backward.
+            buffer.data.copy_(x)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

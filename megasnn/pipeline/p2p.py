@@ -1,15 +1,15 @@
 """Transfers between pipeline ranks: spikes as bits, counts as bytes, all other tensors dense.
 
-The dry run of a model gives shape, type, content and need of a gradient of every tensor at a boundary. Both ends know
-them, so every receive can be posted early, and no host waits for another one. Channels are last in memory and on the
-wire, as everywhere between layers (megasnn/layers/shape_inference.py), so a pipeline changes no bit.
+Both ends know shape, type, content and gradient of every tensor at a boundary from the dry run. So receives are posted
+early, and no host waits for another one. Channels are last in memory and on the wire, as between all layers
+(megasnn/layers/shape_inference.py), so a pipeline changes no bit.
 
 A link carries messages between two ranks, first in, first out. Each direction has a process group of its own: in one
 queue, a receive that is posted early would hold up the send that its peer waits for. `megasnn/schedule/receives.py`
 decides which receives are posted before which action.
 
-A message has its planned size, whatever the values. The sender of a packed message that cannot hold them notes it
-(megasnn/common/checks.py), and it is read with the loss.
+The size of a message does not depend on its values. A sender notes values that do not fit the packing
+(megasnn/common/checks.py); the note is read with the loss.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Link:
         self.inward = inward
         self.peer = peer
         self._device = device
-        self._in_flight: deque[tuple[int, dist.Work, Tensor]] = deque()  # with the number of the transfer
+        self._in_flight: deque[tuple[int, dist.Work, Tensor]] = deque()  # (number of the transfer, work, message)
         self._posted: deque[tuple[dist.Work, Tensor]] = deque()
         self.transfers = 0
 
@@ -226,6 +226,7 @@ class Transfers:
         self._rank = state.pp.rank
         up = state.pp
         down = state.pp_down
+        # All ranks start the pairs in one order, upward first: see megasnn/parallel_state.py.
         for low, high in linked(pairwise(placement)):
             start_messages(up, low, high, state.device)
             start_messages(down, high, low, state.device)
@@ -233,7 +234,8 @@ class Transfers:
                 self.links[high] = Link(up, down, up.ranks[high], state.device)
             elif self._rank == high:
                 self.links[low] = Link(down, up, up.ranks[low], state.device)
-        self._schedule: Schedule | None = None  # of the last step, as the next four
+        # Plan of the last step, which the next step reuses if schedule and sizes are the same.
+        self._schedule: Schedule | None = None
         self._sizes: Sequence[int] = ()
         self._arrivals: dict[Action, int] = {}
         self._posts: dict[Action, list[Action]] = {}

@@ -105,7 +105,8 @@ def profile_layers(
             with casts.caching():
                 trial = _Trial(chunk, micro, entering, device)
                 cost = trial.cost(rounds)
-                if context.state.dp_shard.size == 1:  # sharded weights are gathered in the type of the products
+                # Sharded weights are gathered in the type of the products, so they need no cast.
+                if context.state.dp_shard.size == 1:
                     cost = replace(cost, cast=casts.resident_bytes)
             known[kind] = cost, trial.output
         cost, entering = known[kind]

@@ -91,6 +91,7 @@ class Ties:
                 pair.originals.append(originals[tie.name])
             if pipeline.rank == copy:
                 pair.copies.append(local_part(next(copies[index])).tensor)
+        # Messages start in one order on all ranks: see megasnn/parallel_state.py.
         for low, high in linked((pair.owner, pair.copy) for pair in pairs.values()):
             start_messages(pipeline, low, high, device)
         self._pairs = [pair for _, pair in sorted(pairs.items()) if pipeline.rank in (pair.owner, pair.copy)]
@@ -124,7 +125,8 @@ class Ties:
             for pair in self._pairs:
                 values = self._moved(pair.originals, pair.copies, pair.owner, pair.copy)
                 for copy, value in zip(pair.copies, values, strict=True):
-                    if copy.data_ptr() != value.data_ptr():  # within a chunk they share memory
+                    # Within a chunk they share memory.
+                    if copy.data_ptr() != value.data_ptr():
                         copy.copy_(value)
 
     def statistics_of_owners(self, found: Sequence[StepStatistics]) -> list[StepStatistics]:
@@ -175,5 +177,6 @@ class Ties:
 
 def _statistics_like(norm: ParallelBatchNorm) -> Tensor:
     assert norm.running_mean is not None
-    shape = calls_of(norm), 2, norm.running_mean.numel()  # a copy is called as often as its owner
+    # A copy is called as often as its owner, which `tie_all` in models/description.py checks.
+    shape = calls_of(norm), 2, norm.running_mean.numel()
     return norm.running_mean.new_empty(shape, dtype=torch.float64)
