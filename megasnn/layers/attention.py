@@ -75,8 +75,8 @@ class _HeadAttention(nn.Module):
 class SpikingSelfAttention(_HeadAttention):
     """Spiking self-attention: `[T, N, C_local, H, W]` spikes or counts -> `[T, N, C_local, H, W]` spikes.
 
-    No softmax: out = (v k^T) q * 0.125 for each head, over the tokens. All sums are integers, so the product is exact in
-    float32 in any order. Computing k^T v first costs L d^2 in place of L^2 d.
+    No softmax: out = (v k^T) q * 0.125 for each head, over the tokens. All sums are integers, so the product is exact
+    in float32 in any order. Computing k^T v first costs L d^2 in place of L^2 d.
     """
 
     fused = "qkv"

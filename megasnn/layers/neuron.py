@@ -26,8 +26,8 @@ State = dict[str, Tensor]
 class NeuronLayer(nn.Module):
     """Base of all neuron layers: `[T, N, C_local, *space]` -> spikes.
 
-    Channels are independent. An input with a single time step is repeated T times. Every call starts at rest, except for
-    stateful neurons, which continue from the last call's state, detached from the graph, until `forget`.
+    Channels are independent. An input with a single time step is repeated T times. Every call starts at rest. Stateful
+    neurons continue from the last call's state, detached from the graph, until `forget`.
 
     Attributes:
         time_steps: T.

@@ -23,7 +23,7 @@ class ParallelBatchNorm(nn.Module):
 
     Every micro-batch is normalised by its own mean and biased variance. A forward leaves the running statistics
     unchanged. With `record_statistics` it appends (mean, biased variance, values per channel) to `pending`, and
-    `merge_running_statistics` makes one update from the records of the global batch.
+    `merge_running_statistics` makes one update from the global batch's records, for each call in a forward.
 
     Args:
         channels: the global number; each rank holds `channels / size`.
