@@ -146,6 +146,7 @@ class ParallelConv(WeightedLayer):
         holds_spikes = self.options.content is Content.SPIKES
         bits = bits_of(x) if holds_spikes else None
         if self._rows is not None and self._move is not None:
+            # The bits of the input have none of the rows from other ranks.
             x = move_rows(x, self._move, self._rows, self.options.content)
             bits = pack_bits(x) if holds_spikes else None
         if self.observer is not None:

@@ -81,6 +81,7 @@ class _Drop(nn.Module):
             return torch.empty_like(x)
         if isinstance(positions, range):
             positions = torch.arange(positions.start, positions.stop)
+        # Keys are computed on the host, and copied without waiting for the device.
         low, high = philox_key(self.seed, self.purpose, self.name)
         keys = without_waiting(torch.stack([(positions & WORD_MASK) ^ low, (positions >> 32) ^ high]), x.device)
         return (x * self.kept(x, keys)).mul_(1 / (1 - self.p))

@@ -76,6 +76,7 @@ class ParallelLinear(WeightedLayer):
         if self.observer is not None:
             self.tell_observer(x.reshape(len(x), -1, x.shape[-1], 1, 1))
         bits = None
+        # Bits are in the order of memory, which is that of the rows for a contiguous tensor only.
         if self.options.content is Content.SPIKES and x.is_contiguous():
             bits = bits_of(x)
         y = self.product(images, bits).view(*x.shape[:-1], -1)

@@ -70,6 +70,7 @@ class NeuronLayer(nn.Module):
 
     def observed(self, spikes: Tensor) -> Tensor:
         """Calls the observer, and marks the spikes in the dry run."""
+        # A recomputed forward gives spikes that were observed before.
         if self.observer is not None and not is_replaying():
             self.observer(spikes.detach())
         if spikes.is_meta and self.largest is not None:
@@ -105,6 +106,7 @@ class ParallelNeuron(NeuronLayer):
         self.v: Tensor | None = None
         self.register_parameter("w", None)
         if NEURONS[spec.kind].learns:
+            # With this w, 1 / sigmoid(w) is `tau`.
             start = constant(-math.log(spec.tau - 1.0))
             declare(self, "w", context.shard((), partial_gradient=True, initialise=start), context.dtype)
 
@@ -214,6 +216,7 @@ class SpikingNeuron(NeuronLayer):
     def forward(self, x: Tensor) -> Tensor:
         inputs = self.at_every_step(x)
         if x.dtype in REDUCED:
+            # Potentials add up over the time steps, and bfloat16 would round each sum.
             inputs = inputs.float()
         state = self.start(inputs[0]) if self.left is None else self.left
         spikes = []

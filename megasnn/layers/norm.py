@@ -130,6 +130,7 @@ class ParallelBatchNorm(nn.Module):
         """
         if mean.is_meta:
             count_call(self)
+        # A recomputed forward has recorded its statistics before.
         if self._is_recording and self.running_mean is not None and not is_replaying():
             self.pending.append((mean.detach(), variance.detach(), count))
 

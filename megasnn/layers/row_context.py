@@ -138,6 +138,7 @@ class _MoveRows(torch.autograd.Function):
         if not is_replaying():
             exchange = _start_rows(images, local_rows, sent, received, content, group)
         shape = (*images.shape[:2], len(needed), *images.shape[3:])
+        # Rows outside of the image stay zeros: they are the padding of a convolution.
         is_inside = needed.start >= 0 and needed.stop <= move.height
         result = images.new_empty(shape) if is_inside else images.new_zeros(shape)
         # The own rows are copied during the exchange.
@@ -230,6 +231,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
+        # A copy, because the all-reduce writes into its argument.
         return cached_collective(lambda: all_reduce_sum(x.clone(memory_format=torch.contiguous_format), group))
 
     @staticmethod

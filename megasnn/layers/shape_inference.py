@@ -25,6 +25,7 @@ _REARRANGE = {
     *("concat", "flip", "roll", "repeat", "clone", "detach", "to", "float", "double", "type", "type_as"),
     *("max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "amax", "relu", "index_select", "unsqueeze"),
 }
+# Functions, methods and operators of tensors for a + b, a * b and a - b with a number a.
 _ADD = {"add", "__add__", "__radd__", "__iadd__", "add_"}
 _MULTIPLY = {"mul", "__mul__", "__rmul__", "__imul__", "mul_", "multiply", "logical_and"}
 _SUBTRACT_FROM = {"rsub", "__rsub__"}

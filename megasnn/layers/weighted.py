@@ -144,6 +144,7 @@ class WeightedLayer(nn.Module):
     def product(self, x: Tensor, bits: Tensor | None) -> Tensor:
         """Product of `[T, N, C, H, W]` with the weight. `bits`: the packed spikes of x, if known."""
         if self._traceable:
+            # torch.export follows no autograd functions of Python.
             images = average_pool(x.flatten(0, 1), self.options.pool)
             kernel = _images_kernel(self.weight, x.dtype)
             geometry = self.options.products.geometry
@@ -212,6 +213,7 @@ class _Product(torch.autograd.Function):
         ctx.options = options
         ctx.leave = leave
         ctx.input_shape = x.shape
+        # The packed input, one bit a spike, is the only copy for backward.
         ctx.save_for_backward(weight, *payloads)
         return cached_collective(output) if is_summed else output()
 
