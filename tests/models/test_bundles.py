@@ -259,7 +259,7 @@ def meet() -> Layer:
         ([gives(ConvNormNeuron(5, 4))], "a, .*: in make.conv: .* 5 input channels is given 4"),
         ([lambda: layer("a", ConvNormNeuron(4, 4), takes=())], r"a: takes=\(\)"),
         ([unit("a", takes=("stem", "stem"))], r"a, given \[.*\] and \[.*\]: TypeError"),
-        ([lambda: layer("a", ConvNormNeuron)], "'a' is given .*ConvNormNeuron"),
+        ([lambda: layer("a", ConvNormNeuron)], "'a' takes a torch.nn.Module, got .*ConvNormNeuron"),
         ([lambda: layer("a", 3)], "'a' is given 3"),
     ],
 )
