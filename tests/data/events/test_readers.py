@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -241,6 +242,17 @@ def test_time_that_runs_backwards_is_refused_or_sorted(tmp_path, name) -> None:
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, data, named) -> None:
     assert named in refusal(tmp_path, name, data)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_is_no_recording(tmp_path, kind) -> None:
+    path = tmp_path / "a.aedat"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(RecordingError, match=f"{path}: is no regular file"):
+        read_recording(path)
 
 
 @settings(max_examples=200, deadline=None)
