@@ -28,9 +28,9 @@ class Augmentation:
     Attributes:
         summary: for --help.
         change: (sample, seed, epoch, sample number) -> changed sample, same shape.
-        samples: kinds of samples, IMAGES or FRAMES.
+        samples: IMAGES, FRAMES or both.
         normalisation: default constants for RGB images.
-        crops: scale a random part of the original image to the model's size, not its middle.
+        crops: use a random part of the original image, not its middle.
     """
 
     summary: str

@@ -21,13 +21,11 @@ def flip_and_roll(frames: NDArray[Any], seed: int, epoch: int, sample: int) -> N
 
 
 def flip_and_one_more(frames: NDArray[Any], seed: int, epoch: int, sample: int) -> NDArray[Any]:
-    """Neuromorphic data augmentation: mirror half of the samples, then one of four changes with equal probability.
+    """Neuromorphic data augmentation (Li et al. 2022, arXiv 2203.06145): mirror half, then one of four changes.
 
-    Roll by up to 5 pixels, rotate or shear along x by up to 30 degrees, or empty a square of 8 pixels, also across the
-    border. Pixels move to the nearest position, so counts stay counts.
-
-    Li et al. 2022 (arXiv 2203.06145), with the magnitudes in the authors' program for 48 x 48 pixels.
+    Roll by up to 5 pixels, rotate or shear along x by up to 30 degrees, or empty a square of 8 pixels.
     """
+    # Magnitudes of the authors' program for 48 x 48 pixels.
     draws = keyed_numbers(seed, "nda", epoch, sample)
     frames = _flip(frames, draws)
     which = draws.integers(4)
@@ -64,7 +62,8 @@ def _cut_out(frames: NDArray[Any], draws: np.random.Generator) -> NDArray[Any]:
 
 
 def _sample_at(frames: NDArray[Any], xx: float, xy: float, yx: float, yy: float) -> NDArray[Any]:
-    """Samples each pixel at the nearest position to its image under the matrix, around the middle; zero outside."""
+    """Moves pixels by a matrix around the middle; zero from outside."""
+    # From the nearest pixel, so that counts stay counts.
     height, width = frames.shape[-2:]
     y, x = np.mgrid[:height, :width] - np.array([(height - 1) / 2, (width - 1) / 2])[:, None, None]
     column = np.rint(xx * x + xy * y + (width - 1) / 2).astype(np.intp)

@@ -174,13 +174,9 @@ def flip(image: NDArray[Any], seed: int, epoch: int, sample: int) -> NDArray[Any
 
 
 def random_box(size: tuple[int, int], scale: float, ratio: float, draws: np.random.Generator) -> CropBox:
-    """Random box with `scale` to 1 of an image's area, and width / height from `1 / ratio` to `ratio`.
+    """Random box with `scale` to 1 of the area and width / height in [1 / ratio, ratio]; `size`: width, height.
 
-    After ten attempts that do not fit, the largest allowed box in the middle. Szegedy et al. 2015 (arXiv 1409.4842), as
-    in torchvision and timm.
-
-    Args:
-        size: width and height of the image.
+    Szegedy et al. 2015 (arXiv 1409.4842), as in torchvision and timm.
     """
     width, height = size
     for _ in range(_ATTEMPTS):
@@ -192,6 +188,7 @@ def random_box(size: tuple[int, int], scale: float, ratio: float, draws: np.rand
             top = int(draws.integers(height - h + 1))
             left = int(draws.integers(width - w + 1))
             return left, top, left + w, top + h
+    # No attempt fits: the largest allowed box in the middle.
     w = min(width, round(height * ratio))
     h = min(height, round(width * ratio))
     left = (width - w) // 2
@@ -200,11 +197,7 @@ def random_box(size: tuple[int, int], scale: float, ratio: float, draws: np.rand
 
 
 def erase(image: NDArray[Any], probability: float, mean: Sequence[float], draws: np.random.Generator) -> NDArray[Any]:
-    """Replaces a rectangle of 2 to 33 percent of the area by the mean (Zhong et al. 2017, arXiv 1708.04896).
-
-    Equals timm's mode "const", which sets the normalised image to 0. An erased image is float32, since means have
-    fractions.
-    """
+    """Replaces 2 to 33 percent of the area by the mean (Zhong et al. 2017, arXiv 1708.04896; timm's "const")."""
     if draws.random() >= probability:
         return image
     height, width, _ = image.shape
@@ -216,7 +209,7 @@ def erase(image: NDArray[Any], probability: float, mean: Sequence[float], draws:
         if h < height and w < width:
             top = draws.integers(height - h + 1)
             left = draws.integers(width - w + 1)
-            erased = image.astype(np.float32)
+            erased = image.astype(np.float32)  # means have fractions
             erased[top : top + h, left : left + w] = mean
             return erased
     return image

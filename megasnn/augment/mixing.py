@@ -1,7 +1,6 @@
-"""Mixup and cutmix: each sample of a micro-batch is mixed with another one, in images and labels.
+"""Mixup and cutmix: mixes each sample of a micro-batch with another one, in images and labels.
 
-The seed and the position of the micro-batch's first sample determine everything: the first stage mixes images and the
-last stage labels, without communication.
+Seed and position determine the mixing: stages with images and with labels need no communication.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ class Mix(NamedTuple):
     """Mixing of one micro-batch.
 
     Attributes:
-        share: weight of each sample itself; its partner has the rest.
+        share: weight of each sample itself.
         partners: position of each sample's partner.
-        box: rows and columns of the partner's pixels in cutmix; None for mixup.
+        box: rows and columns taken from the partner in cutmix; None for mixup.
     """
 
     share: float
@@ -40,9 +39,9 @@ class Mixing:
 
     Attributes:
         mixup_alpha, cutmix_alpha: parameter of the share's beta distribution; None disables it.
-        classes: number of classes.
-        size: height and width of images, for the box and share of cutmix.
-        until: position from which nothing is mixed; None mixes always.
+        classes: their number.
+        size: height and width of images.
+        until: position after which nothing is mixed.
     """
 
     seed: int
@@ -108,7 +107,7 @@ def _chosen(values: Tensor, positions: list[int]) -> Tensor:
 
 
 def _span(side: int, share: float, draws: np.random.Generator) -> slice:
-    """Rows or columns of a box with this share of the side around a random middle, cut at the border."""
+    """Rows or columns of a box around a random middle, cut at the border."""
     half = int(side * share) // 2
     middle = int(draws.integers(side))
     return slice(max(0, middle - half), min(side, middle + half))

@@ -1,6 +1,6 @@
-"""Samples with several files: images, `.npy` arrays, and `.png` maps of classes, for models with named inputs.
+"""Samples with several files, for models with named inputs: images, `.npy` arrays, and `.png` maps of classes.
 
-A sample's files are adjacent in the shard and read together: ``<key>.jpg`` and ``<key>.seg.png``, or ``<key>.npy``.
+A sample's files are adjacent in the shard and read together.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 class ArrayFile(NamedTuple):
-    """An array of every sample, in a file of its own.
+    """A named array in every sample; shape, dtype, below and void as in `megasnn.ArraySpec`.
 
     Attributes:
         ending: of the file; "" for the sample's image.
-        shape, dtype, below, void: of one sample, as in `megasnn.ArraySpec`.
     """
 
     name: str
@@ -42,11 +41,11 @@ class ArrayFile(NamedTuple):
 
 @dataclass(frozen=True)
 class ArrayFormat(SampleFormat):
-    """Samples of named arrays. No random changes: an image and its mask must stay aligned.
+    """Samples with named arrays, without random changes.
 
     Attributes:
         inputs: names for the layers.
-        target: name for the loss; "" for the sample's class.
+        target: name for the loss; "" for the class.
         image: format of the image, if any.
     """
 
@@ -58,8 +57,8 @@ class ArrayFormat(SampleFormat):
     reads_all = True
 
     def decoded(self, data: bytes, key: SampleKey | None) -> Any:
-        """Arrays by name from the part of a shard with a sample's files."""
-        end_mark = bytes(2 * tarfile.BLOCKSIZE)
+        """Arrays by name from a sample's part of a tar."""
+        end_mark = bytes(2 * tarfile.BLOCKSIZE)  # without it, tarfile reports a cut file
         files: dict[str, bytes] = {}
         with tarfile.open(fileobj=io.BytesIO(data + end_mark), mode="r:") as archive:
             for member in archive:
@@ -94,12 +93,7 @@ class ArrayFormat(SampleFormat):
         return values.astype(np.int64)
 
     def _classes(self, array: ArrayFile, files: Mapping[str, bytes]) -> NDArray[Any]:
-        """Class of each pixel, turned, cropped and scaled like the image, by nearest neighbour.
-
-        Raises:
-            ValueError: its size differs from the image's.
-            FormatMismatch: it has colours.
-        """
+        """Class of each pixel, turned, cropped and scaled like the image, by nearest neighbour."""
         file = open_image(files[array.ending])
         if file.mode not in ("L", "P", "1"):
             raise FormatMismatch(f"has colours (mode {file.mode}) in .{array.ending}, which should hold pixel classes")
@@ -135,7 +129,6 @@ class ArrayFormat(SampleFormat):
 
 
 def _require_below(array: ArrayFile, values: NDArray[Any]) -> None:
-    """Raises FormatMismatch for a class outside [0, below) other than `void`."""
     if array.below is None:
         return
     classes = values if array.void is None else values[values != array.void]

@@ -33,10 +33,10 @@ class BrokenSample(ValueError):
 
 
 class ShardDataset:
-    """Samples of shards by index, decoded by `format`. Can be pickled.
+    """Samples of shards by index, decoded by `format`; can be pickled.
 
     Raises:
-        ValueError: a label outside [0, num_classes); with 0 classes none is checked.
+        ValueError: a label outside [0, num_classes), if there are classes.
     """
 
     def __init__(self, shards: Sequence[TarFile], format: SampleFormat, num_classes: int) -> None:
@@ -72,11 +72,11 @@ class ShardDataset:
         return len(self.labels)
 
     def key(self, index: int) -> str:
-        """Name of a sample inside its shard."""
+        """Name of a sample in its shard."""
         return self._keys[index].decode()
 
     def describe(self, index: int) -> str:
-        """Name of a sample and its shard, for messages."""
+        """Sample and shard, for messages."""
         return f"sample {self.key(index)!r} of shard {self._shard(index)[0]}"
 
     def sample(self, index: int, key: SampleKey | None = None) -> Any:
@@ -137,7 +137,7 @@ class Datasets:
 
     Attributes:
         classes: names by number, from index.json; may be empty.
-        warnings: sentences for the user.
+        warnings: for the user.
     """
 
     train: ShardDataset
@@ -158,14 +158,12 @@ def open_datasets(
     """Opens the shards of ``--data-path`` and ``--valid-data-path`` and checks all labels.
 
     Args:
-        input_shape: (C, H, W) of images or (T, 2, H, W) of event frames.
-        sample_shards: writes the two shards of ``sample``, of recordings (True) or images (False).
-        decide: calls a function on one rank and returns its result on all.
-        evaluates: the run only evaluates.
-        arrays: format of samples with several files.
+        input_shape: (C, H, W) for images, (T, 2, H, W) for event frames.
+        sample_shards: writes the shards of ``sample``; True for recordings.
+        decide: calls a function on one rank, returns its result on all.
+        arrays: format for several files per sample.
     Raises:
-        ValueError: a shard is missing, damaged, empty or cannot be fetched; labels, samples, options or class names do
-            not fit.
+        ValueError: a shard is missing, damaged or empty; labels, samples, options or class names do not fit.
     """
     os.environ[SAMPLE_LIMIT] = str(config.max_sample_mb)
     format = sample_format(config, input_shape, evaluates, arrays)
@@ -194,7 +192,7 @@ def open_datasets(
 
 
 def class_difference(one: Sequence[str], other: Sequence[str]) -> str | None:
-    """The first class number with different names, and both names; None if the lists agree."""
+    """First class number with different names, and both names; None if the lists agree."""
     for number, (name, other_name) in enumerate(zip(one, other, strict=False)):
         if name != other_name:
             return f"class {number} is {name!r} and {other_name!r}"
@@ -215,14 +213,14 @@ def _class_names(shards: Sequence[TarFile]) -> tuple[str, ...]:
 
 
 def _mixed_splits(flag: str, shards: Sequence[TarFile]) -> Iterator[str]:
-    """Warning about a data path with several splits, as a folder of train-* and val-*."""
+    # A prepared folder holds all splits, train-*.tar beside val-*.tar.
     splits = sorted({shard.split for shard in shards if shard.split})
     if len(splits) > 1:
         yield f"WARNING: {flag} holds the splits {', '.join(splits)}; for one, name its shards, as {splits[-1]}-*.tar"
 
 
 def _used_twice(train: Sequence[Address], valid: Sequence[Address] = ()) -> Iterator[str]:
-    """Warnings about shards named twice, or used for both training and validation."""
+    """Warnings about shards named twice, or in training and validation."""
     seen: dict[object, tuple[str, Address]] = {}
     for flag, addresses in (("--data-path", train), ("--valid-data-path", valid)):
         for address in addresses:
@@ -234,20 +232,16 @@ def _used_twice(train: Sequence[Address], valid: Sequence[Address] = ()) -> Iter
 
 
 def _identity(address: Address) -> object:
-    """Device and inode of a file; a URL itself."""
     if isinstance(address, str):
         return address
     status = address.stat()
-    return status.st_dev, status.st_ino
+    return status.st_dev, status.st_ino  # equal for all links to a file
 
 
 def open_shards(
     addresses: Sequence[Address], decide: Callable[[Callable[[], Any]], Any] = lambda read: read()
 ) -> list[TarFile]:
-    """Shards of a data path; URLs are fetched into the cache. `decide` as in `open_datasets`.
-
-    Raises ValueError as `open_shard`, `describe_remote` and `open_remote`.
-    """
+    """Shards of a data path; fetches URLs into the cache. Raises ValueError as `open_shard` and `open_remote`."""
     urls = [each for each in addresses if isinstance(each, str)]
     remote = decide(lambda: describe_remote(urls)) if urls else []
     fetched = dict(zip(urls, open_remote(remote), strict=True))
@@ -257,7 +251,7 @@ def open_shards(
 def sample_format(
     config: DataConfig, input_shape: Sequence[int], evaluates: bool = False, arrays: ArrayFormat | None = None
 ) -> SampleFormat:
-    """Format that turns samples into the model's input. Raises ValueError for a shape or options that do not fit."""
+    """Format from samples to the model's input. Raises ValueError if shape or options do not fit."""
     if arrays is not None:
         return _array_format(config, evaluates, arrays)
     if len(input_shape) not in (3, 4):
@@ -274,10 +268,10 @@ def sample_format(
 
 
 def _array_format(config: DataConfig, evaluates: bool, arrays: ArrayFormat) -> ArrayFormat:
-    """The format with its image's. Raises ValueError for random changes: they would not change the arrays."""
     shape = next((each.shape for each in arrays.arrays if not each.ending), None)
     allowed = ("center_crop", "normalize_images") if shape else ()
     refused = [name for name in CHANGES if name not in allowed]
+    # Random changes of an image would not reach its masks and arrays.
     if flags := config.changed("augment", "split_by", *refused):
         raise ValueError(f"{', '.join(flags)}: changes images, but not the arrays of the same sample; remove it")
     if config.data_path == SAMPLE:

@@ -1,8 +1,4 @@
-"""Sample formats: from the bytes of a sample's file to the model's input; the files of event samples.
-
-``<key>.frames.npz`` holds one array "frames" `[T, 2, H, W]`: counts as uint8 or uint16, or float32 once scaled or
-normalised. ``<key>.events.npz`` holds t (µs from the first event), x, y, p, height and width.
-"""
+"""Sample formats: from a file's bytes to the model's input; and the files of event samples."""
 
 from __future__ import annotations
 
@@ -29,20 +25,22 @@ from megasnn.data.events import (
 )
 
 FRAMES = "frames.npz"
+"""One array "frames" `[T, 2, H, W]`: counts as uint8 or uint16, or float32 once scaled or normalised."""
 EVENTS = "events.npz"
+"""Arrays t (µs from the first event), x, y, p, height and width."""
 
 
 class FormatMismatch(ValueError):
-    """A sound sample that does not fit the model. Flags are wrong, so it is never skipped."""
+    """A sound sample that does not fit the model: flags are wrong, and it is never skipped."""
 
 
 class SampleFormat(ABC):
-    """A kind of sample and its decoder.
+    """Decoder for a kind of samples.
 
     Attributes:
-        kind: name of the samples in `Augmentation.samples`.
-        suffixes: endings of the files it decodes.
-        reads_all: it decodes all files of a sample, not one.
+        kind: as in `Augmentation.samples`.
+        suffixes: endings of its files.
+        reads_all: decodes all files of a sample, not one.
     """
 
     kind: ClassVar[str]
@@ -53,8 +51,8 @@ class SampleFormat(ABC):
         """Decodes a sample; a key augments it.
 
         Raises:
-            ValueError: damaged bytes, or values that are not finite.
-            FormatMismatch: the sample does not fit the model.
+            ValueError: damaged, or not finite.
+            FormatMismatch: it does not fit the model.
         """
         try:
             return self.decoded(data, key)
@@ -65,17 +63,17 @@ class SampleFormat(ABC):
 
     @abstractmethod
     def decoded(self, data: bytes, key: SampleKey | None) -> Any:
-        """As `decode`, but damaged bytes may raise any error."""
+        """As `decode`; damaged bytes may raise any error."""
 
     def batch(self, samples: Sequence[Any]) -> Any:
-        """Joins decoded samples into the model's input, float32 `[N, ...]`."""
+        """Joins samples into float32 `[N, ...]`."""
         joined = np.empty((len(samples), *samples[0].shape), np.float32)
         return np.stack(samples, out=joined)
 
 
 @dataclass(frozen=True)
 class EventFormat(SampleFormat):
-    """Event frames for a model: made from recordings, or prepared ones scaled to its size."""
+    """Event frames, made from recordings, or prepared and scaled to the model's size."""
 
     settings: FrameOptions
     augment: Augmentation = AUGMENTATIONS["none"]
@@ -83,12 +81,7 @@ class EventFormat(SampleFormat):
     kind = EVENT_FRAMES
 
     def decoded(self, data: bytes, key: SampleKey | None) -> NDArray[Any]:
-        """Frames `[T, 2, size, size]` of a frames.npz or events.npz, counts or float32; a key augments them.
-
-        Raises:
-            ValueError: damaged, or a recording too short for the frames.
-            FormatMismatch: another number of time steps.
-        """
+        """Frames `[T, 2, size, size]`, counts or float32. Raises FormatMismatch for another T."""
         sample = decode_events(data)
         size = self.settings.size
         if isinstance(sample, Recording):
@@ -104,7 +97,8 @@ class EventFormat(SampleFormat):
 
 
 def require_finite(values: NDArray[Any], name: str) -> NDArray[Any]:
-    """Returns the values. Raises ValueError for one that is not finite as float32: a neuron would hide it."""
+    """Returns the values. Raises ValueError for one that is not finite as float32."""
+    # A neuron would hide it: nan >= threshold is False.
     with np.errstate(over="ignore"):
         if values.dtype.kind == "f" and not np.isfinite(values.astype(np.float32, copy=False)).all():
             raise ValueError(f"{name} hold values that are nan or infinite, or too large for float32")
@@ -112,11 +106,7 @@ def require_finite(values: NDArray[Any], name: str) -> NDArray[Any]:
 
 
 def decode_events(data: bytes) -> Recording | NDArray[Any]:
-    """Recording of an events.npz, or array `[T, 2, H, W]` of a frames.npz, read-only.
-
-    Raises:
-        ValueError: damaged, another format, too large, or not finite; events out of order or outside the sensor.
-    """
+    """Recording of an events.npz, or read-only array `[T, 2, H, W]` of a frames.npz. Raises ValueError."""
     if data.startswith(npy.MAGIC_PREFIX):
         raise ValueError(
             f"it holds an .npy array under the name of an .npz file (.{FRAMES} or .{EVENTS}); write it with "
@@ -132,14 +122,14 @@ def decode_events(data: bytes) -> Recording | NDArray[Any]:
 
 
 def encode_frames(frames: NDArray[Any]) -> bytes:
-    """Content of a frames.npz for `[T, 2, H, W]`, with the smallest type that holds integer counts."""
+    """Bytes of a frames.npz for `[T, 2, H, W]`; counts get the smallest type."""
     if frames.dtype.kind in "iu":
         frames = frames.astype(np.min_scalar_type(int(frames.max(initial=0))))
     return _npz(frames=frames)
 
 
 def encode_events(recording: Recording) -> bytes:
-    """Content of an events.npz for a recording; equal recordings have equal bytes."""
+    """Bytes of an events.npz; equal recordings have equal bytes."""
     events = recording.events
     sensor = recording.sensor
     t: NDArray[Any] = events.t - events.t[0]

@@ -42,10 +42,7 @@ _SIDEWAYS = tuple(_TURNS[number] for number in (5, 6, 7, 8))
 
 
 def orientation(file: Image.Image) -> Image.Transpose | None:
-    """Turn that sets an image upright by its EXIF data; None if it is upright or unknown.
-
-    Raises Pillow's errors for a damaged PNG.
-    """
+    """Turn that sets an image upright by its EXIF data, or None. Raises Pillow's errors for a damaged PNG."""
     if file.format == "PNG":  # its EXIF data may follow the pixels
         file.load()
     try:
@@ -60,13 +57,14 @@ def upright_size(file: Image.Image, turn: Image.Transpose | None) -> tuple[int, 
 
 
 def open_image(data: bytes, other_format: str | None = None) -> Image.Image:
-    """Opens an image file without decoding it. A WebP may take 2 GB (16,383 x 16,383) before its size is known.
+    """Opens an image file without decoding it.
 
     Args:
         other_format: Pillow's name of the only format allowed; by default those of training.
     Raises:
         ValueError: too large, damaged, another format, or more than 8 bits per channel.
     """
+    # Pillow decodes a WebP here: up to 2 GB (16,383 x 16,383) before its size is known.
     Image.MAX_IMAGE_PIXELS = None  # Pillow's own bound counts pixels, `require_size` bytes
     formats = _FORMATS if other_format is None else (other_format,)
     try:
@@ -89,9 +87,8 @@ class ImageFormat(SampleFormat):
 
     Attributes:
         size: height and width in pixels.
-        normalisation: a name in NORMALISATIONS.
-        recipe: random changes in training, added to `augment`.
-        center: fraction of the shorter side kept by the center crop.
+        recipe: random changes besides `augment`.
+        center: fraction of the shorter side in the center crop.
     """
 
     size: int
@@ -108,11 +105,10 @@ class ImageFormat(SampleFormat):
             raise ValueError(f"images have 1 or 3 channels, not {self.channels}; set --in-channels to 1 or 3")
 
     def decoded(self, data: bytes, key: SampleKey | None) -> NDArray[Any]:
-        """Decodes an image file to `[size, size, channels]`; a key augments it.
+        """Decodes an image to `[size, size, channels]`, uint8, or float32 after erasing.
 
-        It is turned upright by its EXIF data. The middle square is scaled to `size` (bilinear, averaging when it
-        shrinks), or a random part if `augment` crops (bicubic). Grey becomes RGB by repetition, RGB grey by luminance.
-        uint8, or float32 once a rectangle was erased. Raises ValueError as `open_image`.
+        Scales the upright image's middle square to `size` (bilinear, antialiased), or a random part if `augment` crops
+        (bicubic). Converts grey to RGB by repetition, RGB to grey by luminance.
         """
         image = self._scaled(open_image(data), key)
         pixels = np.asarray(image, dtype=np.uint8).reshape(self.size, self.size, self.channels)
@@ -161,21 +157,20 @@ class ImageFormat(SampleFormat):
         return image
 
     def batch(self, samples: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
-        """Joins images `[size, size, channels]` with values 0..255 into normalised `[N, channels, size, size]`.
-
-        Channels stay last in memory, the faster layout for convolutions.
-        """
+        """Joins images `[size, size, channels]` with values 0..255 into normalised `[N, channels, size, size]`."""
         joined = super().batch(samples)
         scale, shift = _rows(self.normalisation, self.size, self.channels)
         for image in joined.reshape(len(samples), -1, len(scale)):  # one at a time, within the CPU's cache
             image *= scale
             image -= shift
+        # Channels stay last in memory, the faster layout for convolutions.
         return joined.transpose(0, 3, 1, 2)
 
 
 @functools.cache
 def _rows(normalisation: str, size: int, channels: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Scale and shift for a row of pixels: NumPy is several times faster with rows than with single pixels."""
+    """Scale and shift for a row of pixels."""
+    # NumPy is several times faster with rows than with the few channels of a pixel.
     means, deviations = NORMALISATIONS[normalisation]
     mean = np.array(means, np.float32)
     deviation = np.array(deviations, np.float32)

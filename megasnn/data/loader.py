@@ -1,7 +1,7 @@
 """Global batches for one rank, read ahead by worker processes.
 
-The layout decides only which samples a rank reads. Their order (`megasnn.data.order`), the cut into micro-batches
-(`megasnn.common.grid`) and augmentation depend on neither layout nor number of workers.
+The layout only decides which samples a rank reads. Order (`megasnn.data.order`), micro-batches (`megasnn.common.grid`)
+and augmentation do not depend on it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megasnn.data.workers import STEP_SECONDS, WorkerWatch, start_worker
 from megasnn.parallel.sharding import own_span
 
 LoadedMicroBatch = tuple[Tensor | dict[str, Tensor] | None, dict[int, int]]
-"""Images or named arrays of a micro-batch, and the substitute sample at each position with a broken one."""
+"""Images or named arrays of a micro-batch, and substitutes for broken samples by position."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class MicroBatch:
 
     Attributes:
         start: position of the first sample in the global batch.
-        sample_ids: int64 `[size]`, equal on all ranks of a pipeline; broken samples are listed, not their substitutes.
-        inputs: float32 `[size, C, H, W]`, channels last in memory; event frames `[size, T, 2, H, W]`; or named inputs.
+        sample_ids: int64 `[size]`, including replaced samples; equal on all ranks of a pipeline.
+        inputs: float32 `[size, C, H, W]`, channels last; event frames `[size, T, 2, H, W]`; or named inputs.
         targets: classes `[size]`, or other targets.
-        skipped: broken samples replaced; 0 on ranks that read nothing.
-        left_out: positions that an evaluation does not count.
+        skipped: number of broken samples replaced on this rank.
+        left_out: positions excluded from an evaluation.
     """
 
     start: int
@@ -54,11 +54,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """This rank's micro-batches of a global batch of `size` samples; perhaps none at the end of a validation pass.
-
-    Attributes:
-        consumed_samples: the position after this batch.
-    """
+    """This rank's micro-batches in a global batch of `size` samples; `consumed_samples` is the position after it."""
 
     micro_batches: list[MicroBatch]
     size: int
@@ -70,9 +66,9 @@ class BatchShare:
     """This rank's part of every global batch.
 
     Attributes:
-        dp_size, dp_rank: replicas sharing the micro-batches of a global batch.
-        cp_size, cp_rank: ranks sharing the samples of a micro-batch.
-        inputs, targets: used by the rank's stage; a rank without either reads nothing.
+        dp_size, dp_rank: replicas share the micro-batches of a global batch.
+        cp_size, cp_rank: ranks share the samples of a micro-batch.
+        inputs, targets: whether the rank's stage uses them.
     """
 
     global_batch_size: int
@@ -85,7 +81,7 @@ class BatchShare:
     targets: bool = True
 
     def spans(self, samples: int) -> Iterator[tuple[int, int]]:
-        """First sample and number of samples of each micro-batch of this rank, in a batch of `samples`."""
+        """Yields first sample and size of this rank's micro-batches; perhaps none in a small last batch."""
         sizes = micro_batch_sizes(samples, min(self.micro_batch_size, samples))
         for index in micro_batches_of(len(sizes), self.dp_size, self.dp_rank):
             if span := own_span(sizes[index], [self.cp_size], self.cp_rank):
@@ -93,14 +89,14 @@ class BatchShare:
 
 
 class UpcomingMicroBatch(NamedTuple):
-    """A micro-batch before it is read; `start` as in `MicroBatch`."""
+    """A micro-batch before it is read."""
 
     start: int
     spans: list[Span]
 
 
 class UpcomingBatch(NamedTuple):
-    """A global batch before it is read; attributes as in `GlobalBatch`."""
+    """A global batch before it is read."""
 
     micro_batches: list[UpcomingMicroBatch]
     size: int
@@ -110,14 +106,11 @@ class UpcomingBatch(NamedTuple):
 class BatchLoader:
     """Cuts the sequence of samples into global batches and loads this rank's share.
 
-    Training: an endless sequence, shuffled by `seed` and augmented. Evaluation: one pass in file order, every sample
-    once, the last batch perhaps smaller.
+    Training: an endless sequence, shuffled by `seed` and augmented. Evaluation: one pass in file order; the last batch
+    may be smaller.
 
     Args:
-        config: `last_batch`, in training: "continue" fills the last batch of an epoch from the next epoch, "drop"
-            leaves its samples out. `skip_broken_samples`: the next sound sample replaces a broken one; all other
-            positions stay.
-        pin_memory: return inputs in pinned memory, from which GPUs copy without the host waiting.
+        pin_memory: return inputs in pinned memory, for copies to a GPU without waiting.
         timeout: seconds without data from any worker that end the run.
     Attributes:
         skipped: broken samples this rank replaced in the last `batches`.
@@ -158,13 +151,11 @@ class BatchLoader:
         self._loader: DataLoader[Any] | None = None
 
     def batches(self, consumed_samples: int = 0, limit: int | None = None) -> Generator[GlobalBatch]:
-        """Yields at most `limit` global batches from a position on.
-
-        A batch's errors are raised when it is due. Workers stay for the next pass, unless this one is closed early.
+        """Yields at most `limit` global batches from a position on. Raises a batch's errors when it is due.
 
         Raises:
-            BrokenSample, ValueError: as `ShardDataset.sample`, or no sample can be decoded.
-            ChildProcessError: a worker ended, or none sent data for too long.
+            BrokenSample, ValueError: as `ShardDataset.sample`, or no sample is sound.
+            ChildProcessError: a worker ended, or all were silent.
         """
         upcoming = self._upcoming(consumed_samples, limit)
         loaded: Iterator[LoadedMicroBatch] = repeat((None, {}))
@@ -181,12 +172,12 @@ class BatchLoader:
                     micro_batches.append(self._micro_batch(each, inputs, substitutes))
                     self.skipped += len(substitutes)
                 yield GlobalBatch(micro_batches, batch.size, batch.consumed_samples)
-        except BaseException:
+        except BaseException:  # also GeneratorExit; after a whole pass the workers stay for the next one
             self.close()
             raise
 
     def close(self) -> None:
-        """Ends the workers at once. Batches already returned stay valid."""
+        """Ends the workers; returned batches stay valid."""
         if self._watch is not None:
             self._watch.end()
         self._watch = None
@@ -237,7 +228,6 @@ class BatchLoader:
         )
 
     def _read(self) -> Iterator[LoadedMicroBatch]:
-        """Yields the upcoming micro-batches; raises errors that workers return."""
         if self._loader is None:
             self._loader = self._start()
         for loaded in self._watch.iterate(self._loader) if self._watch else self._loader:
@@ -270,7 +260,7 @@ class BatchLoader:
 
 
 class SpanSampler:
-    """Sampler of a DataLoader: spans of each micro-batch to read. `upcoming` is set before each pass."""
+    """Sampler of a DataLoader: spans of each micro-batch. `upcoming` is set before each pass."""
 
     upcoming: Iterator[list[Span]] = iter(())
 
@@ -291,7 +281,7 @@ def epoch_samples(samples: int, global_batch_size: int, last_batch: str) -> int:
 
 
 def order_identity(dataset: ShardDataset, global_batch_size: int, last_batch: str) -> str:
-    """Identity of a sample order apart from seed and shuffling. Raises ValueError as `epoch_samples`."""
+    """Identity of a sample order, without seed and shuffling. Raises ValueError as `epoch_samples`."""
     epoch = epoch_samples(len(dataset), global_batch_size, last_batch)
     identity = dataset.fingerprint()
     if epoch < len(dataset):
@@ -300,11 +290,11 @@ def order_identity(dataset: ShardDataset, global_batch_size: int, last_batch: st
 
 
 class SpanDataset(Dataset[LoadedMicroBatch | Exception]):
-    """Map-style data set for a DataLoader: spans of a micro-batch -> its joined samples, or an error in the data.
+    """Map-style data set: spans of a micro-batch -> joined samples, or an error in the data.
 
     Args:
-        augments: change samples at random, by their keys.
-        skip_broken: replace a broken sample by the next sound one of the epoch's order.
+        augments: change samples by their keys.
+        skip_broken: replace a broken sample by the next sound one in the epoch.
     """
 
     def __init__(self, dataset: ShardDataset, order: SampleOrder, augments: bool, skip_broken: bool) -> None:
@@ -337,7 +327,7 @@ class SpanDataset(Dataset[LoadedMicroBatch | Exception]):
         return torch.from_numpy(joined), substitutes
 
     def _substitute(self, epoch: int, position: int, key: SampleKey | None) -> tuple[int, Any]:
-        """The next sound sample and its decoded value, augmented by the key of the broken one."""
+        """The next sound sample and its value, augmented by the broken sample's key."""
         for sample in self._order.substitutes(epoch, position):
             with suppress(BrokenSample):
                 return sample, self._dataset.sample(sample, key)

@@ -1,8 +1,7 @@
-"""Order of samples: a function of the seed, the number of samples and the position, nothing else.
+"""Order of samples: a function of seed, number of samples and position.
 
-Positions count samples from the start of training. Epoch e is positions [e·n, (e+1)·n), with a permutation of its own.
-A run resumes at any position without replaying, and a batch may straddle two epochs. An epoch may be shorter than n
-samples: it leaves out the end of its permutation.
+Positions count samples from the start of training. Epoch e is positions [e·n, (e+1)·n), with its own permutation, so a
+run resumes anywhere without replaying. An epoch shorter than the data leaves out the end of its permutation.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megasnn.common.random import keyed_seed
 
 
 class Span(NamedTuple):
-    """Consecutive positions of one epoch: epoch, first position in it, samples."""
+    """Consecutive positions in one epoch: epoch, first position, samples."""
 
     epoch: int
     position: int
@@ -40,7 +39,7 @@ class SampleOrder:
     epoch: int
 
     def spans(self, start: int, count: int) -> list[Span]:
-        """The `count` positions from `start` on, one span per epoch."""
+        """`count` positions from `start` on, one span per epoch."""
         found: list[Span] = []
         while count > 0:
             epoch, position = divmod(start, self.epoch)

@@ -1,7 +1,6 @@
-"""Shards of a data path: folders, braces, globs, lists, and URLs, which each host fetches into its cache once.
+"""Shards of a data path: folders, braces, globs, lists, and URLs, fetched into the cache once per host.
 
-requests fetches ``http(s)``, webdataset's gopen runs a command after ``pipe:``, and fsspec fetches all other schemes
-(s3, gs, hf, ...), or names the package it needs. The name in the cache contains URL, size and version.
+requests fetches ``http(s)``, webdataset's gopen runs commands after ``pipe:``, and fsspec fetches all other schemes.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _T = TypeVar("_T")
 
 
 class FetchError(ValueError):
-    """A URL cannot be fetched. The message names the URL and what to do."""
+    """A URL cannot be fetched. The message names it."""
 
 
 class RemoteShard(NamedTuple):
@@ -58,7 +57,7 @@ class RemoteShard(NamedTuple):
 
     @property
     def target(self) -> Path:
-        """Path in the cache; another size or version has another path."""
+        """Path in the cache, by URL, size and version."""
         name = "pipe"
         if not self.url.startswith(PIPE):
             name = PurePosixPath(urlsplit(self.url).path).name
@@ -66,19 +65,13 @@ class RemoteShard(NamedTuple):
 
 
 def describe_remote(urls: Sequence[str]) -> list[RemoteShard]:
-    """Asks for sizes and versions. Raises FetchError for a missing shard, or a source without an answer."""
+    """Asks for sizes and versions. Raises FetchError for a missing shard or no answer."""
     with ThreadPoolExecutor(4 * _AT_A_TIME) as pool:
         return list(pool.map(lambda url: _persist(url, partial(_describe, url)), urls))
 
 
 def open_remote(shards: Sequence[RemoteShard]) -> list[TarFile]:
-    """Fetches shards missing in the cache, a few at a time, and opens all.
-
-    Raises:
-        FetchError: a shard cannot be fetched.
-        CacheError: the cache cannot be written.
-        ValueError: as `open_shard`.
-    """
+    """Fetches shards into the cache and opens them. Raises FetchError, CacheError, and ValueError as `open_shard`."""
     missing = [each for each in shards if not each.target.exists()]
 
     def fetch(remote: RemoteShard) -> None:
@@ -98,7 +91,7 @@ def open_remote(shards: Sequence[RemoteShard]) -> list[TarFile]:
 
 
 def _persist(url: str, action: Callable[[], _T]) -> _T:
-    """Result of an action on a URL, tried up to three times. Raises FetchError without passwords or keys."""
+    """Result of an action on a URL, tried three times. Raises FetchError without passwords and keys."""
     attempt = 1
     while True:
         try:
@@ -122,7 +115,6 @@ def _download(remote: RemoteShard, path: Path) -> None:
 
 
 def _open(url: str) -> Any:
-    """Stream of a URL's bytes."""
     if url.startswith(PIPE):
         from webdataset.gopen import gopen  # imports torch
 
@@ -148,12 +140,7 @@ def _describe(url: str) -> RemoteShard:
 
 
 def _http(url: str) -> requests.Response:
-    """Response of a server, content not yet read. Redirects lead to http(s) only.
-
-    Raises:
-        FileNotFoundError: the server refuses the request.
-        OSError: it has an error, or is silent for too long.
-    """
+    """Response without its content. Raises FileNotFoundError if the server refuses, OSError for other errors."""
     response = requests.get(url, stream=True, timeout=_SILENCE_SECONDS, headers={"Accept-Encoding": "identity"})
     if 400 <= response.status_code < 500:
         response.close()
@@ -163,7 +150,7 @@ def _http(url: str) -> requests.Response:
 
 
 def is_url(text: str) -> bool:
-    """True for an address to fetch, False for a path."""
+    """True for an address to fetch."""
     return text.startswith(PIPE) or re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
 
 
@@ -176,19 +163,18 @@ def shown_url(url: str) -> str:
 
 
 def shown_path(data_path: str) -> str:
-    """A data path for messages, without passwords and keys."""
+    """A data path for messages, as `shown_url`."""
     return "::".join(shown_url(part) if is_url(part) else part for part in data_path.split("::"))
 
 
 def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:
     """Shards of a data path, in the order of ``--no-shuffle``.
 
-    A path is a file; a folder (its ``*.tar``, sorted); braces (``dir/train-{00000..00009}.tar``, in the order written);
-    a glob (sorted); or a URL with or without braces. ``::`` joins several, as in webdataset.
+    A path is a file, a folder (its ``*.tar``, sorted), braces (``dir/train-{00000..00009}.tar``), a glob (sorted), or a
+    URL with or without braces. ``::`` joins paths, as in webdataset.
 
     Raises:
-        ValueError: a shard is missing or named twice, there is none or more than MOST_SHARDS, or another text than
-            ``pipe:`` on the command line becomes a command.
+        ValueError: a shard is missing or named twice, there are none or too many, or a command is hidden.
     """
     parts: list[str] = []
     for pattern in data_path.split("::"):
@@ -198,7 +184,8 @@ def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:
         part = part.removeprefix("file://").removeprefix("file:")
         shards += [part] if is_url(part) else _expand_files(part, flag)
     commands = [each for each in shards if isinstance(each, str) and each.startswith(PIPE)]
-    if commands and not names_command(data_path):  # a file of --config has been searched for commands by its text
+    # A file of --config may name no command: its text was searched for `pipe:`, before this expansion.
+    if commands and not names_command(data_path):
         raise ValueError(
             f"{flag} {data_path!r} becomes the command {commands[0]!r}: write {PIPE} out on the command line, and not "
             "by a variable, braces or file:"
@@ -209,7 +196,7 @@ def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:
 
 
 def _expand_pattern(pattern: str, flag: str) -> list[str]:
-    """Paths and URLs of a pattern; webdataset's rules for variables and braces."""
+    """Expands variables and braces by webdataset's rules."""
     from webdataset import shardlists  # imports torch
 
     for name in re.findall(r"\$\{(\w+)\}", pattern):
@@ -232,7 +219,7 @@ def _expand_pattern(pattern: str, flag: str) -> list[str]:
 
 
 def _longest_range(pattern: str) -> int:
-    """Count of the longest ``{first..last}`` or ``{first..last..step}``: braceexpand makes all its numbers at once."""
+    # braceexpand makes all numbers of {first..last} or {first..last..step} at once.
     longest = 0
     for first, last, step in re.findall(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}", pattern):
         longest = max(longest, abs(int(last) - int(first)) // max(int(step or 1), 1) + 1)

@@ -1,11 +1,8 @@
-"""Shards: webdataset tars whose samples are found by one seek, and their index.json.
+"""Shards: webdataset tars whose samples are read by one seek, and their index.json.
 
-A sample is the files with one name up to the first dot: an image (``<key>.jpg``) or events (``<key>.frames.npz``,
-``<key>.events.npz``) with a class (``<key>.cls``, an integer as text), or arrays (``<key>.npy``, ``<key>.mask.npy``,
-``<key>.seg.png``). Offsets come from the index.json beside a shard, otherwise from its headers, read once and cached. A
-``.tar.gz`` has no random access: it is unpacked into the cache.
-
-index.json is written last: a folder of shards without it is unfinished, or has another origin.
+Files with one name up to the first dot are a sample: an image (``<key>.jpg``) or events (``<key>.frames.npz``,
+``<key>.events.npz``) with a class (``<key>.cls``, an integer as text), or arrays (``<key>.npy``, ``<key>.seg.png``).
+Offsets come from the index.json beside a shard, otherwise from its headers, once.
 """
 
 from __future__ import annotations
@@ -57,8 +54,8 @@ class Members:
     """Samples of a shard in file order: keys, classes, and offsets and sizes of their data in bytes.
 
     Attributes:
-        suffixes: endings of the data that occur.
-        starts, ends: of all files of each sample; empty if these are not adjacent, and in old indexes.
+        suffixes: endings of the data.
+        starts, ends: of each sample's files; empty if not adjacent, and in old indexes.
     """
 
     keys: list[Annotated[str, Field(max_length=NAME_BYTES)]]
@@ -80,7 +77,7 @@ class Members:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard in index.json: file name, split, size in bytes, sources left out, samples."""
+    """A shard in index.json: file name, split, size in bytes, broken sources, samples."""
 
     file: Annotated[str, Field(pattern="^[^/]+$")]
     split: str
@@ -108,7 +105,7 @@ class Index:
 
 
 def read_index(folder: Path) -> Index | None:
-    """Index of a folder of shards, or None. Raises ValueError naming the first wrong field."""
+    """Index of a folder, or None. Raises ValueError naming the first wrong field."""
     path = folder / INDEX_NAME
     if not path.exists():
         return None
@@ -120,9 +117,9 @@ class TarFile:
     """A shard ready to be read.
 
     Attributes:
-        name: path or URL from the user, for messages.
-        state: `file_state` of `tar` when it was indexed.
-        classes, split: names by number, and split, from the index.json beside it; empty without one.
+        name: the user's path or URL, for messages.
+        state: of `tar` when it was indexed.
+        classes, split: from index.json; may be empty.
     """
 
     name: str
@@ -134,21 +131,19 @@ class TarFile:
 
 
 def file_state(status: os.stat_result) -> FileState:
-    """State of a file; a replaced or changed file has another."""
+    """State of a file, which changes with its content."""
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def open_shard(source: Path, name: str | None = None) -> TarFile:
-    """Opens a tar or .tar.gz. Messages call it `name`, by default its path.
-
-    Raises ValueError as `scan`, and for a shard that index.json describes differently.
-    """
+    """Opens a tar or .tar.gz; `name` is for messages. Raises ValueError as `scan`, or if index.json differs."""
     name = name or str(source)
     tar = source
     record, classes = _record_beside(source)
     split = "" if record is None else record.split
     state = file_state(source.stat())
     if _is_packed(source):
+        # gzip has no random access.
         tar = cache_folder("unpacked") / cached_name(source, ".tar")
         build_once(tar, lambda path: _unpack(source, path, name))
         state = file_state(tar.stat())
@@ -166,10 +161,7 @@ def open_shard(source: Path, name: str | None = None) -> TarFile:
 
 
 def scan(tar: Path, name: str) -> Members:
-    """Reads the headers and classes of a tar.
-
-    Raises ValueError for a damaged or empty file and an incomplete sample; names shard and sample.
-    """
+    """Reads headers and classes of a tar. Raises ValueError for a damaged or empty tar or sample."""
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     for member, key, suffix in _members(tar, name):
         _check_member(member, key, name)
@@ -201,7 +193,7 @@ def scan(tar: Path, name: str) -> Members:
 
 
 def _data_suffix(key: str, files: Mapping[str, tarfile.TarInfo], name: str) -> str:
-    """Ending of a sample's image or events, or of its first array. Raises ValueError for an incomplete sample."""
+    """Ending of a sample's image, events or first array. Raises ValueError for an incomplete sample."""
     found = [suffix for suffix in SAMPLE_SUFFIXES if suffix in files]
     arrays = [suffix for suffix in files if _is_array(suffix)]
     if (len(found) != 1 or LABEL not in files) and not arrays:
@@ -217,7 +209,7 @@ def _is_array(suffix: str) -> bool:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Key and ending of a file's name, as webdataset splits it; empty ending: part of no sample."""
+    """Key and ending of a file name by webdataset's rule; both empty for other files."""
     from webdataset.tariterators import base_plus_ext  # imports torch
 
     key, suffix = base_plus_ext(name)
@@ -225,7 +217,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]:
-    """Yields the files of samples in a tar, with key and ending."""
+    """Yields samples' files with key and ending."""
     length = tar.stat().st_size
     try:
         with tarfile.open(tar, mode="r:") as archive:
@@ -252,7 +244,6 @@ def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]
 
 
 def _check_member(member: tarfile.TarInfo, key: str, name: str) -> None:
-    """Raises ValueError for an unusable name, or content that one seek cannot read."""
     if not member.name.isprintable():
         raise ValueError(f"shard {name}: the name {member.name[:NAME_BYTES]!r} is not UTF-8; rename it")
     if len(os.fsencode(key)) > NAME_BYTES:
@@ -284,7 +275,7 @@ def _unpack(packed: Path, target: Path, name: str) -> None:
 
 
 def _record_beside(source: Path) -> tuple[ShardRecord | None, tuple[str, ...]]:
-    """Record of a shard in the index.json beside it, and the classes there. Raises ValueError for another size."""
+    """Record and classes of a shard in the index.json beside it. Raises ValueError for another size."""
     index = source.parent / INDEX_NAME
     if not index.exists():
         return None, ()
@@ -314,7 +305,6 @@ def _is_older_than_index(source: Path) -> bool:
 
 @lru_cache(maxsize=8)  # read once for all shards of a folder
 def _records(folder: Path, state: FileState) -> tuple[dict[str, ShardRecord], tuple[str, ...]]:
-    """Records by file name, and classes, of a folder's index.json."""
     index = read_index(folder)
     if index is None:
         return {}, ()

@@ -29,7 +29,7 @@ _RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def start_worker(number: int) -> None:
-    """Prepares a worker process: one thread, and an exit when its rank is gone."""
+    """Prepares a worker: one thread, and an exit with its rank."""
     # Share memory by name: the rank would request a descriptor from the worker, and a stopped worker never answers.
     torch.multiprocessing.set_sharing_strategy("file_system")
     keep_free_memory()
@@ -39,13 +39,13 @@ def start_worker(number: int) -> None:
 
 
 def _end_worker(error: BaseException, batch: object) -> None:
-    """Ends a worker that cannot pass on its batch (/dev/shm is full): the rank would wait for it."""
+    # The batch cannot be passed on (/dev/shm is full), and the rank would wait for it.
     print(f"data worker {os.getpid()}: {error}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 def end_with_parent() -> None:
-    """Ends this process as soon as its parent has ended."""
+    """Ends this process with its parent."""
     threading.Thread(target=_wait_for_parent, name="megasnn-parent", daemon=True).start()
 
 
@@ -58,15 +58,13 @@ def _wait_for_parent() -> None:
 
 @contextmanager
 def _starting() -> Iterator[None]:
-    """Starts processes as copies of a fork server that has imported torch and this package.
-
-    They do not run the user's script again: it may lack a `__main__` guard, or be no file. A rank that is a daemon of
-    multiprocessing may start them, too.
-    """
+    """Starts processes as copies of a fork server, which has imported torch and this package."""
+    # Without a `__main__`, they do not run the user's script: it may lack a guard, or be no file.
     main = sys.modules["__main__"]
     options = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     forkserver.set_forkserver_preload(["megasnn.data.loader", "megasnn.data.workers"])
     resource_tracker.ensure_running()  # its start would unblock the signals
+    # multiprocessing forbids a daemon to start processes, and a rank may be one.
     daemon = options.pop("daemon", None)
     # A launcher or terminal signals every process of a job, but the rank needs its workers until it has saved: the fork
     # server starts with these signals blocked, and its copies inherit that.
@@ -82,7 +80,7 @@ def _starting() -> Iterator[None]:
 
 
 class WorkerWatch:
-    """Workers of one DataLoader, which end with this object at the latest.
+    """Workers of one DataLoader, which end with this object.
 
     Args:
         seconds: silence of all workers that ends the run.
@@ -95,11 +93,7 @@ class WorkerWatch:
         self.end = Finalize(self, _end, args=(self._iterators,), exitpriority=100)
 
     def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Items of a DataLoader. A warning names stopped workers.
-
-        Raises:
-            ChildProcessError: a worker ended, or all were silent for too long.
-        """
+        """Items of a DataLoader; warns of stopped workers. Raises ChildProcessError for dead or silent ones."""
         with _starting():
             iterator = iter(loader)
         self._iterators[:] = [iterator]  # the same one in each pass, since workers persist
@@ -138,11 +132,8 @@ def _describe_stopped(workers: list[BaseProcess]) -> str:
 
 
 def _end(iterators: list[Any]) -> None:
-    """Ends the workers, then shuts the iterator down.
-
-    Left to the garbage collector, the iterator would start the thread of an unused queue. The collector could close
-    that thread's pipe a second time, and so a file of the rank opened in between.
-    """
+    # Left to the garbage collector, an iterator starts the thread of an unused queue. The collector may close this
+    # thread's pipe a second time, and with it a file that the rank opened in between.
     for iterator in iterators:
         for worker in iterator._workers:
             worker.kill()  # SIGKILL also ends stopped ones

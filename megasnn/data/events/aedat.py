@@ -52,19 +52,12 @@ PACKET_HEADER = np.dtype(
 def decode_aedat2(data: bytes, sensor: SensorSize | None = None, transpose_dvs128: bool = False) -> Recording:
     """Decodes AEDAT 2.0: big-endian pairs of a 32-bit address and a 32-bit time in microseconds.
 
-    - DVS128: bit 0 polarity, inverted; bits 1-7 x, bits 8-14 y; bits 15 and 31 mark triggers.
-    - DAVIS: bit 11 polarity; bits 12-21 x; bits 22-30 y; bit 31 marks frame and motion samples, bit 10 triggers.
-
-    The file counts columns from the right and rows from the bottom, the recording from the left and the top, as jAER
-    displays them.
-
     Args:
         sensor: for files without an AEChip line; by default a DVS128.
-        transpose_dvs128: use a DVS128's column as y and its row as x, as SpikingJelly and the literature on
-            CIFAR10-DVS do.
+        transpose_dvs128: swap x and y of a DVS128, as SpikingJelly and the literature on CIFAR10-DVS.
 
     Raises:
-        ValueError: cut, an unknown sensor, or addresses outside the sensor.
+        ValueError: cut, an unknown sensor, or addresses outside it.
     """
     lines, start = _read_header(data)
     if (len(data) - start) % _EVENT_BYTES:
@@ -75,6 +68,7 @@ def decode_aedat2(data: bytes, sensor: SensorSize | None = None, transpose_dvs12
         raise ValueError(f"has a sensor with unknown addresses ({chip or sensor}); known are {', '.join(SENSORS)}")
     address, time = np.frombuffer(data, ">u4", offset=start).astype(np.uint32).reshape(-1, 2).T
     if sensor == DVS128:
+        # Bit 0: inverted polarity. Bits 1-7: x. Bits 8-14: y. Bits 15 and 31: triggers.
         _require_dvs128(address)
         is_pixel = address & _DVS128_TRIGGERS == 0
         address = address[is_pixel]
@@ -82,6 +76,7 @@ def decode_aedat2(data: bytes, sensor: SensorSize | None = None, transpose_dvs12
         row = address >> 8 & 0x7F
         p = ~address & 1
     else:
+        # Bit 10: triggers. Bit 11: polarity. Bits 12-21: x. Bits 22-30: y. Bit 31: frame and motion samples.
         is_pixel = address & _DAVIS_NOT_A_PIXEL == 0
         address = address[is_pixel]
         column = address >> 12 & 0x3FF
@@ -93,6 +88,7 @@ def decode_aedat2(data: bytes, sensor: SensorSize | None = None, transpose_dvs12
         raise ValueError(
             f"column {column[index]} and row {row[index]} at event {index} are outside {sensor} (--sensor-size)"
         )
+    # The file counts columns from the right and rows from the bottom; jAER displays them as here.
     x = sensor.width - 1 - column
     y = sensor.height - 1 - row
     if sensor == DVS128 and transpose_dvs128:
@@ -117,10 +113,7 @@ def _unwrap_times(time: NDArray[np.uint32]) -> NDArray[np.int64]:
 
 
 def decode_aedat3(data: bytes, sensor: SensorSize | None = None) -> Recording:
-    """Decodes the polarity events (type 1) of AEDAT 3.1; coordinates and polarity as in SpikingJelly.
-
-    A packet begins with `PACKET_HEADER`. An event has 8 bytes, little-endian: bit 0 valid, bit 1 polarity, bits 2-16 y,
-    bits 17-31 x, then 31 bits of time in microseconds, continued by the packet's overflow.
+    """Decodes the polarity events of AEDAT 3.1; coordinates and polarity as in SpikingJelly.
 
     Args:
         sensor: for files whose Source line names no known sensor.
@@ -138,12 +131,13 @@ def decode_aedat3(data: bytes, sensor: SensorSize | None = None) -> Recording:
         raise ValueError(f"has compressed packets ({packing}); only RAW is read")
     packets = [np.empty((0, 2), np.int64), *_polarity_packets(data, start)]
     address, t = np.concatenate(packets).T
+    # Bit 0: valid. Bit 1: polarity. Bits 2-16: y. Bits 17-31: x.
     events = Events.make(t, address >> 17, address >> 2 & 0x7FFF, address >> 1 & 1)
     return Recording(events[address & 1 != 0], sensor)
 
 
 def _polarity_packets(data: bytes, position: int) -> Iterator[NDArray[np.int64]]:
-    """Yields address and time [number, 2] of each packet of polarity events; checks all packets."""
+    """Yields address and time [number, 2] of each packet of polarity events."""
     while position < len(data):
         start = position + PACKET_HEADER.itemsize
         if start > len(data):
@@ -162,13 +156,13 @@ def _polarity_packets(data: bytes, position: int) -> Iterator[NDArray[np.int64]]
             raise ValueError(f"is cut: the packet at byte {position} should have {capacity * size} bytes")
         if kind == _POLARITY:
             words = np.frombuffer(data, "<u4", 2 * number, start).reshape(-1, 2).astype(np.int64)
-            words[:, 1] += int(header["overflow"]) << 31
+            words[:, 1] += int(header["overflow"]) << 31  # times have 31 bits
             yield words
         position = start + capacity * size
 
 
 def _read_header(data: bytes) -> tuple[list[str], int]:
-    """Lines beginning with '#', up to the closing one, and the first byte after them."""
+    """Lines of the header, and the first byte after it."""
     lines: list[str] = []
     position = 0
     while data.startswith(b"#", position):
@@ -183,5 +177,5 @@ def _read_header(data: bytes) -> tuple[list[str], int]:
 
 
 def _sensor_in(text: str) -> SensorSize | None:
-    """Sensor named in a text such as "eu.seebetter.ini.chips.davis.DAVIS346B"."""
+    # As in "eu.seebetter.ini.chips.davis.DAVIS346B".
     return next((size for name, size in SENSORS.items() if name in text.upper()), None)

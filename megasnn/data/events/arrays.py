@@ -33,13 +33,13 @@ _UNITS = "--time-unit s, ms, us or ns"
 def recording_of_arrays(
     arrays: Mapping[str, NDArray], sensor: SensorSize | None = None, time_unit: TimeUnit | None = None
 ) -> Recording:
-    """Recording from named arrays; the order in time is not checked.
+    """Recording from named arrays, unsorted.
 
-    Takes arrays t, x, y and p (0 and 1, or -1 and 1), or one array of any name with these fields or columns; height and
-    width are optional. Floats must be whole numbers.
+    Takes arrays t, x, y and p (0 and 1, or -1 and 1), or one array with these fields or columns; height and width are
+    optional. Floats must be whole numbers.
 
     Args:
-        time_unit: of t; by default t counts whole microseconds.
+        time_unit: of t; by default whole microseconds.
 
     Raises:
         ValueError: an array is missing, invalid or ambiguous.
@@ -121,7 +121,7 @@ def _fits(columns: Mapping[str, NDArray], sensor: SensorSize | None) -> bool:
 
 
 def _is_whole(values: NDArray, least: int, most: int) -> NDArray[np.bool_]:
-    """Mask of whole numbers from `least` to `most`; False for nan."""
+    """Mask of whole numbers from `least` to `most`."""
     if values.dtype.kind == "f":
         # float16 would turn the bounds into infinity.
         values = values.astype(np.promote_types(values.dtype, np.float32))
@@ -139,7 +139,7 @@ def _require_whole(name: str, values: NDArray, least: int, most: int, advice: st
 
 
 def _microseconds(t: NDArray, unit: TimeUnit | None) -> NDArray[np.int64]:
-    """Times rounded to microseconds; without a unit they must be whole numbers."""
+    """Times rounded to microseconds; whole numbers without a unit."""
     times, parts = _MICROSECONDS[unit or "us"]
     latest = _LATEST // times
     if t.dtype.kind == "f" and unit is not None:

@@ -7,10 +7,7 @@ from numpy.typing import NDArray
 
 
 def unwrap(counter: NDArray, bits: int, silence: int | None = None) -> NDArray[np.int64]:
-    """Values of a counter of `bits` bits without its wraps.
-
-    A fall by nearly the whole range is a wrap. A rise as large leads back before the wrap, to a late event. Smaller
-    falls stay.
+    """Values of a counter with `bits` bits, without its wraps. Smaller falls stay.
 
     Args:
         silence: longest time between two values across a wrap; by default half the range.
@@ -20,9 +17,9 @@ def unwrap(counter: NDArray, bits: int, silence: int | None = None) -> NDArray[n
     threshold = half if silence is None else (1 << bits) - silence
     steps = np.diff(values)
     wraps = (steps < -threshold).astype(np.int64)
-    wraps -= steps > threshold
+    wraps -= steps > threshold  # back before the wrap, to a late event
     turns = np.cumsum(wraps)
-    # A large rise before the first wrap leads nowhere back: it follows a zero at the beginning.
+    # A large rise before the first wrap is none: it follows a zero at the beginning.
     turns -= np.minimum(np.minimum.accumulate(turns), 0)
     values[1:] += turns << bits
     return values

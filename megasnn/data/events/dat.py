@@ -15,14 +15,11 @@ from megasnn.data.events.header import read_header
 _KINDS = (0, 12)  # Event2d (N-CARS, GEN1) and EventCD have one layout
 _EVENT_BYTES = 8
 _VERSION = "2"
-_CLOCK_BITS = 32
+_CLOCK_BITS = 32  # wraps after 71.6 minutes
 
 
 def decode_dat(data: bytes, sensor: SensorSize | None = None) -> Recording:
     """Decodes DAT: a header, a byte for the kind of events, a byte for their size, events.
-
-    An event is two little-endian 32-bit words: time in microseconds; x (14 bits), y (14), polarity (4). The clock wraps
-    after 71.6 minutes. No `% Version` means version 2.
 
     Args:
         sensor: for headers without a size.
@@ -31,7 +28,7 @@ def decode_dat(data: bytes, sensor: SensorSize | None = None) -> Recording:
         ValueError: cut, too large, another version or kind of events, or no sensor size.
     """
     header = read_header(data)
-    version = header.fields.get("version", _VERSION)
+    version = header.fields.get("version", _VERSION)  # N-CARS has no `% Version`
     if version != _VERSION:
         raise ValueError(f"is DAT of version {version!r}; only version {_VERSION} is read")
     kind_and_size = data[header.end : header.end + 2]
@@ -51,6 +48,7 @@ def decode_dat(data: bytes, sensor: SensorSize | None = None) -> Recording:
         )
     words = np.frombuffer(data, "<u4", offset=start).reshape(-1, 2)
     require_size("its events", EVENT_BYTES * len(words))
+    # Time in microseconds; x (14 bits), y (14), polarity (4).
     t, word = words.T
     events = Events.make(unwrap(t, _CLOCK_BITS), word & 0x3FFF, word >> 14 & 0x3FFF, word >> 28 != 0)
     return Recording(events, header.sensor(sensor))

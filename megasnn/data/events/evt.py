@@ -1,7 +1,4 @@
-"""EVT 2, 2.1 and 3: Prophesee's raw formats. The upper four bits of a word are its type.
-
-A word TIME_HIGH holds the upper part of the time for all words after it. Words before the first one have no time and
-are left out: a recording may begin anywhere in a camera's stream.
+"""EVT 2, 2.1 and 3, Prophesee's raw formats: words with their type in the upper four bits.
 
 Source: Prophesee's pages on EVT 2.0, 2.1 and 3.0.
 """
@@ -19,7 +16,9 @@ from megasnn.data.events.header import Header, read_header
 _VERSIONS = {"2.0": "EVT2", "2.1": "EVT21", "3.0": "EVT3"}
 _WORD_BYTES = {"EVT2": 4, "EVT21": 8, "EVT3": 2}
 
-_TIME_HIGH = 8  # in every version
+# In every version, TIME_HIGH is the upper part of the time for all words after it. Events before the first one have no
+# time and are left out: a recording may begin anywhere in a camera's stream.
+_TIME_HIGH = 8
 _HIGH_BITS = 28  # of EVT 2 and 2.1; an event holds the lower six bits of the time
 _EVT21_TYPES = (0, 1, _TIME_HIGH, 10, 14, 15)  # events of both polarities, TIME_HIGH, triggers, two of others
 
@@ -38,7 +37,7 @@ _HALF = 1 << (_PART_BITS - 1)
 
 
 def decode_evt(data: bytes, sensor: SensorSize | None = None) -> Recording:
-    """Decodes EVT; the header's `format` (EVT2, EVT21, EVT3) or `evt` (2.0, 2.1, 3.0) gives the version.
+    """Decodes EVT, of the version in the header's `format` (EVT2, EVT21, EVT3) or `evt` (2.0, 2.1, 3.0).
 
     Args:
         sensor: for headers without a size.
@@ -69,7 +68,7 @@ def decode_evt(data: bytes, sensor: SensorSize | None = None) -> Recording:
 
 
 def _halves_are_swapped(header: Header, first: NDArray[np.uint32], second: NDArray[np.uint32]) -> bool:
-    """Whether the upper half of a 64-bit word comes first: `endianness=legacy`, sent by the IMX636."""
+    """Whether the upper half of a 64-bit word comes first (`endianness=legacy`, from the IMX636)."""
     endianness = header.format_options().get("endianness") or header.fields.get("endianness", "")
     if endianness.lower() not in ("", "little", "legacy"):
         raise ValueError(f"has words of endianness {endianness!r}; supported: little and legacy")
@@ -79,10 +78,8 @@ def _halves_are_swapped(header: Header, first: NDArray[np.uint32], second: NDArr
 
 
 def _type_evidence(upper: NDArray[np.uint32], lower: NDArray[np.uint32]) -> tuple[int, int, int]:
-    """Evidence that the upper halves hold the types, in order of weight.
-
-    All types are known; TIME_HIGH has an unused lower half, mostly 0; pixel masks rarely look like a TIME_HIGH.
-    """
+    """Evidence for the upper halves, larger for the true ones: compared in this order."""
+    # True types are all known. The lower half of TIME_HIGH is unused, mostly 0. Few pixel masks look like TIME_HIGH.
     kind = upper >> 28
     is_time_high = kind == _TIME_HIGH
     unknown = np.count_nonzero(~np.isin(kind, _EVT21_TYPES))
@@ -91,14 +88,12 @@ def _type_evidence(upper: NDArray[np.uint32], lower: NDArray[np.uint32]) -> tupl
 
 
 def _decode_evt2(words: NDArray[np.uint32], pixels: NDArray[np.unsignedinteger]) -> Events:
-    """Events of EVT 2 and 2.1.
-
-    Types 0 and 1 are events with that polarity: 6 bits of time, x (11 bits), y (11). Bit i of `pixels` is an event at
-    column x + i. TIME_HIGH counts 64 us and wraps after 4.8 hours.
-    """
+    """Events of EVT 2 and 2.1. Bit i of `pixels` is an event at column x + i."""
     kind = words >> 28
     highs = _require_times(np.flatnonzero(kind == _TIME_HIGH))
+    # TIME_HIGH counts 64 us and wraps after 4.8 hours.
     time_high = unwrap(words[highs] & ((1 << _HIGH_BITS) - 1), _HIGH_BITS)
+    # Types 0 and 1 are events with that polarity: 6 bits of time, x (11 bits), y (11).
     at = np.flatnonzero((kind <= 1) & (pixels != 0))
     at = at[at > highs[0]]
     time = time_high[_latest(highs, at)] << 6 | words[at] >> 22 & 0x3F
@@ -108,20 +103,15 @@ def _decode_evt2(words: NDArray[np.uint32], pixels: NDArray[np.unsignedinteger])
 
 
 def _decode_evt3(words: NDArray[np.uint16], start: int) -> Events:
-    """Events of EVT 3, whose words each change the row, the column or the time.
-
-    A word COLUMN is an event. A word VECTOR_12 or VECTOR_8 has an event for each set bit, from the last BASE's column
-    on, and moves this column by 12 or 8. Columns before the first row and vectors before the first base are left out.
-
-    Args:
-        start: byte of the first word, for errors.
-    """
+    """Events of EVT 3, whose words change the row, the column or the time; `start`: first byte, for errors."""
     kind: NDArray[np.uint16] = words >> np.uint16(12)
     value: NDArray[np.uint16] = words & np.uint16(0xFFF)
     highs = _require_times(np.flatnonzero(kind == _TIME_HIGH))
     rows = np.flatnonzero(kind == _ROW)
     bases = np.flatnonzero(kind == _BASE)
 
+    # COLUMN is an event. VECTOR_12 and VECTOR_8 have an event for each set bit, from the last BASE on, which they
+    # move by 12 or 8. Columns before the first row and vectors before the first base are left out.
     columns = np.flatnonzero(kind == _COLUMN)
     vectors = np.flatnonzero((kind == _VECTOR_12) | (kind == _VECTOR_8))
     vectors = vectors[vectors > (bases[0] if len(bases) else len(words))]
@@ -148,8 +138,9 @@ def _decode_evt3(words: NDArray[np.uint16], start: int) -> Events:
 def _times_of_evt3(
     kind: NDArray[np.uint16], value: NDArray[np.uint16], highs: NDArray[np.intp], at: NDArray[np.intp], start: int
 ) -> NDArray[np.int64]:
-    """Times of the words `at`: 12 bits of the last TIME_HIGH, 12 of the last TIME_LOW, or 0 after a new TIME_HIGH."""
+    """Times of the words `at`: 12 bits of the last TIME_HIGH, 12 of the last TIME_LOW."""
     time_high = _unwrap_evt3(value[highs].astype(np.int64), start + 2 * highs)
+    # The lower part is 0 after a new TIME_HIGH.
     changed = highs[np.diff(time_high, prepend=-1) != 0]
     is_low = kind == _TIME_LOW
     is_low[: highs[0]] = False
@@ -167,7 +158,7 @@ def _times_of_evt3(
 
 
 def _unwrap_evt3(high: NDArray[np.int64], byte: NDArray[np.intp]) -> NDArray[np.int64]:
-    """TIME_HIGH without its wraps, one per 16.8 s. Raises ValueError where a step back could be a long silence."""
+    """TIME_HIGH without its wraps. Raises ValueError for a step back that could be a long silence."""
     steps = np.diff(high)
     unclear = (steps < 0) & (steps >= -_HALF) | (steps > _HALF)
     if unclear.any():
@@ -186,12 +177,12 @@ def _require_times(highs: NDArray[np.intp]) -> NDArray[np.intp]:
 
 
 def _latest(markers: NDArray[np.intp], at: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Index of the last marker before each position `at`; both are sorted."""
+    """Index of the last marker before each position; both sorted."""
     return np.searchsorted(markers, at) - 1
 
 
 def _set_bits(masks: NDArray[np.unsignedinteger]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Mask index and bit number of each set bit, in order. Raises ValueError for too many, before using memory."""
+    """Mask index and bit number of each set bit, in order. Raises ValueError for too many."""
     require_size("its events", EVENT_BYTES * int(np.bitwise_count(masks).sum(dtype=np.int64)))
     octets = masks.astype(masks.dtype.newbyteorder("<")).view(np.uint8).reshape(len(masks), masks.itemsize)
     which, bit = np.nonzero(np.unpackbits(octets, axis=1, bitorder="little"))

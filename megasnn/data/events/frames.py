@@ -1,7 +1,4 @@
-"""Event recordings in memory, their checks, and their frames [T, 2, H, W].
-
-A frame counts the events of each polarity at each pixel, in one part of the recording.
-"""
+"""Event recordings in memory, their checks, and their frames [T, 2, H, W]: counts per polarity and pixel."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ NO_SIZE = "does not contain the size of its sensor; give it (--sensor-size HEIGH
 
 
 class RecordingError(ValueError):
-    """An unusable recording. The message names the file, and the event or byte."""
+    """An unusable recording. The message names file and event or byte."""
 
 
 class SensorSize(NamedTuple):
@@ -61,7 +58,7 @@ class Events:
 
     @staticmethod
     def make(t: ArrayLike, x: ArrayLike, y: ArrayLike, p: ArrayLike) -> Events:
-        """Converts array-likes to the types above, unchecked: values must fit."""
+        """Converts array-likes to the types above, unchecked."""
         return Events(
             np.ascontiguousarray(t, np.int64),
             np.ascontiguousarray(x, np.uint16),
@@ -72,17 +69,14 @@ class Events:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """Events of one file and the size of their sensor; `check_recording` checks them."""
+    """Events and the size of their sensor."""
 
     events: Events
     sensor: SensorSize
 
 
 def check_recording(recording: Recording, sort: bool = False) -> Recording:
-    """Requires events, inside the sensor and in order of time; `sort` sorts them instead (stable).
-
-    Raises ValueError naming the event.
-    """
+    """Requires events inside the sensor and in order of time, or sorts them. Raises ValueError naming the event."""
     events = recording.events
     sensor = recording.sensor
     if not len(events):
@@ -108,7 +102,7 @@ def check_recording(recording: Recording, sort: bool = False) -> Recording:
 
 @dataclass(frozen=True)
 class FrameOptions:
-    """Options for frames. Unscaled frames are counts, bit for bit SpikingJelly's."""
+    """Options for frames; unscaled ones are SpikingJelly's counts."""
 
     time_steps: int = 10
     """Frames of a sample, T."""
@@ -127,10 +121,8 @@ class FrameOptions:
 
 
 def make_frames(recording: Recording, options: FrameOptions) -> NDArray[Any]:
-    """Frames of a checked recording.
+    """Frames [T, 2, H, W] of a checked recording, polarity 0 first: int32 counts, or float32 once scaled.
 
-    Returns:
-        [T, 2, H, W], polarity 0 before polarity 1: int32 counts, or float32 once scaled.
     Raises:
         ValueError: too short to split by time, or frames too large.
     """
@@ -146,10 +138,8 @@ def make_frames(recording: Recording, options: FrameOptions) -> NDArray[Any]:
 
 
 def _bounds(t: NDArray[np.int64], options: FrameOptions) -> NDArray[np.int64]:
-    """First event of each frame, then the end of the last: [T + 1].
-
-    The last frame includes the remainder, as in SpikingJelly's `integrate_events_by_fixed_frames_number`.
-    """
+    """First event of each frame, then the end of the last: [T + 1]."""
+    # The last frame includes the remainder, as in SpikingJelly's `integrate_events_by_fixed_frames_number`.
     count = options.time_steps
     if options.split_by == "number":
         return np.append(len(t) // count * np.arange(count), len(t))
@@ -177,18 +167,15 @@ def _count(events: Events, sensor: SensorSize, bounds: NDArray[np.int64]) -> NDA
 
 
 def resize_frames(frames: NDArray[Any], size: int) -> NDArray[np.float32]:
-    """Scales frames [..., H, W] to [..., size, size], bilinear with antialiasing.
-
-    Equals torchvision's `Resize`, which scales CIFAR10-DVS from 128 to 48 in the literature (Deng et al. 2022, TET).
-    Values are means of counts, not sums.
-    """
+    """Scales frames [..., H, W] to [..., size, size]: bilinear, antialiased; means of counts, not sums."""
+    # torchvision's `Resize`, with which the literature scales CIFAR10-DVS from 128 to 48 (Deng et al. 2022, TET).
     height, width = frames.shape[-2:]
     return _weights(height, size) @ frames.astype(np.float32, copy=False) @ _weights(width, size).T
 
 
 @lru_cache(maxsize=16)
 def _weights(old: int, new: int) -> NDArray[np.float32]:
-    """Triangle filter [new, old], as wide as the larger of a new and an old pixel."""
+    """Triangle filter [new, old], as wide as the larger pixel."""
     scale = old / new
     centers = (np.arange(new) + 0.5) * scale
     distance = np.abs(np.arange(old) + 0.5 - centers[:, None]) / max(scale, 1.0)

@@ -27,7 +27,7 @@ class Header:
     end: int
 
     def format_options(self) -> dict[str, str]:
-        """Options of the field `format`, as in `EVT3;height=720;width=1280`; ``""`` is its name."""
+        """Options in `format` (`EVT3;height=720;width=1280`); ``""`` is its name."""
         name, *options = self.fields.get("format", "").split(";")
         found = {"": name.strip().upper()}
         for option in options:
@@ -36,11 +36,7 @@ class Header:
         return found
 
     def sensor(self, fallback: SensorSize | None) -> SensorSize:
-        """Sensor size from `format`, `geometry` (WIDTHxHEIGHT), or `height` and `width`.
-
-        Raises:
-            ValueError: no size and no fallback, or an invalid size.
-        """
+        """Sensor size in `format`, `geometry` (WIDTHxHEIGHT), or `height` and `width`. Raises ValueError."""
         width, _, height = self.fields.get("geometry", "").lower().partition("x")
         for source in (self.format_options(), {"height": height, "width": width}, self.fields):
             if source.get("height") and source.get("width"):
@@ -51,11 +47,7 @@ class Header:
 
 
 def read_header(data: bytes) -> Header:
-    """Reads the header of a file; it may be empty, or lack the line `% end`.
-
-    Raises:
-        ValueError: the file ends inside a line, or the header has more than 1 MB.
-    """
+    """Reads a header, which may be empty or lack `% end`. Raises ValueError if cut, or larger than 1 MB."""
     fields: dict[str, str] = {}
     position = 0
     while line := _LINE.match(data, position):

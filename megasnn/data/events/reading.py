@@ -38,18 +38,18 @@ def read_recording(
     time_unit: TimeUnit | None = None,
     transpose_dvs128: bool = False,
 ) -> Recording:
-    """Reads and checks a recording. The first bytes determine its format; for .bin, .bs2, .dat and .raw, the name.
+    """Reads and checks a recording. Its first bytes show the format; for .bin, .bs2, .dat and .raw, its name.
 
     Args:
-        sensor_size: height and width, for files without them. Defaults: N-MNIST's (34, 34) for .bin and .bs2, a DVS128
-            for AEDAT 2.0 without an AEChip line.
+        sensor_size: height and width, for files without them. By default (34, 34) for .bin and .bs2, a DVS128 for AEDAT
+            2.0.
         sort: sort events by time instead of refusing late ones.
         time_unit: of t in NumPy files: s, ms, us or ns; by default whole microseconds.
-        transpose_dvs128: x and y of a DVS128 in AEDAT 2.0 as in SpikingJelly.
+        transpose_dvs128: swap x and y of a DVS128 in AEDAT 2.0, as SpikingJelly.
 
     Raises:
-        RecordingError: cut, empty, no regular file, too large, an unknown format or version, no events, time that runs
-            backwards, or coordinates outside the sensor. Names the file and the event or byte.
+        RecordingError: damaged, too large, an unknown format or version, no events, time that runs backwards, or
+            coordinates outside the sensor.
         OSError: the file cannot be opened.
         ModuleNotFoundError: AEDAT 4 without faery.
     """
@@ -89,23 +89,20 @@ def _decode(data: bytes, name: str, sensor: SensorSize | None) -> Recording:
 
 
 def _decode_n_mnist(data: bytes, sensor: SensorSize | None) -> Recording:
-    """Decodes N-MNIST and N-Caltech101 (Orchard et al. 2015).
-
-    An event has 5 bytes, big-endian: x 8 bits, y 8, polarity 1, time 23. Row 240 is an overflow: later times grow by
-    2^13 us, as in the authors' reader.
-    """
+    """Decodes N-MNIST and N-Caltech101 (Orchard et al. 2015)."""
     if len(data) % 5:
         raise ValueError(f"is cut: {len(data)} bytes are no multiple of an event's 5 bytes")
+    # x 8 bits, y 8, polarity 1, time 23, big-endian.
     raw = np.frombuffer(data, np.dtype([("x", "u1"), ("y", "u1"), ("high", "u1"), ("low", ">u2")]))
     overflows = raw["y"] == _OVERFLOW_ROW
     t = (raw["high"] & np.int64(0x7F)) << 16 | raw["low"]
-    t += np.cumsum(overflows) * _OVERFLOW_TIME
+    t += np.cumsum(overflows) * _OVERFLOW_TIME  # as in the authors' reader
     events = Events.make(t, raw["x"], raw["y"], raw["high"] >> 7)[~overflows]
     return Recording(events, sensor or N_MNIST)
 
 
 def _read_aedat4(data: bytes, path: str) -> Recording:
-    """The only event stream of an AEDAT 4 file, without frames, triggers and motion samples."""
+    """The only event stream of an AEDAT 4 file."""
     # Checked before faery 0.7.1 reads it: a damaged header can end the process.
     (size,) = struct.unpack_from("<I", data.ljust(len(_AEDAT4) + 4, b"\0"), len(_AEDAT4))
     header = data[len(_AEDAT4) + 4 :][:size]

@@ -1,11 +1,7 @@
 """A simulated event camera before a moving image: recordings without a camera or a download.
 
-A pixel stores the logarithm of the light at its last event and sends the next event once the logarithm has risen
-(polarity 1) or fallen (0) by its threshold (Lichtsteiner et al. 2008). Thresholds differ between pixels. Events between
-two rendered images are interpolated linearly, as in ESIM (Rebecq et al. 2018). Every pixel also sends noise.
-
-The image moves along corners (x, y), x to the right and y down, in units of the sensor's `reach`. Every side takes
-equally long, with the speed of half a sine wave, as for a motor that starts and stops at rest.
+A pixel sends an event when the logarithm of its light has changed by its threshold (Lichtsteiner et al. 2008), between
+two rendered images by linear interpolation (ESIM, Rebecq et al. 2018). Every pixel also sends noise.
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ from megasnn.common.random import keyed_seed
 from megasnn.data.events.frames import Events, Recording, SensorSize
 
 Path = tuple[tuple[float, float], ...]
+"""Corners (x, y) of a motion, x to the right and y down, in units of `SimulatedSensor.reach`."""
 
 SACCADES: Path = ((-0.5, -0.5), (0.0, 0.5), (0.5, -0.5), (-0.5, -0.5))
 """Three saccades of N-MNIST, along a triangle (Orchard et al. 2015)."""
@@ -66,6 +63,7 @@ def _log_light(image: NDArray, times: NDArray, sensor: SimulatedSensor) -> NDArr
     """Logarithm of the light, [times, height * width]."""
     corners = np.array(sensor.path, np.float64)
     numbers = np.arange(len(corners))
+    # Each side takes equally long, at the speed of half a sine wave, like a motor that starts and stops.
     side, part = np.divmod(times / sensor.duration * (len(corners) - 1), 1)
     passed = side + (1 - np.cos(np.pi * part)) / 2
     dx = sensor.reach * np.interp(passed, numbers, corners[:, 0])
@@ -86,7 +84,7 @@ def _sampling(pixels: int, image_pixels: int, scale: float, shift: NDArray) -> N
 def _threshold_crossings(
     light: NDArray, times: NDArray, sensor: SimulatedSensor, random: np.random.Generator
 ) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-    """t, x, y, p of events caused by light, pixel by pixel within each time step."""
+    """t, x, y, p of events from light, pixel by pixel in each time step."""
     pixel_random = np.random.default_rng(keyed_seed("thresholds of a simulated sensor", 0))  # equal in all recordings
     spread = 1 + sensor.mismatch * pixel_random.standard_normal(light.shape[1])
     threshold = sensor.threshold * np.maximum(spread, 0.1)  # a threshold near 0 would fire endlessly

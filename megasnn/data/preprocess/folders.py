@@ -13,7 +13,7 @@ _SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", 
 
 
 def split_folders(folder: Path) -> dict[str, Path]:
-    """Existing folders of the splits train, val and test, in this order. Raises ValueError for two of one split."""
+    """Folders of the splits train, val and test that exist. Raises ValueError for two of one split."""
     found: dict[str, Path] = {}
     for entry in visible(folder):
         split = _SPLITS.get(entry.name.lower())
@@ -41,12 +41,7 @@ def files_of(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """Yields files at any depth of a folder, without hidden ones (.DS_Store, ._x.jpg).
-
-    Raises:
-        OSError: a folder cannot be read.
-        ValueError: it does not exist.
-    """
+    """Yields files at any depth, without hidden ones (.DS_Store, ._x.jpg). Raises OSError and ValueError."""
     visible(folder)
     seen: set[tuple[int, int]] = set()
     for parent, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
@@ -65,7 +60,7 @@ def _refuse(error: OSError) -> None:
 
 
 def describe_left_out(folder: Path, used: Collection[Path]) -> str:
-    """Sentence with number, types and the first of the unused files in a folder; "" for none."""
+    """Sentence about unused files in a folder; "" for none."""
     others = [path for path in walk(folder) if path not in used]
     if not others:
         return ""
@@ -75,7 +70,7 @@ def describe_left_out(folder: Path, used: Collection[Path]) -> str:
 
 
 def visible(folder: Path) -> list[Path]:
-    """Sorted entries of a folder, without hidden ones. Raises ValueError if it is no folder."""
+    """Sorted entries without hidden ones. Raises ValueError if `folder` is none."""
     if not folder.exists():
         raise ValueError(f"the folder {folder} does not exist")
     if not folder.is_dir():

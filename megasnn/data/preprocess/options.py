@@ -64,7 +64,7 @@ class ShardOptions(ABC):
         """Function that turns an item into a sample's files."""
 
     def run(self) -> str:
-        """Writes the shards and returns a summary. Raises ValueError as `preprocess`."""
+        """Writes the shards; returns a summary. Raises ValueError as `preprocess`."""
         if not self.input.is_dir():
             raise ValueError(f"--input {self.input} is no folder; give the folder of the data set")
         os.environ[SAMPLE_LIMIT] = str(self.max_sample_mb)

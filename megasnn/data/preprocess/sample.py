@@ -1,8 +1,7 @@
 """Data of ``--data-path sample``: scikit-learn's bundled digits as webdataset shards, without a download.
 
-1,797 scans of handwritten digits, 8 × 8 pixels, 17 grey levels (UCI "Optical Recognition of Handwritten Digits", test
-part). Every fifth sample of each class validates: 1,442 train, 355 validate. For event models, a simulated camera
-records the digits.
+1,797 scans, 8 × 8 pixels, 17 grey levels (UCI "Optical Recognition of Handwritten Digits", test part): 1,442 train,
+355 validate. For event models, a simulated camera records them.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ _EVENTS = "digits-events-v3"
 
 
 def shards_of_sample(events: bool) -> tuple[Path, Path]:
-    """Train and validation shard, written on first use by one process of a host.
-
-    Args:
-        events: recordings of 34 x 34 pixels and 0.3 s, as in N-MNIST, instead of images.
-    """
+    """Train and validation shard, written on first use: images, or recordings (34 x 34 pixels, 0.3 s)."""
     folder = cache_folder(_EVENTS if events else _IMAGES)
 
     def write(split: str, path: Path) -> None:
@@ -43,11 +38,11 @@ def shards_of_sample(events: bool) -> tuple[Path, Path]:
 
 
 def digit_samples(split: str, events: bool) -> Iterator[tuple[str, Mapping[str, bytes]]]:
-    """Yields key and files of each digit in the split train or valid."""
+    """Yields key and files of each digit in train or valid."""
     scans, labels = read_digits()
     held_out = np.zeros(len(labels), bool)
     for label in range(10):
-        held_out[np.flatnonzero(labels == label)[4::5]] = True
+        held_out[np.flatnonzero(labels == label)[4::5]] = True  # every fifth sample of each class
     chosen = np.flatnonzero(held_out if split == "valid" else ~held_out).tolist()
     for row in tqdm(chosen, f"digits ({split})", unit=" samples", disable=None, leave=False):
         if events:

@@ -1,6 +1,6 @@
-"""Samples of the usual data sets: where they lie, their classes, splits and keys, and the files of one sample.
+"""Samples of the usual data sets: files, classes, splits and keys; and a sample's files in a shard.
 
-Every function for a data set raises ValueError naming a missing, empty or invalid file or folder.
+All functions raise ValueError naming a missing, empty or invalid file or folder.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PIXELS = 3 * 32 * 32
 
 
 class CifarFiles(NamedTuple):
-    """Files of a binary CIFAR version; `labels` is the number of labels before the pixels of a row."""
+    """Files of a binary CIFAR version, and the number of labels in a row."""
 
     folder: str
     classes: str
@@ -72,9 +72,7 @@ class Item:
 
     Attributes:
         key: name in the shard, unique in its split, without dots (a webdataset key ends at the first).
-        label: class number.
-        source: its file.
-        part: of a file with several samples: row and number of labels, or first and last time in microseconds.
+        part: of the source: row and number of labels, or first and last time in microseconds.
     """
 
     key: str
@@ -96,11 +94,12 @@ class Listing:
                 raise ValueError(f"there are no samples for the split {split!r}")
 
     def with_unique_keys(self) -> Listing:
-        """The listing with keys unique in each split; before, `1.jpg` and `1.png` have one key."""
+        """The listing with keys unique in each split."""
+        # `1.jpg` and `1.png` have one key at first.
         return replace(self, splits={split: _with_unique_keys(items) for split, items in self.splits.items()})
 
     def numbered_as(self, classes: Sequence[str]) -> Listing:
-        """The listing with the class numbers of `classes`. Raises ValueError for a class not in it."""
+        """The listing with the class numbers of `classes`, which must contain all."""
         missing = [name for name in self.classes if name not in classes]
         if missing:
             raise ValueError(f"--classes-of: its list of classes has no {', '.join(map(repr, missing[:5]))}")
@@ -129,11 +128,8 @@ def _with_unique_keys(items: Sequence[Item]) -> list[Item]:
 
 
 def list_cifar(folder: Path, classes: Literal[10, 100]) -> Listing:
-    """Rows of the binary version of CIFAR-10, or of CIFAR-100 with its fine classes.
-
-    A row has a byte for each label (CIFAR-100: coarse, fine) and 3 x 32 x 32 for the pixels. The Python version
-    contains pickles, which are not read.
-    """
+    """Rows of the binary version of CIFAR-10, or of CIFAR-100 with its fine classes."""
+    # The Python version contains pickles, which are not read.
     files = _CIFAR[classes]
     if (folder / files.folder).is_dir():
         folder = folder / files.folder
@@ -147,6 +143,7 @@ def list_cifar(folder: Path, classes: Literal[10, 100]) -> Listing:
         items = splits[split] = []
         for number, name in enumerate(names):
             path = folder / name
+            # One byte for each label (CIFAR-100: coarse, fine), then the pixels.
             labels = cifar_rows(path, files.labels)[:, files.labels - 1].tolist()
             for row, label in enumerate(labels):
                 key = f"{split}_{class_names[label]}_{number}_{row:05d}"
@@ -205,11 +202,7 @@ def list_event_folders(folder: Path) -> Listing:
 
 
 def list_gestures(folder: Path) -> Listing:
-    """DVS128 Gesture: clips of the recordings in `trials_to_train.txt` and `trials_to_test.txt`.
-
-    Each line of `<name>_labels.csv` is a clip: class, first and last time in µs. Class n has number n - 1. Without the
-    lists, `folder` has a folder for each class.
-    """
+    """DVS128 Gesture: clips of the recordings in `trials_to_*.txt`; without these files, folders of classes."""
     if not (folder / _TRIALS.format("train")).is_file():
         return list_event_folders(folder)
     splits: dict[str, list[Item]] = {"train": [], "test": []}
@@ -224,6 +217,7 @@ def _clips(recording: Path) -> list[Item]:
     if not recording.is_file():
         problem = "is no regular file" if recording.exists() else "does not exist"
         raise ValueError(f"{recording} {problem}, and a list of trials names it")
+    # A clip: class from 1 on, first and last time in microseconds.
     clips: list[Item] = []
     for line in _lines(labels)[1:]:
         try:
@@ -238,7 +232,7 @@ def _clips(recording: Path) -> list[Item]:
 
 
 def _list_classes(folders: Mapping[str, Path], suffixes: Sequence[str]) -> Listing:
-    """Listing of splits with a folder for each class; the first split has all classes."""
+    """Listing of splits with folders of classes; the first split has all classes."""
     first = next(iter(folders.values()))
     classes = class_names(first)
     splits: dict[str, list[Item]] = {}
@@ -253,7 +247,6 @@ def _list_classes(folders: Mapping[str, Path], suffixes: Sequence[str]) -> Listi
 
 
 def _items(folder: Path, classes: Sequence[str], suffixes: Sequence[str]) -> list[list[Item]]:
-    """Items of each class."""
     found = []
     for label, name in enumerate(classes):
         files = files_of(folder / name, suffixes)
@@ -262,7 +255,7 @@ def _items(folder: Path, classes: Sequence[str], suffixes: Sequence[str]) -> lis
 
 
 def _key(path: Path, class_name: str, folder: Path) -> str:
-    """Key of a file: class and path below the folder; the class only once."""
+    """Class and path below the folder; the class only once."""
     name = "_".join(path.relative_to(folder).with_suffix("").parts)
     if not (class_name + name).isprintable():
         raise ValueError(f"the name of {str(path)!r} is not UTF-8, or has control characters; rename it")
@@ -280,7 +273,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def encode_image(image: Image.Image, kind: str, **options: int) -> bytes:
-    """Bytes of an image file; `kind` is Pillow's name of the format."""
+    """Bytes of an image file; `kind` is a format of Pillow."""
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
@@ -294,10 +287,7 @@ def encode_cifar(item: Item) -> Mapping[str, bytes]:
 
 
 def copy_image(item: Item) -> Mapping[str, bytes]:
-    """An image file unchanged, or as PNG if training does not decode its format.
-
-    Raises ValueError for a damaged file, found by decoding it, and for several images in one file.
-    """
+    """An image file unchanged, or as PNG if training does not decode its format. Decodes it as a check."""
     suffix = item.source.suffix.lower().removeprefix(".")
     try:
         data = read_file(item.source)
@@ -329,7 +319,7 @@ class Reading:
 
 
 def encode_recording(item: Item, frames: FrameOptions | None, reading: Reading) -> Mapping[str, bytes]:
-    """Files of a sample from a recording or a clip of it: frames, or its events without options for `frames`."""
+    """Frames of a recording or a clip of it, or its events without options for `frames`."""
     recording = _read(item.source, reading)
     if item.part:
         recording = Recording(recording.events.between(*item.part), recording.sensor)

@@ -1,7 +1,4 @@
-"""Writes the shards of a data set in parallel, and their index.
-
-Everything goes into `<output>.partial`, renamed at the end: a folder `<output>` is complete, even after a power cut.
-"""
+"""Writes the shards of a data set in parallel, and their index."""
 
 from __future__ import annotations
 
@@ -47,12 +44,12 @@ def preprocess(
 
     Args:
         output: a new or empty folder.
-        samples_per_shard: the last shard of a split may have fewer.
         skip_broken: leave out and count broken items.
 
     Raises:
         ValueError: the folder exists or cannot be written, or an item is broken. Nothing remains on disk.
     """
+    # Renamed at the end: a folder `output` is complete, even after a power cut.
     aside = output.with_name(f"{output.name}.partial")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output {output} exists and is no empty folder; choose another folder, or remove it")
