@@ -1,4 +1,4 @@
-"""Random changes of samples, keyed by seed, epoch and sample: independent of layout and workers."""
+"""Random changes to samples, keyed by seed, epoch and sample: equal on any layout."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SampleKey = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Augmentation:
-    """A random change of decoded samples.
+    """A random change to decoded samples.
 
     Attributes:
         summary: for --help.
         change: (sample, seed, epoch, sample number) -> changed sample, same shape.
         samples: IMAGES, FRAMES or both.
         normalisation: default constants for RGB images.
-        crops: use a random part of the original image, not its middle.
+        crops: use a random part, not the image's middle.
     """
 
     summary: str

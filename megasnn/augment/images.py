@@ -1,4 +1,4 @@
-"""Random changes of images, uint8 `[H, W, C]`: cropping, mirroring, RandAugment, erased rectangles.
+"""Random changes to images, uint8 `[H, W, C]`: cropping, mirroring, RandAugment, erased rectangles.
 
 RandAugment (Cubuk et al. 2019, arXiv 1909.13719) changes Pillow images, with timm's operations, ranges and names.
 """
@@ -57,7 +57,7 @@ class RandAugment:
     Attributes:
         magnitude: strength from 0 to 10 (m).
         count: operations per image (n).
-        deviation: standard deviation of the magnitude (mstd), clamped to 0..10.
+        deviation: the magnitude's standard deviation (mstd); it is clamped to 0..10.
         names: operations to draw from.
     """
 
@@ -79,7 +79,7 @@ class RandAugment:
 
 
 def parse_rand_augment(text: str, only: str | None = None) -> RandAugment:
-    """Parses timm's name of a RandAugment. Raises ValueError for another text.
+    """Parses timm's name for a RandAugment. Raises ValueError for another text.
 
     Args:
         only: comma-separated operations to draw from; None for all.
@@ -143,11 +143,11 @@ def _by_value(image: Image.Image, values: list[int]) -> Image.Image:
 
 @dataclass(frozen=True)
 class ImageRecipe:
-    """Changes of images in addition to `--augment`.
+    """Image changes in addition to `--augment`.
 
     Attributes:
-        crop_scale: smallest fraction of the area in a random crop.
-        erasing: fraction of images that lose a rectangle.
+        crop_scale: smallest area fraction in a random crop.
+        erasing: probability to lose a rectangle.
     """
 
     crop_scale: float = 0.08

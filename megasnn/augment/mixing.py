@@ -1,4 +1,4 @@
-"""Mixup and cutmix: mixes each sample of a micro-batch with another one, in images and labels.
+"""Mixup and cutmix: each sample is mixed with another one in its micro-batch, images and labels alike.
 
 Seed and position determine the mixing: stages with images and with labels need no communication.
 """
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Mix(NamedTuple):
-    """Mixing of one micro-batch.
+    """Mixing for one micro-batch.
 
     Attributes:
-        share: weight of each sample itself.
-        partners: position of each sample's partner.
+        share: each sample's own weight; its partner has the rest.
+        partners: each partner's position.
         box: rows and columns taken from the partner in cutmix; None for mixup.
     """
 
@@ -35,12 +35,12 @@ class Mix(NamedTuple):
 class Mixing:
     """Mixup (Zhang et al. 2017, arXiv 1710.09412) or cutmix (Yun et al. 2019, arXiv 1905.04899), as in timm.
 
-    A micro-batch has one share. With both, each mixes half of the micro-batches.
+    A micro-batch has one share. With both, each mixes every other micro-batch on average.
 
     Attributes:
-        mixup_alpha, cutmix_alpha: parameter of the share's beta distribution; None disables it.
+        mixup_alpha, cutmix_alpha: for the share's beta distribution; None disables it.
         classes: their number.
-        size: height and width of images.
+        size: image height and width.
         until: position after which nothing is mixed.
     """
 
@@ -52,7 +52,7 @@ class Mixing:
     until: int | None = None
 
     def plan(self, first: int, count: int) -> Mix | None:
-        """Mixing of the `count` samples from position `first` on; None for none."""
+        """Mixing for `count` samples from position `first` on; None for none."""
         if self.until is not None and first >= self.until:
             return None
         draws = keyed_numbers(self.seed, "mixing", first)
@@ -88,7 +88,7 @@ class Mixing:
         return mixed
 
     def labels(self, labels: Tensor, first: int) -> Tensor:
-        """Class indices `[n]` of the same samples -> probabilities `[n, classes]`, float64."""
+        """Class indices `[n]` -> mixed probabilities `[n, classes]`, float64; `first` as for `images`."""
         import torch
 
         mix = self.plan(first, len(labels))
@@ -107,7 +107,7 @@ def _chosen(values: Tensor, positions: list[int]) -> Tensor:
 
 
 def _span(side: int, share: float, draws: np.random.Generator) -> slice:
-    """Rows or columns of a box around a random middle, cut at the border."""
+    """A box's rows or columns around a random middle, cut at the border."""
     half = int(side * share) // 2
     middle = int(draws.integers(side))
     return slice(max(0, middle - half), min(side, middle + half))

@@ -1,4 +1,4 @@
-"""Samples with several files, for models with named inputs: images, `.npy` arrays, and `.png` maps of classes.
+"""Samples with several files, for models with named inputs: images, `.npy` arrays, and `.png` class maps.
 
 A sample's files are adjacent in the shard and read together.
 """
@@ -93,7 +93,7 @@ class ArrayFormat(SampleFormat):
         return values.astype(np.int64)
 
     def _classes(self, array: ArrayFile, files: Mapping[str, bytes]) -> NDArray[Any]:
-        """Class of each pixel, turned, cropped and scaled like the image, by nearest neighbour."""
+        """Pixel classes, turned, cropped and scaled like the image, by nearest neighbour."""
         file = open_image(files[array.ending])
         if file.mode not in ("L", "P", "1"):
             raise FormatMismatch(f"has colours (mode {file.mode}) in .{array.ending}, which should hold pixel classes")

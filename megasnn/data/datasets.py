@@ -1,4 +1,4 @@
-"""Data sets of a run: shards, sample format, and random access to samples."""
+"""A run's data sets: shards, sample format, and random access to samples."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ShardDataset:
         return len(self.labels)
 
     def key(self, index: int) -> str:
-        """Name of a sample in its shard."""
+        """The sample's name in its shard."""
         return self._keys[index].decode()
 
     def describe(self, index: int) -> str:
@@ -103,7 +103,7 @@ class ShardDataset:
             ) from error
 
     def fingerprint(self) -> str:
-        """Hash of names, classes and sizes of all samples in file order."""
+        """Hash over all names, classes and sizes in file order."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(b"".join(key + b"\0" for key in self._keys.tolist()))
         digest.update(self.labels.tobytes() + self._sizes.tobytes())
@@ -119,7 +119,7 @@ def _joined(shards: Sequence[TarFile], field: str) -> NDArray[np.int64]:
 
 
 def _read(tar: Path, state: FileState, size: int, offset: int) -> bytes:
-    """Bytes of an indexed shard. Raises OSError if it has changed."""
+    """Reads from an indexed shard. Raises OSError if it has changed."""
     file = _opened(tar, state).fileno()
     if file_state(os.fstat(file)) != state:
         raise OSError(f"{tar} was changed while in use")
@@ -155,11 +155,11 @@ def open_datasets(
     evaluates: bool = False,
     arrays: ArrayFormat | None = None,
 ) -> Datasets:
-    """Opens the shards of ``--data-path`` and ``--valid-data-path`` and checks all labels.
+    """Opens ``--data-path`` and ``--valid-data-path`` and checks all labels.
 
     Args:
         input_shape: (C, H, W) for images, (T, 2, H, W) for event frames.
-        sample_shards: writes the shards of ``sample``; True for recordings.
+        sample_shards: writes the data for ``sample``; True for recordings.
         decide: calls a function on one rank, returns its result on all.
         arrays: format for several files per sample.
     Raises:
@@ -200,7 +200,7 @@ def class_difference(one: Sequence[str], other: Sequence[str]) -> str | None:
 
 
 def _class_names(shards: Sequence[TarFile]) -> tuple[str, ...]:
-    """The longest list of class names. Raises ValueError if two lists differ."""
+    """The longest list. Raises ValueError if two lists name a class differently."""
     lists = {shard.classes: shard.name for shard in shards if shard.classes}
     longest = max(lists, key=len, default=())
     for classes, name in lists.items():
@@ -241,7 +241,7 @@ def _identity(address: Address) -> object:
 def open_shards(
     addresses: Sequence[Address], decide: Callable[[Callable[[], Any]], Any] = lambda read: read()
 ) -> list[TarFile]:
-    """Shards of a data path; fetches URLs into the cache. Raises ValueError as `open_shard` and `open_remote`."""
+    """Opens shards, fetching URLs into the cache. Raises ValueError as `open_shard` and `open_remote`."""
     urls = [each for each in addresses if isinstance(each, str)]
     remote = decide(lambda: describe_remote(urls)) if urls else []
     fetched = dict(zip(urls, open_remote(remote), strict=True))

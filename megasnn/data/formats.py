@@ -1,4 +1,4 @@
-"""Sample formats: from a file's bytes to the model's input; and the files of event samples."""
+"""Sample formats: from a file's bytes to the model's input; and files with event samples."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class FormatMismatch(ValueError):
 
 
 class SampleFormat(ABC):
-    """Decoder for a kind of samples.
+    """Decoder for a kind of sample.
 
     Attributes:
         kind: as in `Augmentation.samples`.
-        suffixes: endings of its files.
-        reads_all: decodes all files of a sample, not one.
+        suffixes: file endings.
+        reads_all: decodes all files in a sample, not one.
     """
 
     kind: ClassVar[str]
@@ -106,7 +106,7 @@ def require_finite(values: NDArray[Any], name: str) -> NDArray[Any]:
 
 
 def decode_events(data: bytes) -> Recording | NDArray[Any]:
-    """Recording of an events.npz, or read-only array `[T, 2, H, W]` of a frames.npz. Raises ValueError."""
+    """Recording in an events.npz, or read-only array `[T, 2, H, W]` in a frames.npz. Raises ValueError."""
     if data.startswith(npy.MAGIC_PREFIX):
         raise ValueError(
             f"it holds an .npy array under the name of an .npz file (.{FRAMES} or .{EVENTS}); write it with "
@@ -122,14 +122,14 @@ def decode_events(data: bytes) -> Recording | NDArray[Any]:
 
 
 def encode_frames(frames: NDArray[Any]) -> bytes:
-    """Bytes of a frames.npz for `[T, 2, H, W]`; counts get the smallest type."""
+    """A frames.npz for `[T, 2, H, W]`; counts get the smallest type."""
     if frames.dtype.kind in "iu":
         frames = frames.astype(np.min_scalar_type(int(frames.max(initial=0))))
     return _npz(frames=frames)
 
 
 def encode_events(recording: Recording) -> bytes:
-    """Bytes of an events.npz; equal recordings have equal bytes."""
+    """An events.npz; equal recordings have equal bytes."""
     events = recording.events
     sensor = recording.sensor
     t: NDArray[Any] = events.t - events.t[0]

@@ -1,4 +1,4 @@
-"""Images: from the bytes of a file to normalised pixels in the model's size and channels."""
+"""Images: from a file's bytes to normalised pixels in the model's size and channels."""
 
 from __future__ import annotations
 

@@ -27,19 +27,19 @@ from megasnn.data.workers import STEP_SECONDS, WorkerWatch, start_worker
 from megasnn.parallel.sharding import own_span
 
 LoadedMicroBatch = tuple[Tensor | dict[str, Tensor] | None, dict[int, int]]
-"""Images or named arrays of a micro-batch, and substitutes for broken samples by position."""
+"""A micro-batch's images or named arrays, and substitutes for broken samples by position."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples computed together, or this rank's share of them.
+    """Samples computed together, or this rank's share.
 
     Attributes:
         start: position of the first sample in the global batch.
         sample_ids: int64 `[size]`, including replaced samples; equal on all ranks of a pipeline.
         inputs: float32 `[size, C, H, W]`, channels last; event frames `[size, T, 2, H, W]`; or named inputs.
         targets: classes `[size]`, or other targets.
-        skipped: number of broken samples replaced on this rank.
+        skipped: broken samples replaced on this rank.
         left_out: positions excluded from an evaluation.
     """
 
@@ -54,7 +54,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """This rank's micro-batches in a global batch of `size` samples; `consumed_samples` is the position after it."""
+    """This rank's part of a global batch of `size` samples; `consumed_samples` is the position after it."""
 
     micro_batches: list[MicroBatch]
     size: int
@@ -66,8 +66,8 @@ class BatchShare:
     """This rank's part of every global batch.
 
     Attributes:
-        dp_size, dp_rank: replicas share the micro-batches of a global batch.
-        cp_size, cp_rank: ranks share the samples of a micro-batch.
+        dp_size, dp_rank: replicas share the micro-batches.
+        cp_size, cp_rank: ranks share each micro-batch's samples.
         inputs, targets: whether the rank's stage uses them.
     """
 
@@ -81,7 +81,7 @@ class BatchShare:
     targets: bool = True
 
     def spans(self, samples: int) -> Iterator[tuple[int, int]]:
-        """Yields first sample and size of this rank's micro-batches; perhaps none in a small last batch."""
+        """Yields first sample and size for each micro-batch here; perhaps none in a small last batch."""
         sizes = micro_batch_sizes(samples, min(self.micro_batch_size, samples))
         for index in micro_batches_of(len(sizes), self.dp_size, self.dp_rank):
             if span := own_span(sizes[index], [self.cp_size], self.cp_rank):
@@ -260,7 +260,7 @@ class BatchLoader:
 
 
 class SpanSampler:
-    """Sampler of a DataLoader: spans of each micro-batch. `upcoming` is set before each pass."""
+    """A DataLoader's sampler: spans for each micro-batch. `upcoming` is set before each pass."""
 
     upcoming: Iterator[list[Span]] = iter(())
 
@@ -281,7 +281,7 @@ def epoch_samples(samples: int, global_batch_size: int, last_batch: str) -> int:
 
 
 def order_identity(dataset: ShardDataset, global_batch_size: int, last_batch: str) -> str:
-    """Identity of a sample order, without seed and shuffling. Raises ValueError as `epoch_samples`."""
+    """Identifies a sample order, without seed and shuffling. Raises ValueError as `epoch_samples`."""
     epoch = epoch_samples(len(dataset), global_batch_size, last_batch)
     identity = dataset.fingerprint()
     if epoch < len(dataset):
@@ -290,7 +290,7 @@ def order_identity(dataset: ShardDataset, global_batch_size: int, last_batch: st
 
 
 class SpanDataset(Dataset[LoadedMicroBatch | Exception]):
-    """Map-style data set: spans of a micro-batch -> joined samples, or an error in the data.
+    """Map-style data set: a micro-batch's spans -> joined samples, or an error in the data.
 
     Args:
         augments: change samples by their keys.

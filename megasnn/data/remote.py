@@ -91,7 +91,7 @@ def open_remote(shards: Sequence[RemoteShard]) -> list[TarFile]:
 
 
 def _persist(url: str, action: Callable[[], _T]) -> _T:
-    """Result of an action on a URL, tried three times. Raises FetchError without passwords and keys."""
+    """Tries an action on a URL three times. Raises FetchError without passwords and keys."""
     attempt = 1
     while True:
         try:
@@ -168,7 +168,7 @@ def shown_path(data_path: str) -> str:
 
 
 def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:
-    """Shards of a data path, in the order of ``--no-shuffle``.
+    """Shards of a data path, ordered as ``--no-shuffle`` reads them.
 
     A path is a file, a folder (its ``*.tar``, sorted), braces (``dir/train-{00000..00009}.tar``), a glob (sorted), or a
     URL with or without braces. ``::`` joins paths, as in webdataset.

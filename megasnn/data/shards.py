@@ -51,11 +51,11 @@ _COPY_ADVICE = "copy or download it again"
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Members:
-    """Samples of a shard in file order: keys, classes, and offsets and sizes of their data in bytes.
+    """A shard's samples in file order: keys, classes, and their data's offsets and sizes in bytes.
 
     Attributes:
-        suffixes: endings of the data.
-        starts, ends: of each sample's files; empty if not adjacent, and in old indexes.
+        suffixes: data endings.
+        starts, ends: around each sample's files; empty if these are not adjacent, and in old indexes.
     """
 
     keys: list[Annotated[str, Field(max_length=NAME_BYTES)]]
@@ -94,7 +94,7 @@ class ShardRecord:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Index:
-    """Content of index.json: class names by number, shards, version."""
+    """An index.json: class names by number, shards, version."""
 
     classes: list[str]
     shards: list[ShardRecord]
@@ -105,7 +105,7 @@ class Index:
 
 
 def read_index(folder: Path) -> Index | None:
-    """Index of a folder, or None. Raises ValueError naming the first wrong field."""
+    """A folder's index, or None. Raises ValueError naming the first wrong field."""
     path = folder / INDEX_NAME
     if not path.exists():
         return None
@@ -118,7 +118,7 @@ class TarFile:
 
     Attributes:
         name: the user's path or URL, for messages.
-        state: of `tar` when it was indexed.
+        state: `file_state` when `tar` was indexed.
         classes, split: from index.json; may be empty.
     """
 
@@ -131,7 +131,7 @@ class TarFile:
 
 
 def file_state(status: os.stat_result) -> FileState:
-    """State of a file, which changes with its content."""
+    """A file's state, which changes with its content."""
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
@@ -161,7 +161,7 @@ def open_shard(source: Path, name: str | None = None) -> TarFile:
 
 
 def scan(tar: Path, name: str) -> Members:
-    """Reads headers and classes of a tar. Raises ValueError for a damaged or empty tar or sample."""
+    """Reads a tar's headers and classes. Raises ValueError for a damaged or empty tar or sample."""
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     for member, key, suffix in _members(tar, name):
         _check_member(member, key, name)
@@ -193,7 +193,7 @@ def scan(tar: Path, name: str) -> Members:
 
 
 def _data_suffix(key: str, files: Mapping[str, tarfile.TarInfo], name: str) -> str:
-    """Ending of a sample's image, events or first array. Raises ValueError for an incomplete sample."""
+    """Ending for a sample's image, events or first array. Raises ValueError for an incomplete sample."""
     found = [suffix for suffix in SAMPLE_SUFFIXES if suffix in files]
     arrays = [suffix for suffix in files if _is_array(suffix)]
     if (len(found) != 1 or LABEL not in files) and not arrays:
@@ -209,7 +209,7 @@ def _is_array(suffix: str) -> bool:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Key and ending of a file name by webdataset's rule; both empty for other files."""
+    """Key and ending in a file name, by webdataset's rule; both empty for other files."""
     from webdataset.tariterators import base_plus_ext  # imports torch
 
     key, suffix = base_plus_ext(name)
@@ -275,7 +275,7 @@ def _unpack(packed: Path, target: Path, name: str) -> None:
 
 
 def _record_beside(source: Path) -> tuple[ShardRecord | None, tuple[str, ...]]:
-    """Record and classes of a shard in the index.json beside it. Raises ValueError for another size."""
+    """A shard's record and classes in the index.json beside it. Raises ValueError for another size."""
     index = source.parent / INDEX_NAME
     if not index.exists():
         return None, ()

@@ -1,4 +1,4 @@
-"""Worker processes of a DataLoader: started clean, watched, and ended with their rank."""
+"""A DataLoader's worker processes: started clean, watched, and ended with their rank."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _wait_for_parent() -> None:
 
 @contextmanager
 def _starting() -> Iterator[None]:
-    """Starts processes as copies of a fork server, which has imported torch and this package."""
+    """Starts processes from a fork server, which has imported torch and this package."""
     # Without a `__main__`, they do not run the user's script: it may lack a guard, or be no file.
     main = sys.modules["__main__"]
     options = multiprocessing.current_process()._config  # type: ignore[attr-defined]
@@ -80,10 +80,10 @@ def _starting() -> Iterator[None]:
 
 
 class WorkerWatch:
-    """Workers of one DataLoader, which end with this object.
+    """One DataLoader's workers, which end with this object.
 
     Args:
-        seconds: silence of all workers that ends the run.
+        seconds: silence from all workers that ends the run.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -93,7 +93,7 @@ class WorkerWatch:
         self.end = Finalize(self, _end, args=(self._iterators,), exitpriority=100)
 
     def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Items of a DataLoader; warns of stopped workers. Raises ChildProcessError for dead or silent ones."""
+        """Yields a DataLoader's items; warns of stopped workers. Raises ChildProcessError for dead or silent ones."""
         with _starting():
             iterator = iter(loader)
         self._iterators[:] = [iterator]  # the same one in each pass, since workers persist

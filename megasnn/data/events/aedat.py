@@ -1,4 +1,4 @@
-"""AEDAT 2.0 and 3.1: lines of text beginning with '#', then events of 8 bytes.
+"""AEDAT 2.0 and 3.1: text lines beginning with '#', then events in 8 bytes each.
 
 CIFAR10-DVS is published in AEDAT 2.0 (jAER), DVS128 Gesture in AEDAT 3.1 (cAER).
 
@@ -50,11 +50,11 @@ PACKET_HEADER = np.dtype(
 
 
 def decode_aedat2(data: bytes, sensor: SensorSize | None = None, transpose_dvs128: bool = False) -> Recording:
-    """Decodes AEDAT 2.0: big-endian pairs of a 32-bit address and a 32-bit time in microseconds.
+    """Decodes AEDAT 2.0: big-endian pairs, 32-bit address and 32-bit time in microseconds.
 
     Args:
         sensor: for files without an AEChip line; by default a DVS128.
-        transpose_dvs128: swap x and y of a DVS128, as SpikingJelly and the literature on CIFAR10-DVS.
+        transpose_dvs128: swap a DVS128's x and y, as SpikingJelly and the literature on CIFAR10-DVS.
 
     Raises:
         ValueError: cut, an unknown sensor, or addresses outside it.
@@ -113,7 +113,7 @@ def _unwrap_times(time: NDArray[np.uint32]) -> NDArray[np.int64]:
 
 
 def decode_aedat3(data: bytes, sensor: SensorSize | None = None) -> Recording:
-    """Decodes the polarity events of AEDAT 3.1; coordinates and polarity as in SpikingJelly.
+    """Decodes polarity events in AEDAT 3.1; coordinates and polarity as in SpikingJelly.
 
     Args:
         sensor: for files whose Source line names no known sensor.
@@ -137,7 +137,7 @@ def decode_aedat3(data: bytes, sensor: SensorSize | None = None) -> Recording:
 
 
 def _polarity_packets(data: bytes, position: int) -> Iterator[NDArray[np.int64]]:
-    """Yields address and time [number, 2] of each packet of polarity events."""
+    """Yields address and time [number, 2] from each packet with polarity events."""
     while position < len(data):
         start = position + PACKET_HEADER.itemsize
         if start > len(data):
@@ -162,7 +162,7 @@ def _polarity_packets(data: bytes, position: int) -> Iterator[NDArray[np.int64]]
 
 
 def _read_header(data: bytes) -> tuple[list[str], int]:
-    """Lines of the header, and the first byte after it."""
+    """Header lines, and the first byte after them."""
     lines: list[str] = []
     position = 0
     while data.startswith(b"#", position):

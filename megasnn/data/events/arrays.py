@@ -1,6 +1,6 @@
-"""Recordings from NumPy arrays in the layouts of other programs.
+"""Recordings from NumPy arrays as other programs save them.
 
-t, x, y and p are four arrays, fields of a structured array, or columns of an array [N, 4].
+t, x, y and p are four arrays, fields in a structured array, or columns in an array [N, 4].
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _by_name(arrays: Mapping[str, NDArray]) -> dict[str, NDArray]:
 
 
 def _order_of(table: NDArray, sensor: SensorSize | None) -> str:
-    """The only order of `_ORDERS` in which all columns can be events'."""
+    """The only order in `_ORDERS` that fits all columns."""
     fitting = []
     for order in _ORDERS:
         columns = dict(zip(order, table.T, strict=True))

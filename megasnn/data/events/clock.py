@@ -1,4 +1,4 @@
-"""Clocks of event cameras: counters with a fixed number of bits, which wrap to 0."""
+"""Clocks of event cameras: counters of a few bits, which wrap to 0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def unwrap(counter: NDArray, bits: int, silence: int | None = None) -> NDArray[np.int64]:
-    """Values of a counter with `bits` bits, without its wraps. Smaller falls stay.
+    """Removes the wraps of a counter with `bits` bits. Smaller falls stay.
 
     Args:
         silence: longest time between two values across a wrap; by default half the range.

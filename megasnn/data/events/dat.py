@@ -1,4 +1,4 @@
-"""DAT, Prophesee's format of N-CARS and GEN1: a header of text, then events of 8 bytes.
+"""DAT, Prophesee's format for N-CARS and GEN1: a text header, then events in 8 bytes each.
 
 Source: Prophesee's page on DAT.
 """
@@ -25,7 +25,7 @@ def decode_dat(data: bytes, sensor: SensorSize | None = None) -> Recording:
         sensor: for headers without a size.
 
     Raises:
-        ValueError: cut, too large, another version or kind of events, or no sensor size.
+        ValueError: cut, too large, another version or event kind, or no sensor size.
     """
     header = read_header(data)
     version = header.fields.get("version", _VERSION)  # N-CARS has no `% Version`

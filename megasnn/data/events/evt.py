@@ -37,7 +37,7 @@ _HALF = 1 << (_PART_BITS - 1)
 
 
 def decode_evt(data: bytes, sensor: SensorSize | None = None) -> Recording:
-    """Decodes EVT, of the version in the header's `format` (EVT2, EVT21, EVT3) or `evt` (2.0, 2.1, 3.0).
+    """Decodes EVT; the version is in the header, `format` (EVT2, EVT21, EVT3) or `evt` (2.0, 2.1, 3.0).
 
     Args:
         sensor: for headers without a size.
@@ -68,7 +68,7 @@ def decode_evt(data: bytes, sensor: SensorSize | None = None) -> Recording:
 
 
 def _halves_are_swapped(header: Header, first: NDArray[np.uint32], second: NDArray[np.uint32]) -> bool:
-    """Whether the upper half of a 64-bit word comes first (`endianness=legacy`, from the IMX636)."""
+    """Whether a 64-bit word's upper half comes first (`endianness=legacy`, from the IMX636)."""
     endianness = header.format_options().get("endianness") or header.fields.get("endianness", "")
     if endianness.lower() not in ("", "little", "legacy"):
         raise ValueError(f"has words of endianness {endianness!r}; supported: little and legacy")
@@ -88,7 +88,7 @@ def _type_evidence(upper: NDArray[np.uint32], lower: NDArray[np.uint32]) -> tupl
 
 
 def _decode_evt2(words: NDArray[np.uint32], pixels: NDArray[np.unsignedinteger]) -> Events:
-    """Events of EVT 2 and 2.1. Bit i of `pixels` is an event at column x + i."""
+    """Decodes EVT 2 and 2.1. Bit i in `pixels` is an event at column x + i."""
     kind = words >> 28
     highs = _require_times(np.flatnonzero(kind == _TIME_HIGH))
     # TIME_HIGH counts 64 us and wraps after 4.8 hours.
@@ -103,7 +103,7 @@ def _decode_evt2(words: NDArray[np.uint32], pixels: NDArray[np.unsignedinteger])
 
 
 def _decode_evt3(words: NDArray[np.uint16], start: int) -> Events:
-    """Events of EVT 3, whose words change the row, the column or the time; `start`: first byte, for errors."""
+    """Decodes EVT 3, whose words change row, column or time. `start`: first byte, for errors."""
     kind: NDArray[np.uint16] = words >> np.uint16(12)
     value: NDArray[np.uint16] = words & np.uint16(0xFFF)
     highs = _require_times(np.flatnonzero(kind == _TIME_HIGH))
@@ -138,7 +138,7 @@ def _decode_evt3(words: NDArray[np.uint16], start: int) -> Events:
 def _times_of_evt3(
     kind: NDArray[np.uint16], value: NDArray[np.uint16], highs: NDArray[np.intp], at: NDArray[np.intp], start: int
 ) -> NDArray[np.int64]:
-    """Times of the words `at`: 12 bits of the last TIME_HIGH, 12 of the last TIME_LOW."""
+    """Times of the words `at`: 12 bits from the last TIME_HIGH, 12 from the last TIME_LOW."""
     time_high = _unwrap_evt3(value[highs].astype(np.int64), start + 2 * highs)
     # The lower part is 0 after a new TIME_HIGH.
     changed = highs[np.diff(time_high, prepend=-1) != 0]
@@ -182,7 +182,7 @@ def _latest(markers: NDArray[np.intp], at: NDArray[np.intp]) -> NDArray[np.intp]
 
 
 def _set_bits(masks: NDArray[np.unsignedinteger]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Mask index and bit number of each set bit, in order. Raises ValueError for too many."""
+    """Mask index and bit number for each set bit, in order. Raises ValueError for too many."""
     require_size("its events", EVENT_BYTES * int(np.bitwise_count(masks).sum(dtype=np.int64)))
     octets = masks.astype(masks.dtype.newbyteorder("<")).view(np.uint8).reshape(len(masks), masks.itemsize)
     which, bit = np.nonzero(np.unpackbits(octets, axis=1, bitorder="little"))

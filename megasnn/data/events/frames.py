@@ -53,7 +53,7 @@ class Events:
         return Events(self.t[part], self.x[part], self.y[part], self.p[part])
 
     def between(self, start: int, end: int) -> Events:
-        """Events with start <= t < end; requires order of time."""
+        """Events with start <= t < end; requires sorted times."""
         return self[slice(*np.searchsorted(self.t, (start, end)))]
 
     @staticmethod
@@ -69,7 +69,7 @@ class Events:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """Events and the size of their sensor."""
+    """Events and their sensor's size."""
 
     events: Events
     sensor: SensorSize
@@ -121,7 +121,7 @@ class FrameOptions:
 
 
 def make_frames(recording: Recording, options: FrameOptions) -> NDArray[Any]:
-    """Frames [T, 2, H, W] of a checked recording, polarity 0 first: int32 counts, or float32 once scaled.
+    """Frames [T, 2, H, W] from a checked recording, polarity 0 first: int32 counts, or float32 once scaled.
 
     Raises:
         ValueError: too short to split by time, or frames too large.
@@ -138,7 +138,7 @@ def make_frames(recording: Recording, options: FrameOptions) -> NDArray[Any]:
 
 
 def _bounds(t: NDArray[np.int64], options: FrameOptions) -> NDArray[np.int64]:
-    """First event of each frame, then the end of the last: [T + 1]."""
+    """First event in each frame, then the last frame's end: [T + 1]."""
     # The last frame includes the remainder, as in SpikingJelly's `integrate_events_by_fixed_frames_number`.
     count = options.time_steps
     if options.split_by == "number":

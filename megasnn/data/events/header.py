@@ -1,4 +1,4 @@
-"""Header of Prophesee's files (DAT and EVT): lines beginning with '%', each a name and a value."""
+"""Header in Prophesee's files (DAT and EVT): lines beginning with '%', each a name and a value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIDE = re.compile(r"\s*\d{1,5}\s*", re.ASCII)
 
 @dataclass(frozen=True)
 class Header:
-    """Fields of a header.
+    """A header's fields.
 
     Attributes:
         fields: values by lower-case name; the last of equal names.

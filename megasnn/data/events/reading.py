@@ -1,4 +1,4 @@
-"""Reads and checks recordings of event cameras: AEDAT, DAT, EVT, N-MNIST and NumPy files.
+"""Reads and checks event recordings: AEDAT, DAT, EVT, N-MNIST and NumPy files.
 
 AEDAT 4 requires faery (``pip install megasnn[events]``).
 """
@@ -43,9 +43,9 @@ def read_recording(
     Args:
         sensor_size: height and width, for files without them. By default (34, 34) for .bin and .bs2, a DVS128 for AEDAT
             2.0.
-        sort: sort events by time instead of refusing late ones.
+        sort: sort events by time; otherwise late ones are refused.
         time_unit: of t in NumPy files: s, ms, us or ns; by default whole microseconds.
-        transpose_dvs128: swap x and y of a DVS128 in AEDAT 2.0, as SpikingJelly.
+        transpose_dvs128: swap a DVS128's x and y in AEDAT 2.0, as SpikingJelly.
 
     Raises:
         RecordingError: damaged, too large, an unknown format or version, no events, time that runs backwards, or

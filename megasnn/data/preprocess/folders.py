@@ -1,4 +1,4 @@
-"""Folders of a data set: splits, classes, and their files."""
+"""A data set's folders: splits, classes, and their files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", 
 
 
 def split_folders(folder: Path) -> dict[str, Path]:
-    """Folders of the splits train, val and test that exist. Raises ValueError for two of one split."""
+    """Existing folders for train, val and test. Raises ValueError for two folders of one split."""
     found: dict[str, Path] = {}
     for entry in visible(folder):
         split = _SPLITS.get(entry.name.lower())
@@ -33,7 +33,7 @@ def class_names(folder: Path) -> list[str]:
 
 
 def files_of(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """Files with these endings at any depth, in numeric order of names. Raises ValueError for none."""
+    """Files with these endings at any depth, in numeric order. Raises ValueError for none."""
     files = [path for path in walk(folder) if path.suffix.lower() in suffixes]
     if not files:
         raise ValueError(f"{folder} has no files of type {', '.join(suffixes)}")

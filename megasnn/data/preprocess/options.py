@@ -32,7 +32,7 @@ from megasnn.data.shards import INDEX_NAME, Index, read_index
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions(ABC):
-    """Flags of all data sets."""
+    """Flags for all data sets."""
 
     input: Path
     """Folder of the data set."""

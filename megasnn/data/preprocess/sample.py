@@ -38,7 +38,7 @@ def shards_of_sample(events: bool) -> tuple[Path, Path]:
 
 
 def digit_samples(split: str, events: bool) -> Iterator[tuple[str, Mapping[str, bytes]]]:
-    """Yields key and files of each digit in train or valid."""
+    """Yields key and files for each digit in train or valid."""
     scans, labels = read_digits()
     held_out = np.zeros(len(labels), bool)
     for label in range(10):

@@ -45,7 +45,7 @@ _PIXELS = 3 * 32 * 32
 
 
 class CifarFiles(NamedTuple):
-    """Files of a binary CIFAR version, and the number of labels in a row."""
+    """Files of a binary CIFAR version, and labels per row."""
 
     folder: str
     classes: str
@@ -72,7 +72,7 @@ class Item:
 
     Attributes:
         key: name in the shard, unique in its split, without dots (a webdataset key ends at the first).
-        part: of the source: row and number of labels, or first and last time in microseconds.
+        part: row and number of labels, or first and last time in microseconds; empty for a whole source.
     """
 
     key: str
@@ -83,7 +83,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Listing:
-    """Items of each split, and class names by number. Raises ValueError for an empty split."""
+    """Items by split, and class names by number. Raises ValueError for an empty split."""
 
     splits: dict[str, list[Item]]
     classes: list[str]
@@ -128,7 +128,7 @@ def _with_unique_keys(items: Sequence[Item]) -> list[Item]:
 
 
 def list_cifar(folder: Path, classes: Literal[10, 100]) -> Listing:
-    """Rows of the binary version of CIFAR-10, or of CIFAR-100 with its fine classes."""
+    """Binary version of CIFAR-10, or of CIFAR-100 with its fine classes."""
     # The Python version contains pickles, which are not read.
     files = _CIFAR[classes]
     if (folder / files.folder).is_dir():
@@ -185,7 +185,7 @@ def list_tiny_imagenet(folder: Path) -> Listing:
 
 
 def list_event_folders(folder: Path) -> Listing:
-    """`<split>/<class>/*`; or `<class>/*`, where the first 90 % of each class train, in numeric order of names."""
+    """`<split>/<class>/*`; or `<class>/*`, where the first 90 % in each class train, in numeric order."""
     if folders := split_folders(folder):
         return _list_classes(folders, RECORDING_SUFFIXES)
     classes = class_names(folder)
@@ -202,7 +202,7 @@ def list_event_folders(folder: Path) -> Listing:
 
 
 def list_gestures(folder: Path) -> Listing:
-    """DVS128 Gesture: clips of the recordings in `trials_to_*.txt`; without these files, folders of classes."""
+    """DVS128 Gesture: clips from the recordings in `trials_to_*.txt`; without these files, a folder per class."""
     if not (folder / _TRIALS.format("train")).is_file():
         return list_event_folders(folder)
     splits: dict[str, list[Item]] = {"train": [], "test": []}
@@ -232,7 +232,7 @@ def _clips(recording: Path) -> list[Item]:
 
 
 def _list_classes(folders: Mapping[str, Path], suffixes: Sequence[str]) -> Listing:
-    """Listing of splits with folders of classes; the first split has all classes."""
+    """Listing for splits with a folder per class; the first split has all classes."""
     first = next(iter(folders.values()))
     classes = class_names(first)
     splits: dict[str, list[Item]] = {}
@@ -273,14 +273,14 @@ def _lines(path: Path) -> list[str]:
 
 
 def encode_image(image: Image.Image, kind: str, **options: int) -> bytes:
-    """Bytes of an image file; `kind` is a format of Pillow."""
+    """An image file's bytes; `kind` is a Pillow format."""
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
 def encode_cifar(item: Item) -> Mapping[str, bytes]:
-    """PNG of a row in a CIFAR file."""
+    """A CIFAR row as PNG."""
     row, labels = item.part
     pixels = cifar_rows(item.source, labels)[row, labels:].reshape(3, 32, 32).transpose(1, 2, 0)
     return {"png": encode_image(Image.fromarray(pixels), "PNG", compress_level=1)}
@@ -310,7 +310,7 @@ def copy_image(item: Item) -> Mapping[str, bytes]:
 
 @dataclass(frozen=True)
 class Reading:
-    """Arguments of `read_recording`."""
+    """Arguments for `read_recording`."""
 
     sensor_size: tuple[int, int] | None
     sort: bool
@@ -319,7 +319,7 @@ class Reading:
 
 
 def encode_recording(item: Item, frames: FrameOptions | None, reading: Reading) -> Mapping[str, bytes]:
-    """Frames of a recording or a clip of it, or its events without options for `frames`."""
+    """A recording's or clip's frames, or its events without options for `frames`."""
     recording = _read(item.source, reading)
     if item.part:
         recording = Recording(recording.events.between(*item.part), recording.sensor)

@@ -1,4 +1,4 @@
-"""Writes the shards of a data set in parallel, and their index."""
+"""Writes a data set's shards in parallel, and their index."""
 
 from __future__ import annotations
 
