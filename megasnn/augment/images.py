@@ -87,7 +87,7 @@ def parse_rand_augment(text: str, only: str | None = None) -> RandAugment:
     found = re.fullmatch(_FORM, text[:80])
     if not found:
         raise ValueError(f"--rand-augment {text[:80]}: write it as rand-m9-n2-mstd0.5-inc1; n and mstd are optional")
-    names = OPERATION_NAMES
+    names: tuple[str, ...] = OPERATION_NAMES
     if only is not None:
         names = tuple(name.strip() for name in only.split(","))
     for name in names:

@@ -121,6 +121,7 @@ def _joined(shards: Sequence[TarFile], field: str) -> NDArray[np.int64]:
 def _read(tar: Path, state: FileState, size: int, offset: int) -> bytes:
     """Reads from an indexed shard. Raises OSError if it has changed."""
     file = _opened(tar, state).fileno()
+    # A replaced file stays open under its old inode; a file changed in place has another size or time.
     if file_state(os.fstat(file)) != state:
         raise OSError(f"{tar} was changed while in use")
     return os.pread(file, size, offset)
@@ -165,7 +166,7 @@ def open_datasets(
     Raises:
         ValueError: a shard is missing, damaged or empty; labels, samples, options or class names do not fit.
     """
-    os.environ[SAMPLE_LIMIT] = str(config.max_sample_mb)
+    os.environ[SAMPLE_LIMIT] = str(config.max_sample_mb)  # worker processes inherit it
     format = sample_format(config, input_shape, evaluates, arrays)
     valid_path = config.valid_data_path or (SAMPLE if config.data_path == SAMPLE else None)
     made: tuple[Path, ...] = ()
@@ -175,6 +176,7 @@ def open_datasets(
     paths = [("--data-path", config.data_path)]
     if valid_path:
         paths.append(("--valid-data-path", valid_path))
+    # A run that only evaluates opens no training shards, which may be missing.
     if evaluates and config.valid_data_path:
         paths = [("--valid-data-path", config.valid_data_path)] * 2
     addresses: list[Sequence[Address]] = []
@@ -183,12 +185,13 @@ def open_datasets(
     shards = [open_shards(each, decide) for each in addresses]
     classes = _class_names([shard for each in shards for shard in each]) if num_classes else ()
     datasets = [_dataset(config, format, num_classes, each) for each in shards]
-    warnings: dict[str, None] = {}
+    warnings: list[str] = []
     for (flag, _), each in zip(paths, shards, strict=True):
-        warnings |= dict.fromkeys(_mixed_splits(flag, each))
+        warnings += _mixed_splits(flag, each)
     if not evaluates:
-        warnings |= dict.fromkeys(_used_twice(*addresses))
-    return Datasets(datasets[0], datasets[1] if valid_path else None, classes, tuple(warnings))
+        warnings += _used_twice(*addresses)
+    distinct = tuple(dict.fromkeys(warnings))
+    return Datasets(datasets[0], datasets[1] if valid_path else None, classes, distinct)
 
 
 def class_difference(one: Sequence[str], other: Sequence[str]) -> str | None:
@@ -213,14 +216,16 @@ def _class_names(shards: Sequence[TarFile]) -> tuple[str, ...]:
 
 
 def _mixed_splits(flag: str, shards: Sequence[TarFile]) -> Iterator[str]:
-    # A prepared folder holds all splits, train-*.tar beside val-*.tar.
+    # A folder of tools/preprocess_data.py holds all splits, train-*.tar beside test-*.tar.
     splits = sorted({shard.split for shard in shards if shard.split})
     if len(splits) > 1:
-        yield f"WARNING: {flag} holds the splits {', '.join(splits)}; for one, name its shards, as {splits[-1]}-*.tar"
+        shards_of_one = " or ".join(f"{split}-*.tar" for split in splits)
+        yield f"WARNING: {flag} holds the splits {', '.join(splits)}; to use one of them, name {shards_of_one} there"
 
 
 def _used_twice(train: Sequence[Address], valid: Sequence[Address] = ()) -> Iterator[str]:
     """Warnings about shards named twice, or in training and validation."""
+    # The first name of each shard. Training on validation samples is allowed, but not silently.
     seen: dict[object, tuple[str, Address]] = {}
     for flag, addresses in (("--data-path", train), ("--valid-data-path", valid)):
         for address in addresses:
@@ -243,6 +248,7 @@ def open_shards(
 ) -> list[TarFile]:
     """Opens shards, fetching URLs into the cache. Raises ValueError as `open_shard` and `open_remote`."""
     urls = [each for each in addresses if isinstance(each, str)]
+    # One rank asks the servers, so that all ranks fetch the same sizes and versions.
     remote = decide(lambda: describe_remote(urls)) if urls else []
     fetched = dict(zip(urls, open_remote(remote), strict=True))
     return [fetched[each] if isinstance(each, str) else open_shard(each) for each in addresses]

@@ -36,7 +36,7 @@ class MicroBatch:
 
     Attributes:
         start: position of the first sample in the global batch.
-        sample_ids: int64 `[size]`, including replaced samples; equal on all ranks of a pipeline.
+        sample_ids: int64 `[size]`, equal on all ranks of a pipeline: a replaced sample keeps its number.
         inputs: float32 `[size, C, H, W]`, channels last; event frames `[size, T, 2, H, W]`; or named inputs.
         targets: classes `[size]`, or other targets.
         skipped: broken samples replaced on this rank.
@@ -68,7 +68,7 @@ class BatchShare:
     Attributes:
         dp_size, dp_rank: replicas share the micro-batches.
         cp_size, cp_rank: ranks share each micro-batch's samples.
-        inputs, targets: whether the rank's stage uses them.
+        inputs, targets: whether the rank's stage uses them; a rank without either reads nothing.
     """
 
     global_batch_size: int
@@ -82,6 +82,7 @@ class BatchShare:
 
     def spans(self, samples: int) -> Iterator[tuple[int, int]]:
         """Yields first sample and size for each micro-batch here; perhaps none in a small last batch."""
+        # An evaluation's last batch may be smaller than a micro-batch.
         sizes = micro_batch_sizes(samples, min(self.micro_batch_size, samples))
         for index in micro_batches_of(len(sizes), self.dp_size, self.dp_rank):
             if span := own_span(sizes[index], [self.cp_size], self.cp_rank):
@@ -142,7 +143,7 @@ class BatchLoader:
         self._order = SampleOrder(samples, seed, config.shuffle and training, epoch)
         self._arrays = dataset.format if isinstance(dataset.format, ArrayFormat) else None
         reads_target = self._arrays is not None and bool(self._arrays.target)
-        # Classes are known without reading. Only reading finds broken samples, whose classes change with them.
+        # Classes come from the index. But only reading finds broken samples, whose substitutes have other classes.
         self._reads = share.inputs or (share.targets and (config.skip_broken_samples or reads_target))
         augments = training and share.inputs
         self._reader = SpanDataset(dataset, self._order, augments, config.skip_broken_samples)
@@ -160,6 +161,7 @@ class BatchLoader:
         upcoming = self._upcoming(consumed_samples, limit)
         loaded: Iterator[LoadedMicroBatch] = repeat((None, {}))
         if self._reads:
+            # Workers read ahead of the batch that is due, from a copy of the same sequence.
             ahead, upcoming = tee(upcoming)
             self._sampler.upcoming = (each.spans for batch in ahead for each in batch.micro_batches)
             loaded = self._read()
@@ -172,7 +174,8 @@ class BatchLoader:
                     micro_batches.append(self._micro_batch(each, inputs, substitutes))
                     self.skipped += len(substitutes)
                 yield GlobalBatch(micro_batches, batch.size, batch.consumed_samples)
-        except BaseException:  # also GeneratorExit; after a whole pass the workers stay for the next one
+        except BaseException:
+            # Also GeneratorExit: workers of an unfinished pass hold its samples. After a whole pass they stay.
             self.close()
             raise
 
@@ -240,12 +243,13 @@ class BatchLoader:
         if self._workers:
             self._watch = WorkerWatch(self._timeout)
             micro_batches = -(-self._share.global_batch_size // self._share.micro_batch_size)
-            own = -(-micro_batches // self._share.dp_size)
+            # The whole next global batch is read while one computes.
+            ahead = -(-micro_batches // self._share.dp_size)
             workers = {
                 "num_workers": self._workers,
                 "multiprocessing_context": "forkserver",
                 "persistent_workers": True,
-                "prefetch_factor": max(2, -(-own // self._workers)),  # the whole next global batch
+                "prefetch_factor": max(2, -(-ahead // self._workers)),
                 "worker_init_fn": start_worker,
                 "timeout": min(STEP_SECONDS, self._timeout),
             }
@@ -254,7 +258,8 @@ class BatchLoader:
             sampler=self._sampler,
             batch_size=None,
             pin_memory=self._pin_memory,
-            generator=torch.Generator(),  # without one, a DataLoader draws from torch's global generator
+            # Without one, a DataLoader draws from torch's global generator, and weights or dropout would change.
+            generator=torch.Generator(),
             **workers,
         )
 
@@ -309,6 +314,7 @@ class SpanDataset(Dataset[LoadedMicroBatch | Exception]):
         try:
             for epoch, first, samples in spans:
                 for position, sample in enumerate(samples.tolist(), first):
+                    # Neither rank nor position is in the key, so that every layout changes a sample alike.
                     key = (self._order.seed, epoch, sample) if self._augments else None
                     try:
                         image = self._dataset.sample(sample, key)

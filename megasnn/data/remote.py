@@ -77,6 +77,7 @@ def open_remote(shards: Sequence[RemoteShard]) -> list[TarFile]:
     def fetch(remote: RemoteShard) -> None:
         build_once(remote.target, lambda path: _persist(remote.url, lambda: _download(remote, path)))
 
+    # One progress bar for a host, not for each of its ranks.
     quiet = not missing or os.environ.get("LOCAL_RANK", "0") != "0"
     disable = True if quiet else None  # None: show the bar on a terminal only
     thread_map(fetch, missing, max_workers=_AT_A_TIME, desc="fetching shards", unit=" shards", disable=disable)
@@ -85,7 +86,8 @@ def open_remote(shards: Sequence[RemoteShard]) -> list[TarFile]:
         try:
             opened.append(open_shard(remote.target, shown_url(remote.url)))
         except ValueError:
-            remote.target.unlink(missing_ok=True)  # the next run fetches it anew
+            # A damaged shard would stay in the cache; so the next run fetches it anew.
+            remote.target.unlink(missing_ok=True)
             raise
     return opened
 
@@ -99,6 +101,7 @@ def _persist(url: str, action: Callable[[], _T]) -> _T:
         except Exception as error:  # packages behind fsspec have no common class
             if isinstance(error, _FINAL) or attempt == _TRIES:
                 shown = shown_url(url)
+                # Messages of the packages contain URLs with user names, passwords and keys.
                 reason = re.sub(r"//[^/@\s]*@", "//", str(error).replace(url, shown))
                 reason = re.sub(r"[?][^\s)]+", "?...", reason)[:300]
                 raise FetchError(f"cannot fetch {shown}: {type(error).__name__}: {reason}") from error

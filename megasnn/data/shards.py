@@ -36,7 +36,8 @@ from megasnn.data.formats import EVENTS, FRAMES
 from megasnn.data.images import IMAGE_SUFFIXES
 
 INDEX_NAME = "index.json"
-VERSION: Literal[1] = 1  # of index.json
+VERSION: Literal[1] = 1
+"""Version of index.json. A folder without one is unfinished, or another program's."""
 LABEL = "cls"
 SAMPLE_SUFFIXES = (*IMAGE_SUFFIXES, FRAMES, EVENTS)
 """Endings of a sample's image or events."""
@@ -148,6 +149,7 @@ def open_shard(source: Path, name: str | None = None) -> TarFile:
         build_once(tar, lambda path: _unpack(source, path, name))
         state = file_state(tar.stat())
     elif record is not None and _is_older_than_index(source):
+        # Unchanged since index.json was written, so its headers need not be read.
         return TarFile(name, tar, state, record.members, classes, split)
     target = cache_folder("index") / cached_name(tar, ".json", _INDEX_VERSION)
     build_once(target, lambda path: path.write_bytes(to_json(asdict(scan(tar, name)))))
@@ -185,8 +187,9 @@ def scan(tar: Path, name: str) -> Members:
             sizes.append(files[suffix].size)
             starts.append(min(each.offset for each in files.values()))
             ends.append(max(each.offset_data + each.size for each in files.values()))
+    # Files of one sample may lie between another's: then no single read has a whole sample.
     overlap = any(start < end for start, end in zip(starts[1:], ends, strict=False))
-    if overlap:  # files of one sample lie between those of another
+    if overlap:
         starts = []
         ends = []
     return Members(list(samples), labels, offsets, sizes, sorted(suffixes), starts, ends)
@@ -248,7 +251,8 @@ def _check_member(member: tarfile.TarInfo, key: str, name: str) -> None:
         raise ValueError(f"shard {name}: the name {member.name[:NAME_BYTES]!r} is not UTF-8; rename it")
     if len(os.fsencode(key)) > NAME_BYTES:
         raise ValueError(f"shard {name}: the name {key[:40]!r}... has more than {NAME_BYTES} bytes; shorten it")
-    if member.issparse():  # its bytes in the tar lack the holes
+    # Its bytes in the tar lack the holes.
+    if member.issparse():
         raise ValueError(f"shard {name}: {member.name!r} is stored as a sparse file; pack it without tar's --sparse")
 
 
@@ -293,7 +297,8 @@ def _record_beside(source: Path) -> tuple[ShardRecord | None, tuple[str, ...]]:
 
 
 def _agree(found: Members, listed: Members) -> bool:
-    if not listed.starts:  # an old index
+    # An old index has no starts and ends.
+    if not listed.starts:
         found = replace(found, starts=[], ends=[])
     return found == listed
 

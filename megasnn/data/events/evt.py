@@ -82,9 +82,9 @@ def _type_evidence(upper: NDArray[np.uint32], lower: NDArray[np.uint32]) -> tupl
     # True types are all known. The lower half of TIME_HIGH is unused, mostly 0. Few pixel masks look like TIME_HIGH.
     kind = upper >> 28
     is_time_high = kind == _TIME_HIGH
-    unknown = np.count_nonzero(~np.isin(kind, _EVT21_TYPES))
-    unused = np.count_nonzero(is_time_high & (lower == 0))
-    return -unknown, unused, np.count_nonzero(is_time_high)
+    known = int(np.isin(kind, _EVT21_TYPES).sum())
+    unused = int((is_time_high & (lower == 0)).sum())
+    return known, unused, int(is_time_high.sum())
 
 
 def _decode_evt2(words: NDArray[np.uint32], pixels: NDArray[np.unsignedinteger]) -> Events:
