@@ -20,7 +20,7 @@ _WORD_BYTES = {"EVT2": 4, "EVT21": 8, "EVT3": 2}
 # time and are left out: a recording may begin anywhere in a camera's stream.
 _TIME_HIGH = 8
 _HIGH_BITS = 28  # of EVT 2 and 2.1; an event holds the lower six bits of the time
-_EVT21_TYPES = (0, 1, _TIME_HIGH, 10, 14, 15)  # events of both polarities, TIME_HIGH, triggers, two of others
+_EVT21_TYPES = (0, 1, _TIME_HIGH, 10, 14, 15)  # polarities, TIME_HIGH, EXT_TRIGGER, OTHERS, CONTINUED
 
 # Types of EVT 3.
 _ROW = 0
