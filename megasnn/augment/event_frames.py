@@ -63,7 +63,7 @@ def _cut_out(frames: NDArray[Any], draws: np.random.Generator) -> NDArray[Any]:
 
 def _sample_at(frames: NDArray[Any], xx: float, xy: float, yx: float, yy: float) -> NDArray[Any]:
     """Moves pixels by a matrix around the middle; zero from outside."""
-    # From the nearest pixel, so that counts stay counts.
+    # Each pixel takes the nearest source, without interpolation, so that counts stay counts.
     height, width = frames.shape[-2:]
     y, x = np.mgrid[:height, :width] - np.array([(height - 1) / 2, (width - 1) / 2])[:, None, None]
     column = np.rint(xx * x + xy * y + (width - 1) / 2).astype(np.intp)

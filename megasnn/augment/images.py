@@ -67,6 +67,7 @@ class RandAugment:
     names: tuple[str, ...] = OPERATION_NAMES
 
     def __call__(self, image: Image.Image, draws: np.random.Generator, fill: Fill) -> Image.Image:
+        # timm draws all operations before the first magnitude.
         chosen_numbers = [draws.integers(len(self.names)) for _ in range(self.count)]
         for chosen in chosen_numbers:
             if draws.random() < 0.5:
@@ -181,6 +182,7 @@ def random_box(size: tuple[int, int], scale: float, ratio: float, draws: np.rand
     width, height = size
     for _ in range(_ATTEMPTS):
         area = width * height * draws.uniform(scale, 1)
+        # Uniform in the logarithm: wide and high boxes are equally likely.
         shape = math.exp(draws.uniform(-math.log(ratio), math.log(ratio)))
         w = round(math.sqrt(area * shape))
         h = round(math.sqrt(area / shape))

@@ -1,6 +1,6 @@
 """Mixup and cutmix: each sample is mixed with another one in its micro-batch, images and labels alike.
 
-Seed and position determine the mixing: stages with images and with labels need no communication.
+Seed and position determine the mixing, so the stages with images and with labels need no communication.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Mixing:
         """Mixing for `count` samples from position `first` on; None for none."""
         if self.until is not None and first >= self.until:
             return None
+        # Keyed by position alone, so that the first and the last stage draw the same.
         draws = keyed_numbers(self.seed, "mixing", first)
         cuts = self.mixup_alpha is None or (self.cutmix_alpha is not None and bool(draws.integers(2)))
         alpha = self.cutmix_alpha if cuts else self.mixup_alpha
@@ -71,6 +72,7 @@ class Mixing:
         height, width = self.size
         rows = _span(height, math.sqrt(1 - share), draws)
         columns = _span(width, math.sqrt(1 - share), draws)
+        # The border may cut the box, so the share follows from its true area.
         area = (rows.stop - rows.start) * (columns.stop - columns.start)
         return Mix(1 - area / (height * width), partners, (rows, columns))
 

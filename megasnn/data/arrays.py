@@ -80,6 +80,7 @@ class ArrayFormat(SampleFormat):
             values = read_array(files[array.ending])
         is_whole = array.dtype == "int"
         kinds = "biu" if is_whole else "f"
+        # Another shape or type means another model, not a broken sample: it is never skipped.
         if values.shape != array.shape or values.dtype.kind not in kinds:
             raise FormatMismatch(
                 f"has {values.dtype} {list(values.shape)} in .{array.ending}, and {array.name!r} is {array.dtype} "
@@ -109,6 +110,7 @@ class ArrayFormat(SampleFormat):
                 raise ValueError(
                     f".{array.ending} has {file.width} x {file.height} pixels, and its image {size[0]} x {size[1]}"
                 )
+        # The crop of `ImageFormat`, so that classes stay on their pixels.
         side = center * min(file.size)
         left = (file.width - side) / 2
         top = (file.height - side) / 2

@@ -57,6 +57,7 @@ class SampleFormat(ABC):
         try:
             return self.decoded(data, key)
         except (ValueError, MemoryError):
+            # Too little memory is no damage.
             raise
         except Exception as error:  # decoders have no common error class
             raise ValueError(f"{type(error).__name__}: {error}") from error

@@ -124,13 +124,15 @@ class ImageFormat(SampleFormat):
         right = left + side
         bottom = top + side
         resample = Image.Resampling.BILINEAR
+        # A random crop is cut before scaling, from the original pixels.
         if key and self.augment.crops:
             seed, epoch, sample = key
             draws = keyed_numbers(seed, "crop", epoch, sample)
             left, top, right, bottom = random_box((width, height), self.recipe.crop_scale, CROP_SHAPE, draws)
             resample = Image.Resampling.BICUBIC
         shorter = min(right - left, bottom - top)
-        if shorter >= 2 * self.size:  # a JPEG can be decoded at 1/2, 1/4 or 1/8 of its size
+        # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size, which is much faster.
+        if shorter >= 2 * self.size:
             smaller = (int(file.width * self.size / shorter), int(file.height * self.size / shorter))
             file.draft(mode, smaller)
         image = file.convert(mode)

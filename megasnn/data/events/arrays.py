@@ -147,6 +147,7 @@ def _microseconds(t: NDArray, unit: TimeUnit | None) -> NDArray[np.int64]:
         return np.rint(t.astype(np.float64) * times / parts).astype(np.int64)
     advice = f"; if t does not count microseconds, give its unit ({_UNITS})" if unit is None else ""
     _require_whole("t", t, -latest, latest, advice)
+    # In integers: float64 has 53 bits, and nanoseconds since 1970 need 61.
     whole = t.astype(np.int64)
     return whole * times if parts == 1 else (whole + parts // 2) // parts
 

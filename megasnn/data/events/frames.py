@@ -155,6 +155,7 @@ def _bounds(t: NDArray[np.int64], options: FrameOptions) -> NDArray[np.int64]:
 def _count(events: Events, sensor: SensorSize, bounds: NDArray[np.int64]) -> NDArray[np.int32]:
     height, width = sensor
     cells = 2 * height * width
+    # Index of [polarity, row, column] in a flat frame, in place: a recording may have 10^7 events.
     cell = (events.p != 0).astype(np.intp) * height
     cell += events.y
     cell *= width

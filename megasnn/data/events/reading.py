@@ -75,6 +75,7 @@ def _decode(data: bytes, name: str, sensor: SensorSize | None) -> Recording:
         return decode_aedat3(data, sensor)
     if data.startswith(_AEDAT4):
         return _read_aedat4(data, name)
+    # These formats have no mark at their beginning.
     suffix = Path(name).suffix.lower()
     if data and suffix in (".bin", ".bs2"):
         return _decode_n_mnist(data, sensor)

@@ -84,5 +84,6 @@ def _numeric_path(path: Path) -> list[list[tuple[int, int, str]]]:
 
 def _numeric(name: str) -> list[tuple[int, int, str]]:
     """Sorting key: cat_2 comes before cat_10."""
+    # The first entry keeps numbers and text apart, which cannot be compared.
     parts = [part for part in re.split(r"(\d+)", name) if part]
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]

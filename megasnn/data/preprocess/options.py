@@ -67,7 +67,7 @@ class ShardOptions(ABC):
         """Writes the shards; returns a summary. Raises ValueError as `preprocess`."""
         if not self.input.is_dir():
             raise ValueError(f"--input {self.input} is no folder; give the folder of the data set")
-        os.environ[SAMPLE_LIMIT] = str(self.max_sample_mb)
+        os.environ[SAMPLE_LIMIT] = str(self.max_sample_mb)  # worker processes inherit it
         listing = self.listing(self.input).with_unique_keys()
         if self.classes_of is not None:
             listing = listing.numbered_as(self._other_classes(self.classes_of))

@@ -95,7 +95,7 @@ class Listing:
 
     def with_unique_keys(self) -> Listing:
         """The listing with keys unique in each split."""
-        # `1.jpg` and `1.png` have one key at first.
+        # Before, `1.jpg` and `1.png` have one key.
         return replace(self, splits={split: _with_unique_keys(items) for split, items in self.splits.items()})
 
     def numbered_as(self, classes: Sequence[str]) -> Listing:
@@ -112,6 +112,7 @@ class Listing:
 
 def _with_unique_keys(items: Sequence[Item]) -> list[Item]:
     """Items with a number after each key that an earlier item has."""
+    # A key with a number may itself be another item's key.
     taken = {item.key for item in items}
     seen = Counter[str]()
     unique = []
@@ -287,12 +288,13 @@ def encode_cifar(item: Item) -> Mapping[str, bytes]:
 
 
 def copy_image(item: Item) -> Mapping[str, bytes]:
-    """An image file unchanged, or as PNG if training does not decode its format. Decodes it as a check."""
+    """An image file unchanged, or as PNG if training does not decode its format. Raises ValueError."""
     suffix = item.source.suffix.lower().removeprefix(".")
     try:
         data = read_file(item.source)
         image = open_image(data, _CONVERTED.get(suffix))
         if suffix not in _CONVERTED:
+            # The bytes are copied, but only decoding shows damage.
             image.load()
             return {_STORED_AS.get(suffix, suffix): data}
         images = getattr(image, "n_frames", 1)

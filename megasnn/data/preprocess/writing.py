@@ -91,6 +91,7 @@ def _write_shards(write: Callable[..., ShardRecord], tasks: Sequence[ShardTask],
     with ExitStack() as stack:
         run: Callable[..., Iterator[ShardRecord]] = map
         if workers > 1:
+            # A forked copy of a process with threads may wait for a lock forever.
             context = multiprocessing.get_context("spawn")
             pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker)
             stack.callback(pool.shutdown, cancel_futures=True)
@@ -109,6 +110,7 @@ def _write_task(encode: Encode, skip_broken: bool, path: Path, split: str, items
             except (ValueError, OSError) as error:
                 if not skip_broken:
                     raise ValueError(f"{error}; repair it, or leave out broken samples with --skip-broken") from error
+                # index.json cannot hold a file name that is not UTF-8.
                 broken.append(str(error).encode("utf-8", "backslashreplace").decode())
             else:
                 yield item.key, {**files, "cls": str(item.label).encode()}
