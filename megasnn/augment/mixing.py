@@ -35,13 +35,13 @@ class Mix(NamedTuple):
 class Mixing:
     """Mixup (Zhang et al. 2017, arXiv 1710.09412) or cutmix (Yun et al. 2019, arXiv 1905.04899), as in timm.
 
-    A micro-batch has one share. With both, each mixes every other micro-batch on average.
+    A micro-batch has one share. With both, each mixes half of the micro-batches.
 
     Attributes:
         mixup_alpha, cutmix_alpha: for the share's beta distribution; None disables it.
-        classes: their number.
+        classes: number of classes.
         size: image height and width.
-        until: position after which nothing is mixed.
+        until: position from which on nothing is mixed; None: mixes always.
     """
 
     seed: int
@@ -52,7 +52,7 @@ class Mixing:
     until: int | None = None
 
     def plan(self, first: int, count: int) -> Mix | None:
-        """Mixing for `count` samples from position `first` on; None for none."""
+        """Mixing for `count` samples from position `first` on; None: no mixing."""
         if self.until is not None and first >= self.until:
             return None
         # Keyed by position alone, so that the first and the last stage draw the same.

@@ -64,10 +64,10 @@ def open_image(data: bytes, other_format: str | None = None) -> Image.Image:
     Raises:
         ValueError: too large, damaged, another format, or more than 8 bits per channel.
     """
-    # Pillow decodes a WebP here: up to 2 GB (16,383 x 16,383) before its size is known.
     Image.MAX_IMAGE_PIXELS = None  # Pillow's own bound counts pixels, `require_size` bytes
     formats = _FORMATS if other_format is None else (other_format,)
     try:
+        # Pillow decodes a WebP here: up to 2 GB (16,383 x 16,383) before its size is known.
         file = Image.open(io.BytesIO(data), formats=formats)
     except UnidentifiedImageError:  # its message contains a memory address
         raise ValueError(f"it is no valid {', '.join(formats)} image") from None

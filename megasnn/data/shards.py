@@ -55,7 +55,7 @@ class Members:
     """A shard's samples in file order: keys, classes, and their data's offsets and sizes in bytes.
 
     Attributes:
-        suffixes: data endings.
+        suffixes: all endings of the data.
         starts, ends: around each sample's files; empty if these are not adjacent, and in old indexes.
     """
 

@@ -54,7 +54,7 @@ def decode_aedat2(data: bytes, sensor: SensorSize | None = None, transpose_dvs12
 
     Args:
         sensor: for files without an AEChip line; by default a DVS128.
-        transpose_dvs128: swap a DVS128's x and y, as SpikingJelly and the literature on CIFAR10-DVS.
+        transpose_dvs128: swap a DVS128's x and y, as SpikingJelly and the literature on CIFAR10-DVS do.
 
     Raises:
         ValueError: cut, an unknown sensor, or addresses outside it.

@@ -69,7 +69,7 @@ class Events:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """Events and their sensor's size."""
+    """Events and their sensor's size; `check_recording` checks them."""
 
     events: Events
     sensor: SensorSize
@@ -94,7 +94,7 @@ def check_recording(recording: Recording, sort: bool = False) -> Recording:
             index = int(backwards.argmax()) + 1
             raise ValueError(
                 f"time runs backwards at event {index}: {events.t[index]} us comes after {events.t[index - 1]} us; "
-                "sort=True (--sort-events) sorts events"
+                "sort=True (--sort-events) sorts them"
             )
         events = events[np.argsort(events.t, kind="stable")]
     return Recording(events, sensor)
@@ -105,7 +105,7 @@ class FrameOptions:
     """Options for frames; unscaled ones are SpikingJelly's counts."""
 
     time_steps: int = 10
-    """Frames of a sample, T."""
+    """Frames per sample, T."""
     split_by: Literal["number", "time"] = "number"
     """Frames with equal numbers of events (number), or of equal duration (time)."""
     size: int | None = None

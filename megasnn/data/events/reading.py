@@ -45,7 +45,7 @@ def read_recording(
             2.0.
         sort: sort events by time; otherwise late ones are refused.
         time_unit: of t in NumPy files: s, ms, us or ns; by default whole microseconds.
-        transpose_dvs128: swap a DVS128's x and y in AEDAT 2.0, as SpikingJelly.
+        transpose_dvs128: swap a DVS128's x and y in AEDAT 2.0, as SpikingJelly does.
 
     Raises:
         RecordingError: damaged, too large, an unknown format or version, no events, time that runs backwards, or
@@ -105,8 +105,8 @@ def _decode_n_mnist(data: bytes, sensor: SensorSize | None) -> Recording:
 def _read_aedat4(data: bytes, path: str) -> Recording:
     """The only event stream of an AEDAT 4 file."""
     # Checked before faery 0.7.1 reads it: a damaged header can end the process.
-    (size,) = struct.unpack_from("<I", data.ljust(len(_AEDAT4) + 4, b"\0"), len(_AEDAT4))
-    header = data[len(_AEDAT4) + 4 :][:size]
+    (length,) = struct.unpack_from("<I", data.ljust(len(_AEDAT4) + 4, b"\0"), len(_AEDAT4))
+    header = data[len(_AEDAT4) + 4 :][:length]
     header.partition(b"<")[2].rpartition(b">")[0].decode()
     with _faery(path) as faery, faery.aedat.Decoder(path) as decoder:
         tracks = [track for track in decoder.tracks() if track.data_type == "events"]

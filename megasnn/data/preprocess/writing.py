@@ -26,8 +26,6 @@ Sample = tuple[str, Mapping[str, bytes]]
 """Key, and contents of its files by ending."""
 Encode = Callable[[Item], Mapping[str, bytes]]
 """Item -> its files by ending. Raises ValueError for a broken item; can be pickled."""
-
-
 ShardTask = tuple[Path, str, list[Item]]
 """A shard to write: path, split, items."""
 
