@@ -194,6 +194,7 @@ class BatchLoader:
                 size = min(size, len(self.dataset) - position)
             if size <= 0:
                 return
+            # The order counts positions from the start of training, a share from the start of the batch.
             micro_batches = []
             for start, number in self._share.spans(size):
                 spans = self._order.spans(position + start, number)

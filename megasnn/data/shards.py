@@ -182,6 +182,7 @@ def scan(tar: Path, name: str) -> Members:
         for key, files in samples.items():
             suffix = _data_suffix(key, files, name)
             suffixes.add(suffix)
+            # Arrays need no class: a model may have another target.
             labels.append(_label(file.fileno(), files[LABEL], name) if LABEL in files else -1)
             offsets.append(files[suffix].offset_data)
             sizes.append(files[suffix].size)
@@ -257,6 +258,7 @@ def _check_member(member: tarfile.TarInfo, key: str, name: str) -> None:
 
 
 def _label(file: int, member: tarfile.TarInfo, name: str) -> int:
+    # One byte more than allowed shows that a file is too long, whatever its size.
     text = os.pread(file, min(member.size, _LABEL_BYTES + 1), member.offset_data)
     if len(text) <= _LABEL_BYTES and re.fullmatch(rb"\s*[+-]?[0-9]+\s*", text):
         number = int(text)

@@ -66,6 +66,7 @@ def _columns(arrays: Mapping[str, NDArray], sensor: SensorSize | None) -> dict[s
     missing = _missing(arrays)
     if not missing:
         return _by_name(arrays)
+    # A structured array or an array [N, 4], under any name; height and width may lie beside it.
     tables = [array for array in arrays.values() if array.dtype.names or _is_table(array)]
     if len(tables) != 1:
         found = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())

@@ -7,10 +7,12 @@ from numpy.typing import NDArray
 
 
 def unwrap(counter: NDArray, bits: int, silence: int | None = None) -> NDArray[np.int64]:
-    """Removes the wraps of a counter with `bits` bits. Smaller falls stay.
+    """Removes the wraps of a counter with `bits` bits.
+
+    A fall by more than the range less `silence` is a wrap. Smaller falls stay.
 
     Args:
-        silence: longest time between two values across a wrap; by default half the range.
+        silence: longest time across a wrap; by default half the range.
     """
     values = counter.astype(np.int64)
     half = 1 << (bits - 1)

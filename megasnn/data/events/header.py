@@ -27,7 +27,7 @@ class Header:
     end: int
 
     def format_options(self) -> dict[str, str]:
-        """Options in `format` (`EVT3;height=720;width=1280`); ``""`` is its name."""
+        """Options in `format` (`EVT3;height=720;width=1280`), its name under ``""``."""
         name, *options = self.fields.get("format", "").split(";")
         found = {"": name.strip().upper()}
         for option in options:

@@ -1,7 +1,8 @@
 """A simulated event camera before a moving image: recordings without a camera or a download.
 
-A pixel sends an event when the logarithm of its light has changed by its threshold (Lichtsteiner et al. 2008), between
-two rendered images by linear interpolation (ESIM, Rebecq et al. 2018). Every pixel also sends noise.
+A pixel sends an event when the logarithm of its light has risen (polarity 1) or fallen (0) by its threshold
+(Lichtsteiner et al. 2008). Times between two rendered images are interpolated (ESIM, Rebecq et al. 2018). Every pixel
+also sends noise.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def _threshold_crossings(
         reference = reference + crossed * threshold
     step, pixel = np.nonzero(steps)
     count = np.abs(steps[step, pixel])
+    # One entry for each event: a pixel may cross several thresholds in a step.
     which = np.repeat(np.arange(len(step)), count)
     number = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + 1
     step = step[which]
@@ -106,6 +108,7 @@ def _threshold_crossings(
     level = start[step, pixel] + np.where(rising, number, -number) * threshold[pixel]
     past = light[step, pixel]
     now = light[step + 1, pixel]
+    # The light changes linearly between two rendered images.
     t = times[step] + (level - past) / (now - past) * sensor.frame_time
     y, x = np.divmod(pixel, sensor.size.width)
     return t.astype(np.int64), x, y, rising

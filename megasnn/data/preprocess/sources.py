@@ -192,6 +192,7 @@ def list_event_folders(folder: Path) -> Listing:
     classes = class_names(folder)
     splits: dict[str, list[Item]] = {"train": [], "test": []}
     for name, items in zip(classes, _items(folder, classes, RECORDING_SUFFIXES), strict=True):
+        # By class, so that both splits have every class.
         count = round(_TRAIN_FRACTION * len(items))
         if not 0 < count < len(items):
             raise ValueError(
