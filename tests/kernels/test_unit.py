@@ -193,7 +193,7 @@ def test_large_results_equal_those_of_their_samples(channels) -> None:
     norm_neuron = NormNeuron(NeuronSpec(), 1e-5, False, 4)
     x, g = channels_last(4, 6, channels, 29, 25), channels_last(4, 6, channels, 29, 25, seed=3)
     assert x.nbytes >= 4 * 2**20 > x.nbytes / 6
-    norm = Norm(*kernels.statistics(x), None, None)
+    norm = Norm(*kernels.statistics(x).values, None, None)
     given = [NormNeuronInput(in_order(x[:, n : n + 1]), norm, None, norm_neuron) for n in range(6)]
     whole_input = NormNeuronInput(x, norm, None, norm_neuron)
     spikes = torch.cat([kernels.fire(each)[0] for each in given], dim=1)
