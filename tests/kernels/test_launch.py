@@ -37,13 +37,19 @@ class CountingGpu(AbsentGpu):
         return start
 
 
+@pytest.fixture(scope="module")
+def counting_gpu() -> CountingGpu:
+    """One for all tests: Triton keeps compiled kernels, and these keep their launcher."""
+    return CountingGpu()
+
+
 @pytest.fixture
-def gpu() -> Iterator[CountingGpu]:
+def gpu(counting_gpu) -> Iterator[CountingGpu]:
     from triton.runtime import driver
 
-    found = CountingGpu()
-    with mock.patch.object(driver, "_active", found):
-        yield found
+    counting_gpu.started.clear()
+    with mock.patch.object(driver, "_active", counting_gpu):
+        yield counting_gpu
 
 
 @pytest.fixture
