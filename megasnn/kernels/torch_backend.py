@@ -256,7 +256,10 @@ class TorchKernels(NormNeuronKernels[Tensor]):
 
 def _normalised(x: Tensor, norm: Norm, eps: float) -> Tensor:
     dtype = computed_in(x)
-    mean, variance, weight, bias = (None if each is None else each.detach().to(dtype) for each in norm)
+    mean = norm.mean.to(dtype)
+    variance = norm.variance.to(dtype)
+    weight = None if norm.weight is None else norm.weight.detach().to(dtype)
+    bias = None if norm.bias is None else norm.bias.detach().to(dtype)
     y = F.batch_norm(_frames(x).detach(), mean, variance, weight, bias, training=False, eps=eps)
     return y.unflatten(0, x.shape[:2])
 
