@@ -34,8 +34,8 @@ LAUNCHES = {
 }
 # Of a forward of four samples, and which of them pack bits: those of products of spikes with spikes.
 OF_NEURONS_ALONE = {
-    "spikformer": (Spikformer(image_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=4, time_steps=2), 157, 0),
-    "spike_driven": (CASES["spike_driven"].model, 236, 3),
+    "spikformer": (Spikformer(image_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=4, time_steps=2), 131, 0),
+    "spike_driven": (CASES["spike_driven"].model, 218, 3),
 }
 
 

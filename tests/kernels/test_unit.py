@@ -157,7 +157,7 @@ def test_bfloat16_keeps_its_own_size(backend, training, pool) -> None:
         found = unit_forward(leaf, norm, NeuronSpec(), backend, pool=pool)
     assert (torch.bfloat16, x.numel()) in saved and sum(size for _, size in saved) <= x.numel() + 4 * 8
     found += gradients(found[0], [leaf, norm.weight, norm.bias])
-    assert found[0].dtype == found[3].dtype == torch.bfloat16 and found[1].dtype == torch.float32
+    assert found[0].dtype == found[3].dtype == torch.bfloat16 and found[1].dtype == torch.float64
     assert not any(each.requires_grad for each in found[1:3])
     assert all(torch.equal(mine, theirs.to(mine.dtype)) for mine, theirs in zip(found, wanted, strict=True))
 

@@ -127,8 +127,6 @@ def compiled(
         kernels.fire(inputs, packed=True)
         complete = kernels.backward_sums(inputs, g, False, count=7)
         kernels.input_gradient(inputs, g, complete.sums, 7, complete.carried)
-        partial = kernels.backward_sums(inputs, g, False)
-        kernels.input_gradient(inputs, g, partial.sums, 7, partial.carried)
         if not pool:
             kernels.neuron_multi_step(x.requires_grad_(), spec, None, None)[0].backward(g)
     return found

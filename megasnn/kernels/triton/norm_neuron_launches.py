@@ -33,12 +33,12 @@ from megasnn.kernels.triton.sums import (
     statistics_kernel,
 )
 
-_PROGRAMS = 1024  # enough for a large GPU: where there is less to sum, a program sums fewer tiles
+PROGRAMS = 1024  # enough for a large GPU: where there is less to sum, a program sums fewer tiles
 _FOLDED_ROWS = 64  # of a tile of a kernel that folds partial sums
 _FOLDED_COLUMNS = 16
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
     """Cut of values for a kernel of sums: values of a row, rows of a tile, tiles of a program, programs."""
 
     row: int
@@ -47,11 +47,11 @@ class _Cut(NamedTuple):
     programs: int
 
     @classmethod
-    def of(cls, values: int, channels: int, lanes: int) -> _Cut:
+    def of(cls, values: int, channels: int, lanes: int) -> Cut:
         row = math.lcm(channels, COLUMNS)
         rows = THREADS * lanes // COLUMNS
         tiles = -(-values // (row * rows))
-        tiles_of_program = max(1, min(TILES, tiles * (row // COLUMNS) // _PROGRAMS))
+        tiles_of_program = max(1, min(TILES, tiles * (row // COLUMNS) // PROGRAMS))
         return cls(row, rows, tiles_of_program, -(-tiles // tiles_of_program))
 
 
@@ -61,7 +61,7 @@ class StatisticsLaunches:
     def __init__(self, shape: torch.Size, dtype: torch.dtype, eps: float) -> None:
         channels = shape[2]
         values = shape.numel()
-        cut = _Cut.of(values, channels, lanes_of_type(dtype))
+        cut = Cut.of(values, channels, lanes_of_type(dtype))
         self.number = compute_type(dtype)
         self.partial_shape = (3, cut.programs, cut.row)
         self.sums = Launch(
@@ -113,7 +113,7 @@ class NormNeuronLaunches:
         self._input_steps = shape[0]
         self._in_size = math.prod(shape[1:])
         self._sides = tuple(space) if norm_neuron.pool else (0, 0)
-        self._cut = _Cut.of(self.size, channels, lanes_of_backward(dtype, steps))
+        self._cut = Cut.of(self.size, channels, lanes_of_backward(dtype, steps))
         self.partial_shape = (self._cut.programs, self._cut.row)
         self._common = {
             "T": steps,

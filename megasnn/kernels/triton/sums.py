@@ -73,16 +73,16 @@ def inverse_deviation(variance, EPS: tl.constexpr):
 @triton.jit
 def store_coefficients(out, mean, variance, weight, bias, channel, inside, channels, EPS: tl.constexpr):
     """The rows of `norm` (step.py), computed in double precision."""
+    number = out.dtype.element_ty
+    tl.store(out + 2 * channels + channel, mean.to(number), mask=inside)
     scale = inverse_deviation(variance, EPS)
     if weight is not None:
         scale = scale * tl.load(weight + channel, mask=inside, other=0).to(tl.float64)
+    tl.store(out + channel, scale.to(number), mask=inside)
     shift = -mean * scale
     if bias is not None:
         shift = tl.load(bias + channel, mask=inside, other=0).to(tl.float64) - mean * scale
-    number = out.dtype.element_ty
-    tl.store(out + channel, scale.to(number), mask=inside)
     tl.store(out + channels + channel, shift.to(number), mask=inside)
-    tl.store(out + 2 * channels + channel, mean.to(number), mask=inside)
 
 
 @triton.jit
@@ -116,7 +116,8 @@ def fold_statistics_kernel(partial, out, weight, bias, coefficients, rows, chann
     n_all = tl.cast(pixels, tl.int64).to(tl.float64)
     mean = tl.sum(weighted, axis=0) / n_all
     squares = tl.zeros([ROWS, COLUMNS], tl.float64)
-    for start in tl.range(0, rows, ROWS, loop_unroll_factor=4):
+    # With four loads in flight, code for compute capability 8.0 has no register left for a division.
+    for start in tl.range(0, rows, ROWS, loop_unroll_factor=3):
         part = (start + tl.arange(0, ROWS))[:, None]
         place = partial + part.to(tl.int64) * channels + channel[None, :]
         inside = (part < rows) & inside_row[None, :]
