@@ -166,7 +166,7 @@ class _Trial:
         self._found = 0
         for result in collected:
             parts = [result] if isinstance(result, Tensor) else result
-            self._found += sum(part.nbytes for part in parts)
+            self._found += sum(part.nbytes for part in parts if part is not None)
 
     def cost(self, rounds: int) -> LayerCost:
         """Costs of the layer and of the boundary after it. `rounds` as in `profile_layers`."""
