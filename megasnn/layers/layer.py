@@ -70,7 +70,7 @@ def require_initialiser(receiver: str, initialise: object) -> None:
     """Raises ValueError unless `initialise` is a function of one module, or None."""
     if initialise is None or _accepts_one_module(initialise):
         return
-    raise ValueError(f"{receiver}: initialise={initialise!r} must be a function of one argument, a module")
+    raise ValueError(f"{receiver}: initialise={initialise!r} must be a function of one module")
 
 
 def _accepts_one_module(function: object) -> bool:

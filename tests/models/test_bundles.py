@@ -260,7 +260,7 @@ def meet() -> Layer:
         ([lambda: layer("a", ConvNormNeuron(4, 4), takes=())], r"a: takes=\(\)"),
         ([unit("a", takes=("stem", "stem"))], r"a, given \[.*\] and \[.*\]: TypeError"),
         ([lambda: layer("a", ConvNormNeuron)], "'a' takes a torch.nn.Module, got .*ConvNormNeuron"),
-        ([lambda: layer("a", 3)], "'a' is given 3"),
+        ([lambda: layer("a", 3)], "'a' takes a torch.nn.Module, got 3"),
     ],
 )
 def test_what_cannot_be_put_together_is_refused_with_its_place(layers, named: str) -> None:
