@@ -127,7 +127,7 @@ def build_model(
         cut=config.parallel.context_cut(training.micro_batch_size),
         stateful=config.windows > 1,
         seed=training.seed,
-        cast_weights=CastWeights(stay=graphs is not None),
+        cast_weights=CastWeights(),
     )
     with error_context("while building the model"):
         built = description.build(context)

@@ -225,13 +225,16 @@ class Attend(torch.autograd.Function):
         # Unchecked: the layer before it ends in a neuron of ours, which fires 0 or 1.
         packed = encode(rows.reshape(-1), Content.SPIKES) if bits is None else bits
         q, k, v = options.split(packed, rows.shape, exact_type(rows, options.tokens))
-        kv = k.transpose(-2, -1) @ v
         sums = None
-        if options.group is not None:
-            kv = sum_counts(kv, options.tokens, options.group)
-            sums = kv.to(torch.uint8) if options.tokens <= LARGEST_COUNT else kv
+        if options.group is None:
+            kv = scaled_product(k.transpose(-2, -1), v)
+        else:
+            sums = sum_counts(k.transpose(-2, -1) @ v, options.tokens, options.group)
+            kv = sums * SCALE
+            if options.tokens <= LARGEST_COUNT:
+                sums = sums.to(torch.uint8)
         ctx.save_for_backward(packed, sums)
-        return rearrange(product(q, kv * SCALE, rows.dtype), "f h l d -> (f l) (h d)").to(rows.dtype)
+        return rearrange(product(q, kv, rows.dtype), "f h l d -> (f l) (h d)").to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -241,24 +244,24 @@ class Attend(torch.autograd.Function):
         exact = exact_type(grad, options.tokens)
         dtype = exact if grad.dtype == exact else sums_type(grad.dtype)
         spikes = options.split(packed, ctx.shape, exact)
-        kv = spikes[1].transpose(-2, -1) @ spikes[2] if sums is None else sums
-        kv = kv.to(dtype) * SCALE
+        if sums is None:
+            kv = scaled_product(spikes[1].transpose(-2, -1), spikes[2]).to(dtype)
+        else:
+            kv = sums.to(dtype) * SCALE
         q, k, v = spikes.to(dtype)
         grad = rearrange(grad.to(dtype), "(f l) (h d) -> f h l d", f=options.frames, h=options.heads).contiguous()
-        of_kv = (q.transpose(-2, -1) @ grad).mul_(SCALE)
+        of_kv = scaled_product(q.transpose(-2, -1), grad)
         finish = None
         if options.group is not None:
             finish = start_all_reduce_sum(of_kv, options.group)
-        of_rows = empty(ctx.shape, ctx.dtype, grad.device)
-        of_q, of_k, of_v = of_rows.view(options.frames, -1, 3, options.heads, q.shape[-1]).transpose(1, 3).unbind(2)
-        # One buffer for the three products, each copied into its columns of the result.
-        of_part = empty(q.shape, dtype, grad.device)
-        of_q.copy_(torch.matmul(grad, kv.transpose(-2, -1), out=of_part))
+        parts = empty(spikes.shape, dtype, grad.device)
+        of_q, of_k, of_v = parts.unbind()
+        torch.matmul(grad, kv.transpose(-2, -1), out=of_q)
         if finish is not None:
             finish()
-        of_k.copy_(torch.matmul(v, of_kv.transpose(-2, -1), out=of_part))
-        of_v.copy_(torch.matmul(k, of_kv, out=of_part))
-        return of_rows, None, None
+        torch.matmul(v, of_kv.transpose(-2, -1), out=of_k)
+        torch.matmul(k, of_kv, out=of_v)
+        return rearrange(parts, "part f h l d -> (f l) (part h d)").to(ctx.dtype), None, None
 
 
 def exact_type(values: Tensor, tokens: int) -> torch.dtype:
@@ -268,6 +271,13 @@ def exact_type(values: Tensor, tokens: int) -> torch.dtype:
     """
     on_tensor_cores = on_gpu(values) and values.dtype in (torch.float32, torch.bfloat16) and tokens <= EXACT_BFLOAT16
     return torch.bfloat16 if on_tensor_cores else sums_type(values.dtype)
+
+
+def scaled_product(a: Tensor, b: Tensor) -> Tensor:
+    """SCALE a b of matrices `[F, h, ...]`. A power of two scales without rounding."""
+    ignored = a.new_empty(1, 1, 1)
+    scaled = torch.baddbmm(ignored, a.flatten(0, 1), b.flatten(0, 1), beta=0, alpha=SCALE)
+    return scaled.unflatten(0, a.shape[:2])
 
 
 def product(q: Tensor, kv: Tensor, dtype: torch.dtype) -> Tensor:

@@ -110,14 +110,11 @@ def _ignore(parameter: Tensor) -> None:
 class CastWeights:
     """Cache of weights in the type of the products.
 
-    Inside `caching` each weight is copied once; outside, in every forward.
-
-    Args:
-        stay: keep the copies, at the same addresses, from step to step. CUDA graphs need it.
+    Inside `caching` each weight is copied once; outside, in every forward. Copies keep their addresses from step to
+    step, as CUDA graphs need it. From the second step on, one operator fills them all.
     """
 
-    def __init__(self, stay: bool = False) -> None:
-        self._stay = stay
+    def __init__(self) -> None:
         self._is_caching = False
         self._copies: dict[Tensor, Tensor] = {}
         self._given: dict[Tensor, Tensor] = {}
@@ -135,15 +132,14 @@ class CastWeights:
         is_image_kernel = on_gpu(weight) and weight.ndim == 4
         order = torch.channels_last if is_image_kernel else torch.preserve_format
         copy = weight.detach().to(dtype, memory_format=order)
-        if self._is_caching:
+        if self._is_caching and (copy.dtype, copy.stride()) != (weight.dtype, weight.stride()):
             self._copies[weight] = copy
         return copy
 
     @property
     def resident_bytes(self) -> int:
         """Bytes of the copies. A weight that needs no cast has none."""
-        copies = [copy for weight, copy in self._copies.items() if copy.data_ptr() != weight.data_ptr()]
-        return sum(each.nbytes for each in copies)
+        return sum(each.nbytes for each in self._copies.values())
 
     def give(self, weight: Tensor, values: Tensor) -> None:
         """Replaces a weight in products from now on, by values in their type."""
@@ -152,19 +148,11 @@ class CastWeights:
     @contextmanager
     def caching(self) -> Iterator[None]:
         """Surrounds the forwards and backwards of a step, in which no weight changes."""
-        if self._stay:
-            self._refresh()
+        if self._copies:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._copies.values()), list(self._copies))
         self._is_caching = True
         try:
             yield
         finally:
             self._is_caching = False
-            if not self._stay:
-                self._copies = {}
-
-    def _refresh(self) -> None:
-        # A weight that needed no cast is its own copy.
-        cast = {w: copy for w, copy in self._copies.items() if (w.dtype, w.stride()) != (copy.dtype, copy.stride())}
-        if cast:
-            with torch.no_grad():
-                torch._foreach_copy_(list(cast.values()), list(cast))

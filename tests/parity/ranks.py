@@ -155,7 +155,7 @@ def built(
     """
     state = initialize_model_parallel(tp=layout.tensor, pp=layout.pipeline, dp_shard=layout.weight, cp=layout.context)
     try:
-        casts = CastWeights(stay=graphs is not None)
+        casts = CastWeights()
         numerics = Numerics(dtype, dtype, backend)
         context = BuildContext(state, numerics, layout.cut, seed=seed, cast_weights=casts)
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)

@@ -21,7 +21,7 @@ from tools.benchmark.host_marks import Meter
 
 CONVOLUTIONS = ("convolution", "convolution_backward")
 # Others that compute a product; one that a step needs gets a function in _FUNCTIONS.
-REFUSED = ("mv", "addmv", "dot", "baddbmm", "addbmm", "mm.dtype", "addmm.out", "baddbmm.out", "addmv.out", "dot.out")
+REFUSED = ("mv", "addmv", "dot", "addbmm", "mm.dtype", "addmm.out", "baddbmm.out", "addmv.out", "dot.out")
 
 
 def launch(meter: Meter) -> Callable[..., None]:
@@ -84,7 +84,7 @@ def _convolution_backward(
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("mm", "bmm", "bmm.dtype"), _product),
     **dict.fromkeys(("mm.out", "bmm.out"), _product_out),
-    "addmm": _added_product,
+    **dict.fromkeys(("addmm", "baddbmm"), _added_product),
     "addmm_": _added_product_,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
