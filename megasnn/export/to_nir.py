@@ -33,6 +33,7 @@ from megasnn.layers import (
     ParallelNeuron,
     WholeImages,
 )
+from megasnn.layers.facts import facts
 from megasnn.layers.layer import FunctionLayer
 
 DT = 1e-4  # seconds; SpikingJelly's default
@@ -104,7 +105,7 @@ class _Graph:
 
     def follow(self, name: str, module: nn.Module, inputs: list[Value]) -> Value:
         """Adds a layer of the model, which torch's tracer divides into modules and functions."""
-        call, tracer, self.path = vars(module).get("_layer_call"), _Tracer(), name
+        call, tracer, self.path = facts(module).call, _Tracer(), name
         sources = [each._replace(folds_time=call is not None and call.fold_time) for each in inputs]
         if isinstance(module, FunctionLayer):
             output = self.call(name, module.function, *sources)

@@ -20,9 +20,11 @@ from megasnn.kernels.neuron_spec import SURROGATES
 from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
 from megasnn.kernels.torch_backend import REDUCED, recompute_in_backward, surrogate_function
 from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.facts import refuse_second_call
 from megasnn.layers.init import constant, uniform
-from megasnn.layers.shape_inference import mark_spikes, refuse_second_call
-from megasnn.parallel.sharding import Initialiser, declare
+from megasnn.layers.shape_inference import mark_spikes
+from megasnn.layers.tensors import declare
+from megasnn.parallel.sharding import Initialiser
 
 SpikeObserver = Callable[[Tensor], None]
 State = dict[str, Tensor]

@@ -2,7 +2,7 @@
 
 Neurons give spikes, 0 or 1. What is computed from spikes without leaving the whole numbers (a sum of two branches, a
 product, max pooling, another view) has a largest value that is known: such tensors travel and are kept as bits or
-bytes, and the value is checked wherever one is packed. Layers also say how often they are called.
+bytes, and the value is checked wherever one is packed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -116,33 +116,6 @@ def _max_of_result(name: str, args: tuple[Any, ...]) -> int | None:
         return a * b
     # 1 - x turns spikes into spikes, where x holds no more than them.
     return b if name in _SUBTRACT_FROM and args[1] == 1 and a <= 1 else None
-
-
-# --- how often layers are called
-
-
-def count_call(module: nn.Module) -> int:
-    """Counts a call in the dry run of a layer whose gradients or statistics are counted; gives its number."""
-    vars(module)["_calls"] = number = vars(module).get("_calls", 0) + 1
-    return number
-
-
-def calls_of(module: nn.Module) -> int:
-    """Number of times that a forward of the model calls a layer, by the dry run; once where there was none."""
-    number: int = vars(module).get("_calls", 1)
-    return number
-
-
-def note_never_called(layer: nn.Module) -> None:
-    """Notes behind the dry run of a layer: what was not called in it is not expected to be in training."""
-    for module in layer.modules():
-        vars(module).setdefault("_calls", 0)
-
-
-def refuse_second_call(module: nn.Module, why: str) -> None:
-    """Raises ValueError the second time in the dry run of a layer that a forward may call once."""
-    if count_call(module) > 1:
-        raise ValueError(f"this {type(module).__name__} is called twice in one forward, and {why}")
 
 
 # --- memory order

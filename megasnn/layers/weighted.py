@@ -29,9 +29,11 @@ from megasnn.kernels.convolution import (
 from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import Content, bits_of, encode, may_be_sparse, remember_bits
 from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.facts import facts
 from megasnn.layers.init import uniform
 from megasnn.layers.row_context import MeanOverSpace
-from megasnn.layers.shape_inference import content_of, count_call
+from megasnn.layers.shape_inference import content_of
+from megasnn.layers.tensors import declare
 from megasnn.layers.weight_grad import Leave
 from megasnn.parallel.collectives import (
     all_reduce_sum,
@@ -42,7 +44,7 @@ from megasnn.parallel.collectives import (
     sum_and_scatter_columns,
     to_matrix,
 )
-from megasnn.parallel.sharding import Initialiser, Shard, declare, shards_of
+from megasnn.parallel.sharding import Initialiser, Shard
 from megasnn.parallel_state import Group
 from megasnn.telemetry.operations import times_used
 
@@ -124,7 +126,7 @@ class WeightedLayer(nn.Module):
     def times_used(self, space: Sequence[int]) -> Tensor:
         """Number of outputs that a value at each pixel of an observed image goes into, `[H, W]`; on all tensor parallel
         ranks together, where it is a value of one of them."""
-        outputs, _, *sides = shards_of(self)["weight"].global_shape
+        outputs, _, *sides = facts(self).shards["weight"].global_shape
         kernel = torch.ones((1, 1, *sides, *[1] * (2 - len(sides))), dtype=torch.float64)
         geometry = replace(self.options.products.geometry, groups=1)
         of_a_channel = times_used(lambda image: self.own_outputs(convolve(image, kernel, geometry)), space)
@@ -150,9 +152,11 @@ class WeightedLayer(nn.Module):
 
         Raises ValueError for another number of them, and for two inputs in one forward of which only one has all.
         """
-        again, size = vars(self).get("_has_learned", False), self.options.group.size
-        vars(self)["_has_learned"] = True
-        count_call(self)
+        found = facts(self)
+        again = found.knows_input
+        found.knows_input = True
+        found.count_call()
+        size = self.options.group.size
         whole = size > 1 and x.shape[dim] == channels
         if again and whole != self._has_whole_input:
             raise ValueError("it is called again, and of the two inputs every tensor parallel rank has only one whole")

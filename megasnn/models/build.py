@@ -19,6 +19,7 @@ from megasnn.common.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import ParallelConv, ParallelLinear
 from megasnn.layers.context import BuildContext, building
+from megasnn.layers.facts import facts
 from megasnn.layers.init import tensors_of
 from megasnn.layers.layer import Layer
 from megasnn.layers.plain.by_channel import ChannelWatch, cuts_by_shape, is_of_libraries, may_be_cut
@@ -31,9 +32,9 @@ from megasnn.layers.shape_inference import (
     RefuseRandom,
     content_of,
     mark_both,
-    note_never_called,
     said_of_values,
 )
+from megasnn.layers.tensors import described_tensors, sharded_tensors
 from megasnn.models.description import (
     DRY_SAMPLES,
     Built,
@@ -48,7 +49,7 @@ from megasnn.models.description import (
 )
 from megasnn.models.model import Model
 from megasnn.models.task import Task, mean_over_time
-from megasnn.parallel.sharding import described_tensors, parameter_count, sharded_tensors
+from megasnn.parallel.sharding import parameter_count
 from megasnn.parallel_state import Group
 
 _LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
@@ -294,7 +295,7 @@ def dry_run(
         ValueError: it cannot take what it is given, changes it or a buffer, or gives no tensors; names the layer.
     """
     for module in layer.modules():
-        vars(module).pop("_has_learned", None)  # of another layer that it was copied of
+        facts(module).knows_input = False  # True in a copy of another layer
     evaluated: Bundle | None = None
     try:
         if not is_of_libraries(layer):
@@ -312,15 +313,13 @@ def dry_run(
             _join(output, evaluated, watch is not None)
     except Exception as error:
         raise ValueError(f"{name}, given {shapes_text(*inputs)}: {_explained(error, layer)}") from error
-    note_never_called(layer)
     return output
 
 
 def _forward(layer: nn.Module, inputs: Sequence[Bundle], watch: ChannelWatch | None) -> Bundle:
     """Runs a layer once, and forgets its state."""
     for module in layer.modules():
-        for noted in ("_calls", "_noted_height"):
-            vars(module).pop(noted, None)
+        facts(module).begin_forward()
     before, buffers = _versions(inputs), _buffers(layer)
     with MaxInference(), RefuseRandom(), watch or nullcontext():
         output = apply_layer(layer, inputs[0], range(DRY_SAMPLES), *inputs[1:])

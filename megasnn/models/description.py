@@ -20,11 +20,12 @@ from megasnn.kernels.neuron_spec import NeuronSpec
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers import DropPath, ParallelDropout
 from megasnn.layers.context import BuildContext
+from megasnn.layers.facts import facts
 from megasnn.layers.init import own_tensors
 from megasnn.layers.layer import Layer
 from megasnn.layers.plain.refusals import SHARDED
-from megasnn.layers.shape_inference import calls_of
-from megasnn.parallel.sharding import ShardedTensor, tie
+from megasnn.layers.tensors import tie
+from megasnn.parallel.sharding import ShardedTensor
 
 if TYPE_CHECKING:
     from megasnn.models.task import Task
@@ -209,8 +210,8 @@ def tie_all(layers: Sequence[Built], ties: TiedTensors) -> None:
         module, of_owner = (layers[at.layer].module.get_submodule(at.path) for at in (where, owner))
         mine, owners = (".".join(filter(None, (layers[at.layer].name, *at[1:]))) for at in (where, owner))
         try:
-            if where.name == "running_mean" and calls_of(module) != calls_of(of_owner):  # statistics are paired
-                calls = f"{calls_of(module)} and {calls_of(of_owner)}"
+            if where.name == "running_mean" and facts(module).calls != facts(of_owner).calls:  # statistics are paired
+                calls = f"{facts(module).calls} and {facts(of_owner).calls}"
                 raise ValueError(f"a forward calls them {calls} times: let both layers call the norm as often")
             tie(module, where.name, owners, of_owner, owner.name)
         except ValueError as error:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasnn.layers import ParallelBatchNorm
-from megasnn.layers.shape_inference import calls_of
 from megasnn.models.description import ModelDescription
 from megasnn.parallel.collectives import traffic
 from megasnn.parallel.sharding import ShardedTensor
@@ -168,5 +167,5 @@ class Ties:
 
 def _statistics_like(norm: ParallelBatchNorm) -> Tensor:
     assert norm.running_mean is not None
-    shape = calls_of(norm), 2, norm.running_mean.numel()  # a copy is called as often as its owner
+    shape = norm.calls, 2, norm.running_mean.numel()  # a copy is called as often as its owner
     return norm.running_mean.new_empty(shape, dtype=torch.float64)

@@ -27,11 +27,11 @@ from megasnn.config.checks import ConfigError
 from megasnn.config.training import PRECISIONS
 from megasnn.kernels.products import can_be_sparse
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
+from megasnn.layers.tensors import sharded_tensors
 from megasnn.models.build import building_problems, describe_model
 from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.process_group import choose_device, start_process_group
-from megasnn.parallel.sharding import sharded_tensors
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.cost_model import LayerCost, LinkCost
 from megasnn.pipeline.profile_layers import (

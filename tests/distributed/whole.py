@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from megasnn.common.random import philox, philox_key
 from megasnn.layers import BuildContext
 from megasnn.layers.shape_inference import MaxInference, mark_spikes
-from megasnn.parallel.sharding import ShardedTensor, materialise, sharded_tensors
+from megasnn.layers.tensors import materialise, sharded_tensors
+from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import Group
 from tests.parts import Part, gradients
 

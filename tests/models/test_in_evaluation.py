@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from megasnn import Engine
 from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.layers.layer import Layer, layer
-from megasnn.layers.plain.replicated import LayerCall
 from megasnn.models.build import describe_model
 from megasnn.models.model import Model
 from megasnn.parallel_state import Group
 from tests.models.networks import CLASSES, Integrates
-from tests.parity.ranks import TOLERANCE
+from tests.parity.ranks import TOLERANCE, is_whole
 
 WIDTH, SAMPLES = 8, 6
 Function = Callable[[Tensor], Tensor]
@@ -267,10 +266,10 @@ def _found(flags: dict[str, Any]) -> tuple[float, Tensor, float]:
 
 def test_what_mixes_channels_in_one_mode_is_whole_and_what_does_not_is_cut() -> None:
     built = describe_model(Of()).build(BuildContext(Group("tp", (0, 1))))
-    groups = {each.name: vars(each.module).get("_layer_call", LayerCall()).group for each in built}
+    whole = {each.name: is_whole(each.module) for each in built}
     for way in WAYS:
-        assert (groups[way] is None) == (way in BY_ELEMENT), way
-        assert groups[f"{way}, unit"] is None
+        assert whole[way] == (way not in BY_ELEMENT), way
+        assert not whole[f"{way}, unit"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

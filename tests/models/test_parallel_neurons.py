@@ -16,9 +16,9 @@ from megasnn.kernels.spike_codec import bits_of, pack_bits
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelIF, ParallelPSN, ParallelSlidingPSN
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.neuron import NeuronLayer, make_neuron
+from megasnn.layers.tensors import materialise
 from megasnn.models.build import describe_model
 from megasnn.models.model import Model
-from megasnn.parallel.sharding import materialise
 from tests.kernels.models import channels_last, saved_tensors
 from tests.parity.ranks import Layout, assemble, assert_equal_to_one
 

@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megasnn.common.bundle import Bundle, entries_of
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.conv import ParallelConv
+from megasnn.layers.facts import facts
 from megasnn.layers.layer import FunctionLayer
 from megasnn.layers.plain.refusals import is_by_channel
 from megasnn.layers.plain.table import class_name
 from megasnn.layers.row_context import MeanOverSpace
 from megasnn.layers.weighted import MeanLinear, ParallelLinear
-from megasnn.parallel.sharding import shards_of
 
 # By the names of torch's functions and methods, without underscores: what works element by element.
 _ELEMENTWISE = {
@@ -98,7 +98,7 @@ def _fits(layer: nn.Module, dims: int) -> bool:
 
 def _blocks_of(module: nn.Module) -> int:
     """Number of blocks that the output channels of a module of ours consist of, as its last part says."""
-    shards = [shard for each in module.modules() for shard in shards_of(each).values()]
+    shards = [shard for each in module.modules() for shard in facts(each).shards.values()]
     said = [cut.blocks for shard in shards for axis, cut in shard.cuts if axis == "tp" and cut.dim == 0]
     return [1, *said][-1]
 

@@ -16,6 +16,7 @@ from megasnn.layers.context import BuildContext, context_for, is_building
 from megasnn.layers.init import ModuleInitialiser, own_tensors, tensors_of
 from megasnn.layers.layer import Layer, LayerSource, require_initialiser, require_module
 from megasnn.layers.plain.initial_values import without_values
+from megasnn.layers.plain.layer_call import LayerCall
 from megasnn.layers.plain.refusals import (
     SEQUENCES,
     is_by_channel,
@@ -25,7 +26,7 @@ from megasnn.layers.plain.refusals import (
     problem_of,
     require_supported,
 )
-from megasnn.layers.plain.replicated import LayerCall, as_layer, folds_time, plain_layer, swapped
+from megasnn.layers.plain.replicated import as_layer, folds_time, plain_layer, swapped
 from megasnn.layers.plain.table import Conversion, class_name, convert, in_table, is_multi_step, spec_of
 
 

@@ -12,13 +12,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import DropPath, ParallelDropout
+from megasnn.layers.facts import facts
 from megasnn.layers.init import own_tensors, tensors_of
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.plain.table import class_name, in_table, is_multi_step, sharded_batch_norm
 from megasnn.layers.row_context import row_group
 from megasnn.layers.weighted import ParallelLinear
-from megasnn.parallel.sharding import shards_of
 
 SHARDED = (ParallelConv, ParallelLinear, ParallelBatchNorm, NeuronLayer, ParallelDropout, DropPath)
 
@@ -33,7 +33,7 @@ _STEPPING = ("MultiStepContainer", "LinearRecurrentContainer", "ElementWiseRecur
 
 def is_plain(module: nn.Module) -> bool:
     """Tells whether there is no sharded layer in a module."""
-    return not any(isinstance(each, SHARDED) or shards_of(each) for each in module.modules())
+    return not any(isinstance(each, SHARDED) or facts(each).shards for each in module.modules())
 
 
 def is_stateful(module: nn.Module) -> bool:
@@ -45,11 +45,11 @@ def note_stepped(module: nn.Module) -> None:
     for container in module.modules():
         if type(container).__name__ in _STEPPING:
             for part in [*container.modules()][1:]:
-                vars(part)["_is_stepped"] = True
+                facts(part).is_stepped = True
 
 
 def _is_single_step(module: nn.Module) -> bool:
-    return hasattr(module, "step_mode") and not is_multi_step(module) and not vars(module).get("_is_stepped")
+    return hasattr(module, "step_mode") and not is_multi_step(module) and not facts(module).is_stepped
 
 
 def _name_of(test: Callable[[nn.Module, str, Any], object]) -> Callable[[nn.Module], str | None]:
@@ -87,7 +87,7 @@ PROBLEMS: Sequence[tuple[str, Callable[[Any], object], str]] = (
     ),
     (
         "inside",
-        _name_of(lambda module, name, x: name not in shards_of(module)),
+        _name_of(lambda module, name, x: name not in facts(module).shards),
         "does not say how ranks share {0!r}: move it, with what is computed from it, to a layer of its own; neurons of "
         "one's own declare it with self.per_channel({0!r}, initial value)",
     ),

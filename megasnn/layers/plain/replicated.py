@@ -12,69 +12,28 @@ each micro-batch, or detach it before one that is a later window of the same sam
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from megasnn.common.bundle import Bundle, entries_of, map_entries, plain_bundle
 from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import drawing_for
+from megasnn.layers.facts import facts
 from megasnn.layers.init import ModuleInitialiser, own_tensors
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.plain.initial_values import initializer_from_module
+from megasnn.layers.plain.layer_call import LayerCall
 from megasnn.layers.plain.refusals import SEQUENCES, is_stateful, note_stepped, require_supported
 from megasnn.layers.plain.table import ConvertedDropout, convert, in_table, sharded_batch_norm, spec_of
-from megasnn.layers.shape_inference import mark_spikes, max_of
-from megasnn.parallel.collectives import gather_alike, own_channels
-from megasnn.parallel.sharding import shards_of
+from megasnn.layers.shape_inference import mark_spikes
 from megasnn.parallel_state import Group
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """Way in which a layer is called that knows nothing of ranks, or is whole on every one.
-
-    Attributes:
-        time_steps: that an input of a single one stands for.
-        fold_time: whether it is given all time steps as one batch.
-        dtype: of its input; None for what comes.
-        group: the tensor parallel ranks that all compute the whole layer: its input is gathered, and a rank keeps its
-            channels of the output, where they divide; None for a layer that is cut.
-        cuts: whether ranks have their channels of each of the inputs' tensors; without them all are whole.
-        is_last: whether the output stays whole, as logits are.
-    """
-
-    time_steps: int = 1
-    fold_time: bool = False
-    dtype: torch.dtype | None = None
-    group: Group | None = None
-    cuts: Sequence[bool] = ()
-    is_last: bool = False
-
-    def prepare_input(self, x: Tensor, is_cut: bool) -> Tensor:
-        if self.group is not None and is_cut:
-            largest, x = max_of(x), gather_alike(x, self.group)
-            x = x if largest is None else mark_spikes(x, largest)
-        x = x.to(self.dtype) if self.dtype is not None and x.is_floating_point() else x
-        if x.ndim < 3:
-            return x
-        if len(x) == 1 < self.time_steps:
-            x = x.expand(self.time_steps, *x.shape[1:])
-        return x.flatten(0, 1) if self.fold_time else x
-
-    def restore_output(self, y: Tensor, frames: tuple[int, ...]) -> Tensor:
-        """Output of the layer, of so many time steps and samples."""
-        y = y.unflatten(0, frames) if self.fold_time else y
-        if self.group is None or self.is_last or y.ndim < 3 or y.shape[2] % self.group.size:
-            return y
-        return own_channels(y, self.group)
 
 
 def make_whole(layer: nn.Module, group: Group, cuts: Sequence[bool], is_last: bool) -> None:
     """Lets all ranks of a group compute a layer that was built for one. Args: as of LayerCall."""
-    call = vars(layer).get("_layer_call", LayerCall())
-    vars(layer)["_layer_call"] = replace(call, group=group, cuts=cuts, is_last=is_last)
+    found = facts(layer)
+    found.call = replace(found.call or LayerCall(), group=group, cuts=cuts, is_last=is_last)
 
 
 def folds_time(module: nn.Module) -> bool:
@@ -116,7 +75,7 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(context.dtype)
             values = initializer_from_module(each, initialise, tensor_name)
-            shards_of(each)[tensor_name] = context.shard(tuple(tensor.shape), initialise=values)
+            facts(each).shards[tensor_name] = context.shard(tuple(tensor.shape), initialise=values)
         nn.Module._apply(each, lambda x: x.to("meta"), recurse=False)  # single numbers, which have had values so far
     return as_layer(module, name, call)
 
@@ -136,7 +95,7 @@ def as_layer(module: nn.Module, name: str, call: LayerCall) -> nn.Module:
             each.name = path
         elif hasattr(each, "surrogate_function") and spec_of(each) is not None:
             each.register_forward_hook(lambda node, inputs, spikes: mark_spikes(spikes))
-    vars(module)["_layer_call"] = call
+    facts(module).call = call
     return module
 
 
@@ -154,7 +113,7 @@ def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundl
         x, more: the outputs that it takes.
         goes_on: whether it is a later window of the samples that the last call was on; then state is kept.
     """
-    call: LayerCall | None = vars(layer).get("_layer_call")
+    call = facts(layer).call
     if call is None:
         with drawing_for(samples):
             y: Bundle = layer(x, *more)

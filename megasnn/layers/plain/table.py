@@ -18,12 +18,13 @@ from megasnn.kernels import SURROGATES, NeuronSpec
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import ParallelDropout, drawn_frames
+from megasnn.layers.facts import facts
 from megasnn.layers.init import ModuleInitialiser, own_tensors
 from megasnn.layers.neuron import ParallelNeuron
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.plain.initial_values import initializer_from_module
+from megasnn.layers.tensors import declare
 from megasnn.layers.weighted import ParallelLinear
-from megasnn.parallel.sharding import declare, shards_of
 
 
 def _values(module: nn.Module, initialise: ModuleInitialiser | None) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def sharded_batch_norm(norm: _BatchNorm, context: BuildContext, initialise: Modu
     ours.time_steps = 1  # the input has all time steps
     if norm.affine and norm.bias is None:  # in SpikingJelly's BatchNormThroughTime
         ours.register_parameter("bias", None)
-        shards_of(ours).pop("bias")
+        facts(ours).shards.pop("bias")
     if not norm.training:
         vars(ours)["train"] = lambda mode=True: ours
     return ours
