@@ -300,7 +300,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "random": (lambda: Evaluates(F.dropout), "draws random numbers that depend on the layout"),
     "input": (lambda: Evaluates(lambda x: x.mul_(2)), "changes its input in place"),
     "buffer": (Counts, "changes its buffer 'seen'"),
-    "a bundle": (lambda: Evaluates(lambda x: (x, x)), r"gives .* in training, and .* in evaluation"),
+    "a bundle": (lambda: Evaluates(lambda x: (x, x)), r"returns .* in training, and .* in evaluation"),
     "samples": (lambda: Evaluates(lambda x: x.sum(1, keepdim=True)), "is not .* of 2 samples"),
 }
 
