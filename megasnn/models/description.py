@@ -1,4 +1,4 @@
-"""Description of a model before it has memory: its layers and their outputs, its task, its ties, and how to build it."""
+"""Description of a model before it has memory: layers with their outputs, task, ties, and how to build it."""
 
 from __future__ import annotations
 
