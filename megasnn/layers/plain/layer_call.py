@@ -1,4 +1,4 @@
-"""Way in which a layer without knowledge of ranks is called: with its inputs gathered, and its output cut again."""
+"""How a layer without knowledge of ranks is called: its inputs are gathered, and its output is cut again."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megasnn.parallel_state import Group
 
 @dataclass(frozen=True)
 class LayerCall:
-    """Way in which a layer is called that knows nothing of ranks, or is whole on every one.
+    """How a layer without knowledge of ranks is called.
 
     Attributes:
-        time_steps: that an input of a single one stands for.
-        fold_time: whether it is given all time steps as one batch.
-        dtype: of its input; None for what comes.
-        group: the tensor parallel ranks that all compute the whole layer: its input is gathered, and a rank keeps its
-            channels of the output, where they divide; None for a layer that is cut.
-        cuts: whether ranks have their channels of each of the inputs' tensors; without them all are whole.
-        is_last: whether the output stays whole, as logits are.
+        time_steps: T. An input with a single time step is repeated T times.
+        fold_time: True if the layer takes `[T * N, ...]`, all time steps as one batch.
+        dtype: floating-point type of the inputs; None for any.
+        group: tensor-parallel ranks that all compute the whole layer; None for a layer that is cut. The inputs are
+            gathered, and each rank keeps its own channels of the output if they divide.
+        cuts: for each input tensor, True if a rank has only its own channels; empty if all are whole.
+        is_last: True if the output stays whole, as logits do.
     """
 
     time_steps: int = 1
@@ -36,9 +36,12 @@ class LayerCall:
 
     def prepare_input(self, x: Tensor, is_cut: bool) -> Tensor:
         if self.group is not None and is_cut:
-            largest, x = max_of(x), gather_alike(x, self.group)
-            x = x if largest is None else mark_spikes(x, largest)
-        x = x.to(self.dtype) if self.dtype is not None and x.is_floating_point() else x
+            largest = max_of(x)
+            x = gather_alike(x, self.group)
+            if largest is not None:
+                mark_spikes(x, largest)
+        if self.dtype is not None and x.is_floating_point():
+            x = x.to(self.dtype)
         if x.ndim < 3:
             return x
         if len(x) == 1 < self.time_steps:
@@ -46,8 +49,9 @@ class LayerCall:
         return x.flatten(0, 1) if self.fold_time else x
 
     def restore_output(self, y: Tensor, frames: tuple[int, ...]) -> Tensor:
-        """Output of the layer, of so many time steps and samples."""
-        y = y.unflatten(0, frames) if self.fold_time else y
+        """Output `[T, N, ...]` for the next layer. Args: frames: T and N of the inputs."""
+        if self.fold_time:
+            y = y.unflatten(0, frames)
         if self.group is None or self.is_last or y.ndim < 3 or y.shape[2] % self.group.size:
             return y
         return own_channels(y, self.group)

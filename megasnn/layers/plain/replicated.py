@@ -1,12 +1,12 @@
-"""Replicated modules: any `nn.Module` without sharded layers in it is a layer, whole on every tensor parallel rank.
+"""Replicated modules: any `nn.Module` without sharded layers is a layer, whole on every tensor-parallel rank.
 
-Between layers activations are cut by channel. The input of a layer that is whole is gathered, every rank computes the
-same, and each keeps its own channels of the output; its weights have the same gradients on every rank. Plain modules
-without tensors that work by channel, as pooling does, are not whole (`megasnn.layers.plain.by_channel`).
+Activations between layers are cut by channel. A whole layer gathers its input; every rank computes the same, and keeps
+its own channels of the output. The weights have the same gradients on every rank. Modules without tensors that work
+channel by channel, such as pooling, need not be whole (`megasnn.layers.plain.by_channel`).
 
-A module whose class is one of torch.nn, or a Sequential of such, knows no time: it is given `[T * N, C, ...]`. Any
-other module is given `[T, N, C, ...]`. Those of SpikingJelly must be in step mode "m", and forget their state before
-each micro-batch, or detach it before one that is a later window of the same samples.
+Modules of torch.nn know no time: a layer of torch's modules alone takes `[T * N, C, ...]`, any other `[T, N, C, ...]`.
+Modules of SpikingJelly must be in step mode "m". They reset their state before each micro-batch, or detach it before a
+later window of the same samples.
 """
 
 from __future__ import annotations
@@ -30,58 +30,61 @@ from megasnn.layers.shape_inference import mark_spikes
 from megasnn.parallel_state import Group
 
 
-def make_whole(layer: nn.Module, group: Group, cuts: Sequence[bool], is_last: bool) -> None:
-    """Lets all ranks of a group compute a layer that was built for one. Args: as of LayerCall."""
-    found = facts(layer)
-    found.call = replace(found.call or LayerCall(), group=group, cuts=cuts, is_last=is_last)
-
-
-def folds_time(module: nn.Module) -> bool:
-    """Tells whether a plain layer is given all time steps as one batch `[T * N, C, ...]`: it consists of torch's
-    modules, and none of them works along the first dimension, as attention and recurrent layers do."""
-    if not all(type(each).__module__.startswith("torch.nn.") for each in module.modules()):
-        return False
-    require_supported(module, "torch")
-    return not any(
-        isinstance(each, SEQUENCES) or getattr(each, "dim", None) == 0 or getattr(each, "start_dim", None) == 0
-        for each in module.modules()
-    )
-
-
 def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Makes a layer of a plain module on the meta device, whole on every rank: describes its tensors, and swaps its
-    batch norms and dropouts for ours.
+    """Makes a plain module on the meta device a layer, whole on every rank.
+
+    Describes its tensors, and replaces its batch norms and dropouts by MegaSNN's.
 
     Args:
         name: global name.
-        initialise: called with each of its modules, after their own `reset_parameters`, to set initial values.
+        initialise: called with each module, after its own `reset_parameters`, to set initial values.
     Raises:
-        ValueError: what cannot be computed alike on every layout.
+        ValueError: a module that cannot be computed alike on every layout.
     """
     note_stepped(module)
     require_supported(module, "plain")
     dtype = None if context.traceable else context.dtype  # a trained model may be moved to another type
     call = LayerCall(context.time_steps, folds_time(module), dtype)
-    ours = {
-        each: convert(each, conversion, context, initialise)
-        for each in module.modules()
-        if (conversion := in_table(each)) in (sharded_batch_norm, ConvertedDropout)
-    }
+    ours: dict[nn.Module, nn.Module] = {}
+    for each in module.modules():
+        conversion = in_table(each)
+        if conversion in (sharded_batch_norm, ConvertedDropout):
+            ours[each] = convert(each, conversion, context, initialise)
     module = swapped(module, ours)
     for each in module.modules():
-        if isinstance(each, ParallelBatchNorm):
-            continue
-        for tensor_name, tensor in own_tensors(each):
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(context.dtype)
-            values = initializer_from_module(each, initialise, tensor_name)
-            facts(each).shards[tensor_name] = context.shard(tuple(tensor.shape), initialise=values)
-        nn.Module._apply(each, lambda x: x.to("meta"), recurse=False)  # single numbers, which have had values so far
+        if not isinstance(each, ParallelBatchNorm):
+            _describe_tensors(each, context, initialise)
     return as_layer(module, name, call)
 
 
+def _describe_tensors(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
+    """Describes a module's own tensors as whole on every rank, and moves them to the meta device."""
+    for name, tensor in own_tensors(module):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(context.dtype)
+        values = initializer_from_module(module, initialise, name)
+        facts(module).shards[name] = context.shard(tuple(tensor.shape), initialise=values)
+    # Single numbers had values until here (`without_memory`), which the initialiser has copied.
+    nn.Module._apply(module, lambda x: x.to("meta"), recurse=False)
+
+
+def folds_time(module: nn.Module) -> bool:
+    """Whether a plain layer takes all time steps as one batch `[T * N, C, ...]`.
+
+    True for torch's modules, unless one works along the first dimension, as attention and recurrent layers do.
+    """
+    modules = [*module.modules()]
+    if not all(type(each).__module__.startswith("torch.nn.") for each in modules):
+        return False
+    require_supported(module, "torch")
+    for each in modules:
+        if isinstance(each, SEQUENCES) or getattr(each, "dim", None) == 0 or getattr(each, "start_dim", None) == 0:
+            return False
+    return True
+
+
 def swapped(module: nn.Module, ours: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """A module with those in it swapped for others, each at all places where it stands, or what it is swapped for."""
+    """A module with its parts replaced, each wherever it stands; or the replacement of the module itself."""
     for each in [*module.modules()]:
         for name, child in each._modules.items():
             each._modules[name] = child if child is None else ours.get(child, child)
@@ -89,7 +92,7 @@ def swapped(module: nn.Module, ours: Mapping[nn.Module, nn.Module]) -> nn.Module
 
 
 def as_layer(module: nn.Module, name: str, call: LayerCall) -> nn.Module:
-    """Makes a layer of a module that knows nothing of ranks."""
+    """Makes a layer of a module without knowledge of ranks."""
     for path, each in module.named_modules(prefix=name):
         if isinstance(each, ConvertedDropout):
             each.name = path
@@ -99,19 +102,26 @@ def as_layer(module: nn.Module, name: str, call: LayerCall) -> nn.Module:
     return module
 
 
+def make_whole(layer: nn.Module, group: Group, cuts: Sequence[bool], is_last: bool) -> None:
+    """Makes all ranks of a group compute a layer that was built for one rank. Args: see `LayerCall`."""
+    found = facts(layer)
+    found.call = replace(found.call or LayerCall(), group=group, cuts=cuts, is_last=is_last)
+
+
 def forget_state(layer: nn.Module) -> None:
-    """Resets modules that keep a state, as SpikingJelly's neurons do."""
+    """Resets modules with a state, such as SpikingJelly's neurons."""
     for module in layer.modules():
         if is_stateful(module):
             module.reset()  # type: ignore[operator]
 
 
 def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundle, goes_on: bool = False) -> Bundle:
-    """Calls any layer of a model on a micro-batch `[T, N, ...]` of these samples.
+    """Calls a layer of a model on a micro-batch `[T, N, ...]`.
 
     Args:
-        x, more: the outputs that it takes.
-        goes_on: whether it is a later window of the samples that the last call was on; then state is kept.
+        x, more: inputs.
+        samples: positions of the samples in the whole training, for random draws; None in evaluation.
+        goes_on: True for a later window of the samples in the last call; keeps the state.
     """
     call = facts(layer).call
     if call is None:
@@ -119,7 +129,8 @@ def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundl
             y: Bundle = layer(x, *more)
         return y if isinstance(y, Tensor) else plain_bundle(y)
     first = next(iter(entries_of(x).values()))
-    frames = (call.time_steps if len(first) == 1 else len(first), *first.shape[1:2])
+    steps = call.time_steps if len(first) == 1 else len(first)
+    frames = (steps, *first.shape[1:2])
     for each in layer.modules():
         if is_stateful(each):
             each.detach() if goes_on else each.reset()  # type: ignore[operator]
