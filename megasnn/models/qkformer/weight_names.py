@@ -1,10 +1,10 @@
-"""Names of QKFormer's tensors in SpikingJelly; the tensors are the same on both sides, shape by shape."""
+"""Names of QKFormer's tensors in SpikingJelly. Shapes are equal."""
 
 from __future__ import annotations
 
 from megasnn.models.weight_names import conv_norm_prefixes, prefix_dialect
 
-_EMBEDDINGS = {1: ("begin", "down", "last"), 2: ("down", "last"), 3: ("down", "last")}  # of each stage, in their order
+_EMBEDDINGS = {1: ("begin", "down", "last"), 2: ("down", "last"), 3: ("down", "last")}  # by stage
 _ATTENTION = {"qk": "qk", "qkv": "qkv", "projection": "proj"}
 _CONV_NORMS = {
     **{

@@ -1,4 +1,4 @@
-"""Names of the Spike-driven Transformer's tensors in SpikingJelly; the tensors are the same, shape by shape."""
+"""Names of the Spike-driven Transformer's tensors in SpikingJelly. Shapes are equal."""
 
 from __future__ import annotations
 
