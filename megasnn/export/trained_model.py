@@ -114,7 +114,7 @@ class TrainedModel(nn.Module):
         is_followed = torch.compiler.is_exporting() or torch.compiler.is_compiling() or torch.jit.is_tracing()
         if not is_followed:
             self._check(arrays)
-        # torch.export cannot read a graph back that contains no_grad.
+        # torch.export cannot load a graph with no_grad in it.
         with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():
             values = {name: x.to(specs[name].type_for(self.dtype)) for name, x in arrays.items()}
             has_samples = is_followed or min(map(len, values.values())) > 0

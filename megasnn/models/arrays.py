@@ -11,16 +11,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """An array that every sample has: an input of the model, or its target.
+    """An array in every sample: an input of the model, or its target.
 
     Attributes:
         shape: shape for one sample.
         dtype: "float" for the model's compute type, "int" for int64.
-        below: integers lie in [0, below), checked for every batch; None for any integer.
-        void: integer for "no class", such as 255 in Cityscapes. Loss and metrics leave it out.
-        over_time: True if the first dimension is T, with a frame for each time step.
-        file: ending of its file in shards, "npy", "mask.npy" or "seg.png". Default: the sample's image for an input,
-            its class for a target.
+        below: upper bound of integers from 0, checked in every batch; None for any integer.
+        void: integer without a class, such as 255 in Cityscapes; ignored by loss and metrics.
+        over_time: True if the first dimension is T.
+        file: ending in shards, "npy", "mask.npy" or "seg.png". Default: the sample's image or class.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +45,7 @@ class ArraySpec:
         return torch.randn(shape, generator=generator)
 
     def frames(self, samples: Tensor) -> Tensor:
-        """Samples in the order of layers: `[T, N, ...]`, or `[1, N, ...]` for an input shown at every time step.
+        """Samples as layers take them: `[T, N, ...]`, or `[1, N, ...]` for an input shown at every time step.
 
         Args:
             samples: `[N, *shape]`; without `over_time` also `[T, N, *shape]`.
@@ -68,8 +67,8 @@ class ArraySpec:
         """Reason why values are no batch of this array; None if they are.
 
         Args:
-            samples: expected number of samples; None for any.
-            reads: False to check the number of samples only, without looking at values.
+            samples: expected number; None for any.
+            reads: False to check that number only.
         """
         fits = isinstance(values, Tensor) and values.ndim > 0 and 0 < len(values) == (samples or len(values))
         if fits and reads:
@@ -94,7 +93,8 @@ class ArraySpec:
 
 
 def not_finite(name: str, values: Tensor) -> str | None:
-    """Reason to refuse an input with nan or infinity, which a neuron would hide; None if all values are finite."""
+    """Reason to refuse an input with nan or infinity; None if all values are finite."""
+    # A neuron would hide them: a comparison with nan is false, so it never fires.
     if values.is_floating_point() and not bool(values.isfinite().all()):
         return f"{name} hold values that are nan or infinite: no answer follows from them"
     return None

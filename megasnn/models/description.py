@@ -26,8 +26,8 @@ class Built(NamedTuple):
 
     Attributes:
         name, layer_group, inputs: see `LayerDescription`.
-        output: result of a dry run with `DRY_SAMPLES` samples.
-        operations: multiply-adds in one sample's forward, if they were counted.
+        output: result of the dry run.
+        operations: multiply-adds per sample, if counted.
     """
 
     name: str
@@ -43,8 +43,8 @@ class EntryDescription:
     """One tensor of an output.
 
     Attributes:
-        content: known values, which decide how the tensor is packed between stages.
-        shape: shape in the dry run, with `DRY_SAMPLES` samples and one rank.
+        content: known values; decides the packing between stages.
+        shape: shape in a single rank's dry run.
     """
 
     content: Content
@@ -63,10 +63,10 @@ class LayerDescription:
     Attributes:
         name, layer_group: see `megasnn.layers.layer.Layer`.
         entries: tensors of the output; the key None means a single tensor.
-        inputs: numbers of the layers whose outputs it takes; -1, -2 and so on are the model's inputs.
-        parameters: number of elements of the parameters.
-        operations: multiply-adds in one sample's forward, in convolutions, linear layers and matrix products. An image
-            shown at all time steps counts once.
+        inputs: numbers of the layers it takes; -1, -2 and so on are the model's inputs.
+        parameters: number of their elements.
+        operations: multiply-adds per sample in convolutions, linear layers and matrix products. An image shown at all
+            time steps counts once.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Tie:
 
     Attributes:
         name: global name of the tensor.
-        owner: name of the layer it is counted, stepped and saved with.
+        owner: name of the layer that counts, steps and saves it.
         copy: name of the layer with the copy.
     """
 
@@ -115,11 +115,10 @@ class ModelDescription:
     Attributes:
         layers: layers from input to logits.
         task: inputs, target, loss and metrics.
-        build: makes all layers for a rank on the meta device. A rank gives memory to its own chunks only
-            (`megasnn.layers.tensors.materialise`).
-        ties: copies of tensors, in the order of their layers.
+        build: makes all layers for a rank on the meta device; `materialise` gives memory to the rank's own chunks.
+        ties: copied tensors in the order of layers.
         tensors: parameters and buffers of a single rank.
-        neurons: neurons that occur in the layers.
+        neurons: neurons in the layers.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -142,10 +141,7 @@ class ModelDescription:
         return True
 
     def needed_from(self, stop: int) -> list[int]:
-        """Layers before layer `stop` whose outputs are needed from there on, in ascending order.
-
-        After the last layer its own output is needed, by the loss.
-        """
+        """Layers before layer `stop` whose outputs later layers, or the loss, need; in ascending order."""
         needed: set[int] = set()
         for each in self.layers[stop:]:
             needed.update(source for source in each.inputs if source < stop)

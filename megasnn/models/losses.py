@@ -1,8 +1,7 @@
 """Losses on logits `[T, N, classes]`, summed over the samples, so that micro-batches add up without weights.
 
-Labels are class indices `[N]` or `[N, 1]`, or probabilities `[N, classes]`. Reduced precision is raised to float32. In
-a bundle the losses take the logits. Labels of another shape raise ValueError. Indices outside the classes do too; in a
-step they are noted and raised at its end (megasnn/common/checks.py).
+Labels are class indices `[N]` or `[N, 1]`, or probabilities `[N, classes]`. Other shapes, and indices outside the
+classes, raise ValueError; in a step, at its end (megasnn/common/checks.py).
 """
 
 from __future__ import annotations
@@ -62,6 +61,7 @@ def correct_predictions(logits: Tensor, labels: Tensor, top: tuple[int, ...] = (
 
 def _raised(output: Bundle) -> Tensor:
     logits = logits_of(output)
+    # Sums of exponentials need float32.
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 

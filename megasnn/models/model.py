@@ -32,17 +32,17 @@ TASK = ("inputs", "target", "loss", "metrics", "predict")
 class Model(ABC):
     """Dimensions of a model, and its layers.
 
-    A subclass is a frozen dataclass. Its fields are flags, checked and saved with every checkpoint; --help shows the
-    text below a field. Built-in models import torch in their methods only, because flags are checked before that.
+    A subclass is a frozen dataclass. Its fields are flags, saved with checkpoints; the text below a field is its help.
+    Built-in models import torch inside methods, because flags are checked before torch is imported.
 
     Attributes:
         name: name in checkpoints. Default: the class name in snake case, sew_res_net for SewResNet.
-        marker: a tensor name unique to this model and present at every size. Identifies weight files that carry no
-            model name.
-        neuron: defaults of the flags --neuron, --tau and so on.
-        loss: (output of the last layer, target) -> loss of each sample, `[N]`; None for --loss.
-        metrics: (output, target) -> named figures of each sample, `[N]`; None for classification accuracy.
-        predict: output -> answer for each sample, `[N, ...]`; None for the mean of the logits over time.
+        marker: a tensor name unique to this model and present at every size. Identifies weight files without a model
+            name.
+        neuron: defaults of --neuron, --tau and so on.
+        loss: (output, target) -> loss of each sample, `[N]`; None for --loss.
+        metrics: (output, target) -> named figures of each sample, `[N]`; None for accuracy.
+        predict: output -> answer for each sample, `[N, ...]`; None for the logits' mean over time.
     """
 
     name: ClassVar[str]
@@ -70,8 +70,7 @@ class Model(ABC):
         """The layers from input to logits (`megasnn.layer`), each made where it is yielded.
 
         The first layer takes frames `[T, N, C, H, W]`, or `[1, N, C, H, W]` for an image shown at every step. The last
-        layer returns the input of the loss: logits `[T, N, num_classes]` for classification, whole on every
-        tensor-parallel rank, or a bundle with logits (`megasnn.common.bundle.logits_of`).
+        returns the input of the loss: for classification logits `[T, N, num_classes]`, or a bundle with them.
         """
 
     @property
@@ -100,10 +99,8 @@ class Model(ABC):
         return [name for name in TASK if getattr(cls, name) is not getattr(Model, name)]
 
     def problems(self, tensor_parallel: int) -> list[str]:
-        """Problems of the dimensions, each with value and flag. Subclasses add theirs.
-
-        Sizes that the tensor-parallel ranks do not divide are found later, when layers are built.
-        """
+        """Problems of the dimensions, each with value and flag. Subclasses add theirs."""
+        # Sizes that tensor-parallel ranks do not divide are found when layers are built.
         wrong = at_least(self, 1, "image_size", "in_channels", "time_steps", "num_classes")
         events = getattr(self, "event_frames", None)
         if events and self.in_channels != 2:
@@ -146,7 +143,7 @@ class Model(ABC):
 
 @cache
 def run_config(model: type[Model]) -> type[PretrainConfig]:
-    """Configuration class of a training run: the model's dimensions and neuron beside the parts all models share.
+    """Configuration class of a training run: a model's dimensions and neuron beside the shared parts.
 
     Raises ValueError for a model that is no dataclass, whose flags would be lost, or a field without a default.
     """

@@ -30,11 +30,11 @@ class Task:
         target: an array, or the name of an input.
         classes: size of the logits `[T, N, classes]` of a classification; 0 for other tasks.
         loss: (output, target) -> loss of each sample, `[N]`; None for --loss.
-        metrics: (output, target) -> named figures of each sample, `[N]`; None for top-1, and top-5 above five classes.
+        metrics: (output, target) -> named figures of each sample, `[N]`; None for top-1 and top-5.
         predict: output -> answer for each sample, `[N, ...]`.
-        trained: names of the metrics in a training step, which counts top-1 alone.
-        evaluated: names of the metrics in an evaluation.
-        answer: array that `predict` returns for a sample.
+        trained: metrics of a training step.
+        evaluated: metrics of an evaluation.
+        answer: answer for one sample.
     """
 
     inputs: Mapping[str, ArraySpec]
@@ -57,7 +57,7 @@ class Task:
         return {name: each.examples(samples, draws).to(each.type_for(dtype)) for name, each in self.inputs.items()}
 
     def summed_loss(self, named: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-        """(output, target) -> sum of the samples' losses. Args: named: the sum for --loss, used without an own loss."""
+        """(output, target) -> sum of the samples' losses. Args: named: loss of --loss."""
         own = self.loss
         if own is None:
             return named
@@ -111,7 +111,7 @@ def mean_over_time(output: Bundle) -> Tensor:
 
 
 def _raised(output: Bundle) -> Any:
-    """Reduced precision as float32: losses and metrics are sums of many values."""
+    # Losses and metrics are sums of many values, which need float32.
     return map_entries(lambda x: x.float() if x.dtype in _REDUCED else x, output)
 
 

@@ -52,9 +52,8 @@ class Dialect:
         name: name of the program on the command line.
         title: program and model, for messages.
         marker: a tensor name unique to this dialect and present at every size.
-        incoming: their names -> how each of our tensors is made.
-        outgoing: our names, and the model's configuration if known -> how each of their tensors is made; None if there
-            is no way back.
+        incoming: makes our tensors from their names.
+        outgoing: makes theirs from our names, and the model's configuration if known; None if impossible.
         unused: endings of tensor names that their model never reads.
     """
 

@@ -19,12 +19,11 @@ class LayerCall:
 
     Attributes:
         time_steps: T. An input with a single time step is repeated T times.
-        fold_time: True if the layer takes `[T * N, ...]`, all time steps as one batch.
+        fold_time: True for all time steps as one batch, `[T * N, ...]`.
         dtype: floating-point type of the inputs; None for any.
-        group: tensor-parallel ranks that all compute the whole layer; None for a layer that is cut. The inputs are
-            gathered, and each rank keeps its own channels of the output if they divide.
+        group: tensor-parallel ranks that all compute the whole layer; None for a layer that is cut.
         cuts: for each input tensor, True if a rank has only its own channels; empty if all are whole.
-        is_last: True if the output stays whole, as logits do.
+        is_last: True if the output stays whole, like logits.
     """
 
     time_steps: int = 1

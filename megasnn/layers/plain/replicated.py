@@ -1,12 +1,10 @@
 """Replicated modules: any `nn.Module` without sharded layers is a layer, whole on every tensor-parallel rank.
 
-Activations between layers are cut by channel. A whole layer gathers its input; every rank computes the same, and keeps
-its own channels of the output. The weights have the same gradients on every rank. Modules without tensors that work
-channel by channel, such as pooling, need not be whole (`megasnn.layers.plain.by_channel`).
+A whole layer gathers its input, and each rank keeps its own channels of the output. Weights have the same gradients on
+every rank. Pooling and the like need not be whole (`megasnn.layers.plain.by_channel`).
 
-Modules of torch.nn know no time: a layer of torch's modules alone takes `[T * N, C, ...]`, any other `[T, N, C, ...]`.
-Modules of SpikingJelly must be in step mode "m". They reset their state before each micro-batch, or detach it before a
-later window of the same samples.
+A layer of torch's modules alone takes `[T * N, C, ...]`, any other `[T, N, C, ...]`. SpikingJelly's modules must be in
+step mode "m". They reset their state before each micro-batch, or detach it before a later window of the same samples.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
 
     Args:
         name: global name.
-        initialise: called with each module, after its own `reset_parameters`, to set initial values.
+        initialise: sets initial values; called with each module, after its own `reset_parameters`.
     Raises:
         ValueError: a module that cannot be computed alike on every layout.
     """
@@ -69,14 +67,12 @@ def _describe_tensors(module: nn.Module, context: BuildContext, initialise: Modu
 
 
 def folds_time(module: nn.Module) -> bool:
-    """Whether a plain layer takes all time steps as one batch `[T * N, C, ...]`.
-
-    True for torch's modules, unless one works along the first dimension, as attention and recurrent layers do.
-    """
+    """Whether a plain layer takes all time steps as one batch `[T * N, C, ...]`: it consists of torch's modules."""
     modules = [*module.modules()]
     if not all(type(each).__module__.startswith("torch.nn.") for each in modules):
         return False
     require_supported(module, "torch")
+    # Modules that work along the first dimension need to see time.
     for each in modules:
         if isinstance(each, SEQUENCES) or getattr(each, "dim", None) == 0 or getattr(each, "start_dim", None) == 0:
             return False
@@ -128,6 +124,7 @@ def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundl
         with drawing_for(samples):
             y: Bundle = layer(x, *more)
         return y if isinstance(y, Tensor) else plain_bundle(y)
+    # An input with a single time step stands for all of them.
     first = next(iter(entries_of(x).values()))
     steps = call.time_steps if len(first) == 1 else len(first)
     frames = (steps, *first.shape[1:2])

@@ -8,14 +8,16 @@ from __future__ import annotations
 from megasnn.models.weight_names import conv_norm_prefixes, prefix_dialect
 
 # Here -> there; {} stands for a number.
-_BLOCK = {
-    "first": ("conv1", "bn1", "sn1"),
-    "second": ("conv2", "bn2", "sn2"),
-    "shortcut": ("downsample.0", "downsample.1", "downsample_sn"),
+_SPIKINGJELLY = {
+    "layer{}.{}.first": ("layer{}.{}", ("conv1", "bn1", "sn1")),
+    "layer{}.{}.second": ("layer{}.{}", ("conv2", "bn2", "sn2")),
+    "layer{}.{}.shortcut": ("layer{}.{}", ("downsample.0", "downsample.1", "downsample_sn")),
 }
-_PATHS = {"first": "conv1", "second": "conv2", "shortcut": "downsample.0"}
-_SPIKINGJELLY = {f"layer{{}}.{{}}.{ours}": ("layer{}.{}", names) for ours, names in _BLOCK.items()}
-_PUBLISHED = {f"layer{{}}.{{}}.{ours}": (f"layer{{}}.{{}}.{path}.module", ("0", "1")) for ours, path in _PATHS.items()}
+_PUBLISHED = {
+    "layer{}.{}.first": ("layer{}.{}.conv1.module", ("0", "1")),
+    "layer{}.{}.second": ("layer{}.{}.conv2.module", ("0", "1")),
+    "layer{}.{}.shortcut": ("layer{}.{}.downsample.0.module", ("0", "1")),
+}
 
 SPIKINGJELLY = prefix_dialect(
     "spikingjelly",

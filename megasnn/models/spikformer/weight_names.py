@@ -26,12 +26,12 @@ from megasnn.models.weight_names import NORM_TENSORS, Dialect, Made, NameMap, co
 
 _PARTS_OF_STEM = ("conv_bn.block.0", "conv_bn.block.1", "neuron")
 _CONV_NORMS = {
-    **{f"patch_embed.{x}": (f"patch_embed.{x}", _PARTS_OF_STEM) for x in ("stages.{}", "positional_encoding")},
-    **{
-        f"blocks.{{}}.attention.{ours}": ("blocks.{}.attn", (f"{x}_conv_bn.0", f"{x}_conv_bn.1", f"{x}_lif"))
-        for ours, x in (("qkv", "qkv"), ("projection", "proj"))
-    },
-    **{f"blocks.{{}}.mlp.fc{i}": ("blocks.{}.mlp", (f"fc{i}.0", f"fc{i}.1", f"neuron{i}")) for i in (1, 2)},
+    "patch_embed.stages.{}": ("patch_embed.stages.{}", _PARTS_OF_STEM),
+    "patch_embed.positional_encoding": ("patch_embed.positional_encoding", _PARTS_OF_STEM),
+    "blocks.{}.attention.qkv": ("blocks.{}.attn", ("qkv_conv_bn.0", "qkv_conv_bn.1", "qkv_lif")),
+    "blocks.{}.attention.projection": ("blocks.{}.attn", ("proj_conv_bn.0", "proj_conv_bn.1", "proj_lif")),
+    "blocks.{}.mlp.fc1": ("blocks.{}.mlp", ("fc1.0", "fc1.1", "neuron1")),
+    "blocks.{}.mlp.fc2": ("blocks.{}.mlp", ("fc2.0", "fc2.1", "neuron2")),
 }
 
 SPIKINGJELLY = prefix_dialect(
@@ -45,10 +45,12 @@ SPIKINGJELLY = prefix_dialect(
     },
 )
 
+# Our path in a block -> paths in the published block.
 _IN_BLOCK = {
     "attention.qkv": ("attn.q", "attn.k", "attn.v"),
     "attention.projection": ("attn.proj",),
-    **{f"mlp.fc{i}": (f"mlp.fc{i}",) for i in (1, 2)},
+    "mlp.fc1": ("mlp.fc1",),
+    "mlp.fc2": ("mlp.fc2",),
 }
 
 
