@@ -74,13 +74,15 @@ def from_nir(
     order = _sorted(sources)
     entry, shape = _input_of(graph)
     network = Network(shape)
-    names: dict[str, str | None] = {entry: None}  # layer of each node; None for the model's input
+    # Layer of each node; None for the model's input.
+    names: dict[str, str | None] = {entry: None}
     if sum(source == entry for source, _ in graph.edges) > 1:
         names[entry] = network.append(entry, nn.Identity, [None])
     for name in order:
         node = graph.nodes[name]
         takes = [names[source] for source in sources[name]]
-        while len(takes) > 1:  # edges into one node are a sum
+        # Edges into one node are a sum.
+        while len(takes) > 1:
             takes[:2] = [network.append(f"{name}.sum{len(takes) - 1}", lambda: torch.add, takes[:2])]
         if isinstance(node, nir.Input | nir.Output):
             continue
@@ -157,7 +159,8 @@ def _linear(node: nir.Affine | nir.Linear, options: _Options) -> Make:
 
 
 def _pool(node: nir.AvgPool2d | nir.SumPool2d, options: _Options) -> Make:
-    divisor = 1 if isinstance(node, nir.SumPool2d) else None  # a sum is the average times the window's size
+    # A sum is the average times the window's size.
+    divisor = 1 if isinstance(node, nir.SumPool2d) else None
     return partial(
         nn.AvgPool2d, _pair(node.kernel_size), _pair(node.stride), _pair(node.padding), divisor_override=divisor
     )
@@ -181,7 +184,8 @@ def _if(node: nir.IF, options: _Options) -> Make:
 def _lif(node: nir.LIF, options: _Options) -> Make:
     seconds = _only(node, "tau")
     r = _only(node, "r")
-    tau = round(seconds / options.dt, 12)  # 1.333 * dt / dt is 1.3330000000000002
+    # 1.333 * dt / dt is 1.3330000000000002.
+    tau = round(seconds / options.dt, 12)
     if tau <= 1:
         raise ValueError(
             f"tau is {seconds:.6g} s, {tau:.6g} time steps of dt = {options.dt} s, and must be more than one: give "

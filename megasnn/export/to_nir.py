@@ -36,7 +36,8 @@ from megasnn.layers import (
 from megasnn.layers.facts import facts
 from megasnn.layers.layer import FunctionLayer
 
-DT = 1e-4  # seconds; SpikingJelly's default
+# Seconds; SpikingJelly's default.
+DT = 1e-4
 
 
 class Value(NamedTuple):
@@ -125,7 +126,8 @@ class _Graph:
         else:
             try:
                 traced = fx.GraphModule(module, tracer.trace(module))
-            except Exception as error:  # torch.fx raises many kinds for a forward that branches on values
+            except Exception as error:
+                # torch.fx raises many kinds for a forward that branches on values.
                 raise CheckpointError(f"{name}: it cannot be followed: {error}") from error
             output = _Walk(traced, self, name).run(*sources)
         if not isinstance(output, Value):
@@ -144,7 +146,8 @@ class _Graph:
         if x.is_product and x.nodes[0] in self._normed:
             self.refuse("a second output of a convolution beside its norm")
         unique = name
-        while unique in self.nodes:  # the module was called before
+        # The module was called before.
+        while unique in self.nodes:
             unique += "_again"
         self.nodes[unique] = node
         self.edges += [(source, unique) for source in x.nodes]
@@ -171,7 +174,8 @@ class _Graph:
         node_name = f"{path}.{name}"
         self.path = path
         if x is None or name == "size" or (target is getattr and args == ("shape",)):
-            return None  # only the sizes of time and samples are used, and a graph has neither
+            # Only the sizes of time and samples are used, and a graph has neither.
+            return None
         if not isinstance(x, Value):
             self.refuse(f"{name} of a number or a parameter")
         if target in (operator.add, torch.add, "add") and len(args) == 1 and not options:
@@ -276,7 +280,8 @@ class _Graph:
         """Flattens dimensions of a sample, or time and samples into one."""
         if (start, end, x.folds_time) == (0, 1, False):
             return x._replace(folds_time=True)
-        before = 1 if x.folds_time else 2  # dimensions of time and samples, which a graph lacks
+        # Dimensions of time and samples, which a graph lacks.
+        before = 1 if x.folds_time else 2
         first = start - before if start >= 0 else len(x.shape) + start
         last = end - before if end >= 0 else len(x.shape) + end
         if first < 0:
@@ -319,7 +324,8 @@ class _Walk(fx.Interpreter):
 
     def __init__(self, traced: fx.GraphModule, graph: _Graph, name: str) -> None:
         super().__init__(traced)
-        self.extra_traceback = False  # torch.fx would append its own lines to a refusal
+        # torch.fx would append its own lines to a refusal.
+        self.extra_traceback = False
         self._graph = graph
         self._name = name
 

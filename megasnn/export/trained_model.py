@@ -192,7 +192,8 @@ def _remade(
     dtype: torch.dtype,
 ) -> TrainedModel:
     """Makes a model again from `TrainedModel.__reduce__`."""
-    built_in = torch.float64 if dtype == torch.float64 else torch.float32  # the types that a model is built in
+    # The types that a model is built in.
+    built_in = torch.float64 if dtype == torch.float64 else torch.float32
     wide = {}
     for name, x in values.items():
         wide[name] = x.to("cpu", built_in if x.is_floating_point() else x.dtype)

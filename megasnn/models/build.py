@@ -96,7 +96,8 @@ def task_of(model: Model) -> Task:
     metrics: Any = model.metrics
     if metrics is None and not classes:
         metrics = _no_metrics
-    evaluated = ("top1", "top5") if classes > 5 else ("top1",)  # top-5 of five classes is always right
+    # Top-5 of five classes is always right.
+    evaluated = ("top1", "top5") if classes > 5 else ("top1",)
     return Task(inputs, target, classes, model.loss, metrics, model.predict or mean_over_time, evaluated=evaluated)
 
 
@@ -159,7 +160,8 @@ def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence
         if context.tp.size > 1:
             found = _try_to_cut(each, context, sources, inputs)
         if found is not None and is_last and any(cuts_by_shape(found.output, of_one)):
-            found = None  # the loss takes whole logits
+            # The loss takes whole logits.
+            found = None
         if found is None:
             if context.tp.size > 1:
                 each = whole_layers()[number]
@@ -187,7 +189,8 @@ def _yielded(model: Model) -> list[Layer]:
             if each.name in layers:
                 raise ValueError(f"two layers of {model.name} have the name {each.name!r}; a name is for one layer")
             layers[each.name] = each
-    except (ValueError, RuntimeError, ArithmeticError) as error:  # torch raises the last two for sizes out of bounds
+    except (ValueError, RuntimeError, ArithmeticError) as error:
+        # torch raises the last two for sizes out of bounds.
         where = f"the layer behind {[*layers][-1]}" if layers else "the first layer"
         raise ValueError(f"{where}: {error}") from error
     if not layers:
@@ -282,7 +285,8 @@ def _made(each: Layer, context: BuildContext) -> nn.Module:
     parts: Iterator[Any] = module.modules()
     for part in parts:
         if getattr(part, "inplace", False) is True:
-            part.inplace = False  # other stages, and a second forward, read the same input
+            # Other stages, and a second forward, read the same input.
+            part.inplace = False
     with building(context), without_memory():
         try:
             if each.is_sharded:
@@ -294,7 +298,8 @@ def _made(each: Layer, context: BuildContext) -> nn.Module:
             else:
                 require_supported(module, "inside")
             refuse_mixed_rows(module, context)
-        except (ValueError, RuntimeError) as error:  # torch raises RuntimeError for modules without sizes
+        except (ValueError, RuntimeError) as error:
+            # torch raises RuntimeError for modules without sizes.
             raise ValueError(f"{each.name}: {error}") from error
     return module
 

@@ -18,7 +18,8 @@ from megasnn.parallel.sharding import ShardedTensor
 if TYPE_CHECKING:
     from megasnn.models.task import Task
 
-DRY_SAMPLES = 2  # in a dry run: a norm in training needs more than one value
+# In a dry run: a norm in training needs more than one value.
+DRY_SAMPLES = 2
 
 
 class Built(NamedTuple):

@@ -43,7 +43,8 @@ def dry_run(
         ValueError: names the layer. It cannot take its inputs, changes them or a buffer, or returns no tensors.
     """
     for module in layer.modules():
-        facts(module).knows_input = False  # True in a copy of a layer that was run before
+        # True in a copy of a layer that was run before.
+        facts(module).knows_input = False
     evaluated: Bundle | None = None
     try:
         if not is_of_libraries(layer):

@@ -86,4 +86,5 @@ def _target(logits: Tensor, labels: Tensor) -> Tensor:
         f"labels must be from 0 to {classes - 1} with --num-classes {classes}",
         lambda: f"got labels from {int(labels.min())} to {int(labels.max())}",
     )
-    return labels.clamp(0, classes - 1)  # a GPU ends the process at a class outside the logits
+    # A GPU ends the process at a class outside the logits.
+    return labels.clamp(0, classes - 1)

@@ -114,7 +114,8 @@ class Model(ABC):
         """Files for `--config` by name, such as "spikformer/cifar10": folder `recipes` beside the class."""
         try:
             folder = Path(inspect.getfile(cls)).parent / "recipes"
-        except (OSError, TypeError):  # a class typed into an interpreter has no file
+        except (OSError, TypeError):
+            # A class typed into an interpreter has no file.
             return {}
         return {f"{cls.name}/{file.stem}": file for file in sorted(folder.glob("*.json"))}
 

@@ -50,7 +50,8 @@ def separate(layers: Sequence[Layer]) -> tuple[list[Layer], TiedTensors]:
     ties: TiedTensors = {}
     for number, each in enumerate(layers):
         mine = {module for module in each.module.modules() if has_state(module) or module is each.module}
-        is_new = seen.isdisjoint(mine) and not each.is_sharded  # megasnn.shard leaves the user's network as it is
+        # megasnn.shard leaves the user's network as it is.
+        is_new = seen.isdisjoint(mine) and not each.is_sharded
         made = each if is_new else replace(each, module=_copied(each))
         for path, module in each.module.named_modules():
             for name, tensor in [*own_tensors(module)]:
@@ -59,7 +60,8 @@ def separate(layers: Sequence[Layer]) -> tuple[list[Layer], TiedTensors]:
                 if owner != where:
                     ties[where] = owner
                     renewed = _renew(made.module.get_submodule(path), name)
-                    owners[id(renewed)] = owner  # a later layer may be this module again
+                    # A later layer may be this module again.
+                    owners[id(renewed)] = owner
         seen |= mine
         separated.append(made)
     return separated, ties
@@ -86,7 +88,8 @@ def tie_all(layers: Sequence[Built], ties: TiedTensors) -> None:
         calls = facts(module).calls
         owner_calls = facts(of_owner).calls
         try:
-            if where.name == "running_mean" and calls != owner_calls:  # statistics are exchanged call by call
+            # Statistics are exchanged call by call.
+            if where.name == "running_mean" and calls != owner_calls:
                 both = f"{calls} and {owner_calls}"
                 raise ValueError(f"a forward calls them {both} times: let both layers call the norm as often")
             tie(module, where.name, owner_name, of_owner, owner.name)
@@ -97,10 +100,12 @@ def tie_all(layers: Sequence[Built], ties: TiedTensors) -> None:
 def _copied(each: Layer) -> nn.Module:
     made = copy.deepcopy(each.module)
     for old, new in zip(each.module.parameters(), made.parameters(), strict=True):
-        vars(new).update(vars(old))  # torch copies no attributes of parameters
+        # torch copies no attributes of parameters.
+        vars(new).update(vars(old))
     for module in made.modules():
         if isinstance(module, (ParallelDropout, DropPath)):
-            module.name = f"{module.name}, {each.name}"  # draws are keyed by name, and differ between layers
+            # Draws are keyed by name, and differ between layers.
+            module.name = f"{module.name}, {each.name}"
     return made
 
 

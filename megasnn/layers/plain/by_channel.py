@@ -33,7 +33,8 @@ _ELEMENTWISE = {
     *("clamp", "round", "floor", "ceil", "sign", "maximum", "minimum", "where", "gt", "ge", "lt", "le", "logical_and"),
     *("detach", "clone", "to", "float", "double", "zeros_like", "ones_like"),
 }
-_CONTAINERS = {"SeqToANNContainer", "MultiStepContainer"}  # SpikingJelly's, which only move time
+# SpikingJelly's, which only move time.
+_CONTAINERS = {"SeqToANNContainer", "MultiStepContainer"}
 _OURS = "megasnn."
 _LIBRARIES = ("torch.", "spikingjelly.", "einops.")
 _STOCK = (_OURS, "torch.nn.", "spikingjelly.")
@@ -100,7 +101,8 @@ def _keeps_channels(layer: nn.Module, dims: int) -> bool:
         return False
     modules = [*layer.modules()]
     if any(isinstance(each, (FunctionLayer, ParallelLinear)) for each in modules):
-        return False  # they may return all channels
+        # They may return all channels.
+        return False
     # A pool finds the channels by the number of dimensions, which no module before it may change.
     kinds = [type(each).__name__ for each in modules if is_by_channel(each)]
     before = kinds[:-1] if is_by_channel(layer) else kinds

@@ -80,7 +80,8 @@ def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | N
         values = getattr(fresh, name)
         is_set = name in numbers or values is not before or values._version > version
         if values.is_floating_point() and name not in numbers:
-            is_set = not values.isnan().any()  # a change of tensor.data leaves the version as it is
+            # A change of tensor.data leaves the version as it is.
+            is_set = not values.isnan().any()
         if not is_set:
             raise ValueError(
                 f"nothing initialises {name!r} of {type(module).__name__}: values set in its constructor are lost; "
@@ -100,7 +101,8 @@ def _draw(module: nn.Module, initialise: ModuleInitialiser | None, generator: to
             reset()
         _repeat_constructor(module)
         if initialise is not None:
-            for each in reversed(list(module.modules())):  # parts first, as in Module.apply
+            # Parts first, as in Module.apply.
+            for each in reversed(list(module.modules())):
                 initialise(each)
 
 

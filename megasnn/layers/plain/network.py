@@ -150,7 +150,8 @@ def _reached(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module
     """A module and its parts with their conversions, down to the converted ones; None for a module that is kept."""
     conversion = in_table(module)
     if hasattr(module, "surrogate_function") and (not is_multi_step(module) or spec_of(module) is None):
-        conversion = None  # a neuron that MegaSNN's kernels do not compute
+        # A neuron that MegaSNN's kernels do not compute.
+        conversion = None
     yield path, module, conversion
     if conversion is None and not _is_leaf(module):
         for name, child in module.named_children():
@@ -173,7 +174,8 @@ def why_whole(network: nn.Module) -> str | None:
 
 def _why_not_cut(module: nn.Module, conversion: Conversion | None) -> str | None:
     if isinstance(module, SEQUENCES):
-        return "does not always call its parts one by one"  # torch has one kernel for all of them in evaluation
+        # torch has one kernel for all of them in evaluation.
+        return "does not always call its parts one by one"
     if conversion is None:
         if next(own_tensors(module), None) is not None:
             return "has tensors of its own, and is not in the table"

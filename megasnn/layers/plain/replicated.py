@@ -41,7 +41,8 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
     """
     note_stepped(module)
     require_supported(module, "plain")
-    dtype = None if context.traceable else context.dtype  # a trained model may be moved to another type
+    # A trained model may be moved to another type.
+    dtype = None if context.traceable else context.dtype
     call = LayerCall(context.time_steps, folds_time(module), dtype)
     ours: dict[nn.Module, nn.Module] = {}
     for each in module.modules():

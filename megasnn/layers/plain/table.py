@@ -38,7 +38,8 @@ def convolution(conv: nn.Conv1d | nn.Conv2d, context: BuildContext, initialise: 
         context,
         dims=len(conv.kernel_size),
         stride=conv.stride,
-        padding=conv._reversed_padding_repeated_twice[::-2],  # numbers, where `padding` may be a name
+        # Numbers, where `padding` may be a name.
+        padding=conv._reversed_padding_repeated_twice[::-2],
         dilation=conv.dilation,
         groups=conv.groups,
         bias=conv.bias is not None,
@@ -69,8 +70,10 @@ def sharded_batch_norm(norm: _BatchNorm, context: BuildContext, initialise: Modu
         track_running_stats=norm.track_running_stats,
         **_initialisers(norm, initialise),
     )
-    ours.time_steps = 1  # the input has all time steps
-    if norm.affine and norm.bias is None:  # SpikingJelly's BatchNormThroughTime
+    # The input has all time steps.
+    ours.time_steps = 1
+    # SpikingJelly's BatchNormThroughTime.
+    if norm.affine and norm.bias is None:
         ours.register_parameter("bias", None)
         facts(ours).shards.pop("bias")
     if not norm.training:

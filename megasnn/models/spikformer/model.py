@@ -71,7 +71,7 @@ class Spikformer(Model):
         for block in range(self.depth):
             name = f"blocks.{block}"
             attention = AttentionHalf(dim, self.num_heads, initialise=trunc_normal)
-            mlp = ResidualMLP(dim, int(dim * self.mlp_ratio), initialise=trunc_normal)
             yield layer(f"{name}.attention", attention, layer_group=name)
+            mlp = ResidualMLP(dim, int(dim * self.mlp_ratio), initialise=trunc_normal)
             yield layer(f"{name}.mlp", mlp, layer_group=name)
         yield layer("head", MeanLinear(dim, self.num_classes, initialise=trunc_normal, initialise_bias=zeros))

@@ -58,12 +58,14 @@ def _conv_norms(names: Collection[str]) -> dict[str, list[tuple[str, str]]]:
     """Our path of each ConvNormNeuron -> their convolutions and norms: one pair, or three for q, k and v."""
     conv_norms = {"patch_embed.positional_encoding": [("patch_embed.rpe_conv", "patch_embed.rpe_bn")]}
     for stage in range(STEM_STAGES):
-        number = stage or ""  # the first stage has none
+        # The first stage has none.
+        number = stage or ""
         pair = (f"patch_embed.proj_conv{number}", f"patch_embed.proj_bn{number}")
         conv_norms[f"patch_embed.stages.{stage}"] = [pair]
     kind = "linear" if "block.0.attn.q_linear.weight" in names else "conv"
     blocks = {match[1] for name in names if (match := re.match(r"block\.(\d+)\.", name))}
-    for block in range(len(blocks)):  # the number of blocks, because a foreign file may contain any numbers
+    # The number of blocks, because a foreign file may contain any numbers.
+    for block in range(len(blocks)):
         for ours, theirs in _IN_BLOCK.items():
             pairs = [(f"block.{block}.{path}_{kind}", f"block.{block}.{path}_bn") for path in theirs]
             conv_norms[f"blocks.{block}.{ours}"] = pairs
