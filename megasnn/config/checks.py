@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import shlex
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
@@ -20,6 +21,7 @@ Size = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+FractionAboveZero = Annotated[float, Field(gt=0, le=1)]
 FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -42,6 +44,18 @@ class ConfigError(ValueError):
 def flag(name: str) -> str:
     """Command line flag of a field."""
     return "--" + name.replace("_", "-")
+
+
+def as_flag(name: str, value: Any) -> str:
+    """Flag of a field with a value, as a command line gives it."""
+    if isinstance(value, bool):
+        return flag(name) if value else f"--no-{flag(name)[2:]}"
+    return f"{flag(name)} {shlex.quote(shown_value(value))}"
+
+
+def shown_value(value: Any) -> str:
+    """Value as a command line gives it."""
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parse_numbers(name: str, text: str, count: int) -> tuple[int, ...]:

@@ -16,9 +16,9 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megasnn.common.files import in_message, unique
-from megasnn.config.checks import ConfigError, flag, help_texts, registry_of
+from megasnn.config.checks import ConfigError, flag, help_texts, registry_of, shown_value
 from megasnn.config.data import PATHS, names_command
-from megasnn.config.values import ABOUT, from_dict, shown_value
+from megasnn.config.values import ABOUT, from_dict
 
 _Config = TypeVar("_Config")
 ORDER = ("model", "data", "training", "optimizer", "parallel", "checkpoint", "logging", "neuron")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from megasnn.augment import AUGMENTATIONS
 from megasnn.augment.images import ImageRecipe, parse_rand_augment
 from megasnn.common.files import SAMPLE_MB, STRICT
-from megasnn.config.checks import Count, FileName, Fraction, NonNegative, Size, flag, refusal
+from megasnn.config.checks import Count, FileName, Fraction, FractionAboveZero, NonNegative, Size, flag, refusal
 
 SAMPLE = "sample"
 """As a path it stands for scikit-learn's digits."""
@@ -29,9 +28,6 @@ CHANGES = (
 def names_command(data_path: str) -> bool:
     """True where a data path holds a command, written out: what it expands to may hold none then either."""
     return any(part.startswith(PIPE) for part in data_path.split("::"))
-
-
-FractionAboveZero = Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -15,12 +15,24 @@ from pydantic.dataclasses import dataclass
 
 from megasnn.common.files import STRICT
 from megasnn.common.registry import Registry, later
-from megasnn.config.checks import Count, FractionBelowOne, NonNegative, Positive, flag
+from megasnn.config.checks import (
+    Count,
+    FractionAboveZero,
+    FractionBelowOne,
+    NonNegative,
+    Positive,
+    as_flag,
+    flag,
+    refusal,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+ADAMW_EPS = 1e-8  # as in torch and Megatron-LM
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+_SGD = ("sgd_momentum", "sgd_nesterov")
 
 
 @plain_dataclass(frozen=True)
@@ -29,7 +41,8 @@ class OptimizerRecipe:
 
     Attributes:
         summary: for --help.
-        build: (groups of parameters with their weight decay, lr=...) -> the optimizer.
+        build: (groups of parameters with their weight decay, lr=..., one keyword for each of `options`) -> optimizer.
+        options: fields of `OptimizerConfig` that `build` receives, such as "adam_beta1".
         state: kinds of state that it keeps of each parameter after a step, by the names that they have in its `state`.
             `step` is a single number, all others are like the parameter.
         takes_norms: whether `build` also gets `norms`, of whole tensors (megasnn.optim.norms.ShardedNorms).
@@ -45,35 +58,40 @@ class OptimizerRecipe:
     takes_norms: bool = False
     takes_found_inf: bool = False
     working_copies: float = 0.0
+    options: tuple[str, ...] = ()
 
 
-def _adamw(groups: Sequence[dict[str, Any]], lr: float) -> Optimizer:
+def _adamw(
+    groups: Sequence[dict[str, Any]], lr: float, adam_beta1: float, adam_beta2: float, adam_eps: float | None
+) -> Optimizer:
     import torch
 
     # A pipeline stage may hold no layers, and AdamW takes no empty list of parameters, but it takes empty groups.
     fused = any(group["params"] for group in groups) or None
-    return torch.optim.AdamW(groups, lr=lr, fused=fused)
+    eps = ADAMW_EPS if adam_eps is None else adam_eps
+    return torch.optim.AdamW(groups, lr=lr, betas=(adam_beta1, adam_beta2), eps=eps, fused=fused)
 
 
-def _sgd(groups: Sequence[dict[str, Any]], lr: float) -> Optimizer:
+def _sgd(groups: Sequence[dict[str, Any]], lr: float, sgd_momentum: float, sgd_nesterov: bool) -> Optimizer:
     import torch
 
-    return torch.optim.SGD(groups, lr=lr, momentum=0.9)
+    return torch.optim.SGD(groups, lr=lr, momentum=sgd_momentum, nesterov=sgd_nesterov)
 
 
 OPTIMIZERS: Registry[OptimizerRecipe] = Registry(
     "--optimizer",
     {
-        "adamw": OptimizerRecipe("arXiv 1711.05101", _adamw, _MOMENTS, takes_found_inf=True),
+        "adamw": OptimizerRecipe("arXiv 1711.05101", _adamw, _MOMENTS, takes_found_inf=True, options=_ADAM),
         # torch's fused SGD does not: after a first step that is left out its momentum is unwritten memory
         # (findings/torch_fused_sgd_skipped_step.sh).
-        "sgd": OptimizerRecipe("with momentum, as torch's", _sgd, ("momentum_buffer",)),
+        "sgd": OptimizerRecipe("with momentum, as torch's", _sgd, ("momentum_buffer",), options=_SGD),
         "lamb": OptimizerRecipe(
             "arXiv 1904.00962, in timm's form",
             later("megasnn.optim.lamb:build_lamb"),
             _MOMENTS,
             takes_norms=True,
             working_copies=4,  # updates, factors of the type of the weights, and their 8-byte indices
+            options=_ADAM,
         ),
     },
 )
@@ -95,6 +113,16 @@ class OptimizerConfig:
 
     optimizer: Annotated[str, OPTIMIZERS] = "adamw"
     """Update rule of the weights."""
+    adam_beta1: FractionBelowOne = 0.9
+    """Decay of the first moment, for adamw and lamb."""
+    adam_beta2: FractionBelowOne = 0.999
+    """Decay of the second moment, for adamw and lamb."""
+    adam_eps: Positive | None = None
+    """Number added to the denominator of the update; by default 1e-8 for adamw and 1e-6 for lamb."""
+    sgd_momentum: FractionBelowOne = 0.9
+    """Momentum of sgd; 0 keeps no state."""
+    sgd_nesterov: bool = False
+    """Nesterov's form of the momentum of sgd."""
     lr: Positive = 1e-3
     """Highest learning rate."""
     min_lr: NonNegative = 0.0
@@ -115,6 +143,12 @@ class OptimizerConfig:
     """Decay of the weights in a step; not applied to norms, biases and time constants."""
     ema_decay: FractionBelowOne = 0.0
     """Share that a running average of the weights, which is evaluated, keeps of itself in a step; 0: none."""
+    layer_decay: FractionAboveZero = 1.0
+    """Fine-tuning with smaller rates near the input, as timm does: the rate falls by this factor from each layer group
+    to the one before it, and the last one (the head) keeps the full rate; 1 gives all of them the same rate."""
+    lr_scale: str | None = None
+    """Factors of the learning rate by parameter name, as "head.*=10,*.bias=2". A parameter that several patterns match
+    takes the product of their factors; a factor of 0 keeps a parameter as it is."""
     clip_grad: NonNegative = 1.0
     """Largest norm of the gradient over all parameters; 0 does not clip."""
 
@@ -125,9 +159,25 @@ class OptimizerConfig:
         warm_up = self.lr_warmup_epochs * epoch
         return warm_up if self.lr_interval == "epoch" else int(warm_up)
 
+    @property
+    def build_options(self) -> dict[str, Any]:
+        """Keyword arguments of the optimizer's `build` beside the rate and norms."""
+        return {name: getattr(self, name) for name in OPTIMIZERS[self.optimizer].options}
+
+    @property
+    def state_kinds(self) -> tuple[str, ...]:
+        """Kinds of state that the optimizer keeps for each parameter. SGD without momentum keeps none."""
+        is_stateless = self.optimizer == "sgd" and not self.sgd_momentum
+        return () if is_stateless else OPTIMIZERS[self.optimizer].state
+
+    @property
+    def name_scales(self) -> dict[str, float]:
+        """Factors of `lr_scale` by pattern. Raises ValueError for a malformed one."""
+        return parse_scales(self.lr_scale) if self.lr_scale is not None else {}
+
     def problems(self) -> list[str]:
         """Contradictions, with values and flags."""
-        wrong = []
+        wrong = self._option_problems() + refusal(lambda: self.name_scales)
         for name in ("min_lr", "lr_warmup_init"):
             if (rate := getattr(self, name)) is not None and rate > self.lr:
                 wrong.append(f"{flag(name)} {rate} is greater than --lr {self.lr}")
@@ -137,3 +187,34 @@ class OptimizerConfig:
         elif self.lr_interval == "epoch" and self.lr_warmup_iters:
             wrong.append(f"--lr-interval epoch takes the warm-up in epochs: --lr-warmup-epochs, not {iters}")
         return wrong
+
+    def _option_problems(self) -> list[str]:
+        """Options of other optimizers that were changed, and Nesterov's form without a momentum."""
+        recipe = OPTIMIZERS[self.optimizer]
+        wrong = []
+        for name in (*_ADAM, *_SGD):
+            value = getattr(self, name)
+            if name not in recipe.options and value != getattr(type(self), name):
+                able = " and ".join(each for each, other in OPTIMIZERS.items() if name in other.options)
+                asked = as_flag(name, value)
+                wrong.append(f"{asked} is for {able}, not for --optimizer {self.optimizer}; leave it out")
+        if self.sgd_nesterov and not self.sgd_momentum:
+            wrong.append("--sgd-nesterov needs --sgd-momentum above 0, got 0")
+        return wrong
+
+
+def parse_scales(text: str) -> dict[str, float]:
+    """Factors by pattern, from text like "head.*=10,*.bias=2". Raises ValueError for a malformed one."""
+    scales: dict[str, float] = {}
+    for part in text.split(","):
+        pattern, _, factor = (word.strip() for word in part.rpartition("="))
+        try:
+            scale = float(factor)
+        except ValueError:
+            scale = math.nan
+        if not pattern or not 0 <= scale < math.inf:
+            raise ValueError(f'--lr-scale {part!r} must be a pattern and a factor of 0 or more, as "head.*=10"')
+        if pattern in scales:
+            raise ValueError(f"--lr-scale has two factors for {pattern!r}: {scales[pattern]:g} and {scale:g}")
+        scales[pattern] = scale
+    return scales

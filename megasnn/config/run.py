@@ -40,8 +40,10 @@ class CheckpointConfig:
     keep_best: bool = False
     """Also save and keep the checkpoint of the highest accuracy that an evaluation has found."""
     load: FileName | None = None
-    """Folder to continue from, or one of its folders iter_N, or a file of SpikingJelly's weights to start from. A run
-    that saves where it loads starts from the beginning where there is no checkpoint yet."""
+    """Folder to continue from, or one of its folders iter_N, or a file of SpikingJelly's weights to start from. Without
+    a checkpoint there the run ends with an error; if --save names the same folder it starts anew, with a warning."""
+    exit_on_missing_checkpoint: bool = False
+    """End with an error when --load finds no checkpoint, also if --save names the same folder."""
     ckpt_step: Count | None = None
     """Continue from the checkpoint of this iteration instead of the latest."""
     finetune: bool = False
@@ -63,12 +65,14 @@ class CheckpointConfig:
     @property
     def may_begin_anew(self) -> bool:
         """True when --load need not hold a checkpoint: a job that saves where it loads finds none the first time."""
-        return self.ckpt_step is None and not self.finetune and self.saves_where_it_loads
+        must_exist = self.exit_on_missing_checkpoint or self.ckpt_step is not None or self.finetune
+        return self.saves_where_it_loads and not must_exist
 
     def problems(self) -> list[str]:
         """Contradictions, with values and flags."""
         wrong = needs(self, "save", "save_interval", "async_save", "keep_last", "keep_best")
-        return wrong + needs(self, "keep_last", "keep_every") + needs(self, "load", "ckpt_step", "finetune")
+        wrong += needs(self, "keep_last", "keep_every")
+        return wrong + needs(self, "load", "exit_on_missing_checkpoint", "ckpt_step", "finetune")
 
 
 @dataclass(frozen=True, config=STRICT)

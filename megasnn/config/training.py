@@ -18,7 +18,7 @@ from megasnn.common.registry import Registry, later
 from megasnn.config.checks import Count, FractionBelowOne, Positive, Size, flag
 
 _SUMS = "megasnn.models.losses"
-LENGTHS = ("train_iters", "train_epochs")
+LENGTHS = ("train_iters", "train_samples", "train_epochs")
 """Fields that give the length of a training; one of them does."""
 
 
@@ -87,11 +87,13 @@ class Length:
         iterations: optimizer steps.
         epoch: iterations of an epoch; a fraction where a batch may go on in the next epoch.
         epoch_samples: training samples of an epoch.
+        left_over: samples at the end that fill no global batch, and are not trained on.
     """
 
     iterations: int
     epoch: Fraction = Fraction(1)
     epoch_samples: int = 1
+    left_over: int = 0
 
     @property
     def epochs(self) -> float:
@@ -108,8 +110,11 @@ class TrainingConfig:
     """Samples per optimizer step, over all replicas."""
     train_iters: Size | None = None
     """Optimizer steps to train, counted from the beginning of the first run."""
+    train_samples: Size | None = None
+    """Samples to train on, instead of --train-iters, counted from the beginning of the first run. The training ends
+    with the last whole global batch."""
     train_epochs: Size | None = None
-    """Epochs to train, instead of --train-iters."""
+    """Epochs to train, instead of --train-iters. The training ends with the last whole global batch."""
     evaluate_only: bool = False
     """Evaluate what --load gives on the validation data, and end."""
     max_skipped_steps: Count = 10
@@ -135,29 +140,34 @@ class TrainingConfig:
     label_smoothing: FractionBelowOne = 0.0
     """Share of the target spread evenly over all classes."""
 
+    @property
+    def counts_samples(self) -> bool:
+        """Whether the length is given in samples or epochs, rather than in iterations."""
+        return self.train_samples is not None or self.train_epochs is not None
+
     def length(self, epoch_samples: int, iteration: int = 0, consumed_samples: int = 0) -> Length:
-        """Length of a training on data with so many samples in an epoch; 0 iterations with --evaluate-only.
+        """Length of a training on data with `epoch_samples` samples in an epoch; 0 iterations with --evaluate-only.
 
         Args:
-            iteration: steps that are done, maybe in batches of another size.
-            consumed_samples: of these steps. Epochs are counted by them.
+            iteration: steps done, maybe with another global batch size.
+            consumed_samples: samples used in these steps; they count towards --train-samples and --train-epochs.
 
         Raises:
-            ValueError: it is less than one iteration.
+            ValueError: the training is shorter than one iteration.
         """
         epoch = Fraction(epoch_samples, self.global_batch_size)
         if self.evaluate_only:
             return Length(0, epoch, epoch_samples)
-        iterations = self.train_iters
-        if self.train_epochs is not None:
-            samples_to_go = max(self.train_epochs * epoch_samples - consumed_samples, 0)
-            iterations = iteration + samples_to_go // self.global_batch_size
-        if not iterations:
-            raise ValueError(
-                f"--train-epochs {self.train_epochs} of {epoch_samples} training samples is less than one "
-                f"--global-batch-size {self.global_batch_size}"
-            )
-        return Length(iterations, epoch, epoch_samples)
+        if not self.counts_samples:
+            return Length(self.train_iters or 0, epoch, epoch_samples)
+        samples = self.train_samples or (self.train_epochs or 0) * epoch_samples
+        to_go, left_over = divmod(max(samples - consumed_samples, 0), self.global_batch_size)
+        if iteration + to_go == 0:
+            asked = f"--train-samples {samples}"
+            if self.train_epochs is not None:
+                asked = f"--train-epochs {self.train_epochs} of {epoch_samples} training samples"
+            raise ValueError(f"{asked} is less than one --global-batch-size {self.global_batch_size}")
+        return Length(iteration + to_go, epoch, epoch_samples, left_over)
 
     @property
     def micro_batches(self) -> int:
@@ -172,7 +182,8 @@ class TrainingConfig:
                 f"--micro-batch-size {self.micro_batch_size} is larger than "
                 f"--global-batch-size {self.global_batch_size}"
             )
-        if self.train_iters is not None and self.train_epochs is not None:
-            lengths = " and ".join(f"{flag(name)} {getattr(self, name)}" for name in LENGTHS)
-            wrong.append(f"{lengths} are two lengths; give one (none takes the other back)")
+        asked = {name: getattr(self, name) for name in LENGTHS}
+        lengths = [f"{flag(name)} {value}" for name, value in asked.items() if value is not None]
+        if len(lengths) > 1:
+            wrong.append(f"{' and '.join(lengths)} are {len(lengths)} lengths; give one (none takes another back)")
         return wrong

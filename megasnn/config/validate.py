@@ -25,7 +25,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
             problems += getattr(config, part.name).problems()
     problems += layout_problems(config, world_size)
     training = config.training
-    if not training.evaluate_only and training.train_iters is None and training.train_epochs is None:
+    if not training.evaluate_only and all(getattr(training, name) is None for name in LENGTHS):
         problems.append(f"give {' or '.join(map(flag, LENGTHS))}; none was given")
     problems += [*_evaluation_problems(config), *_training_problems(config)]
     if problems:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import reprlib
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
@@ -17,10 +16,11 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from megasnn.common.files import in_message
-from megasnn.config.checks import ConfigError, flag
+from megasnn.config.checks import ConfigError, as_flag, flag
 from megasnn.config.data import CHANGES
 from megasnn.config.optimizer import DECAY_STYLES
 from megasnn.config.run import PretrainConfig
+from megasnn.config.training import LENGTHS
 
 _Config = TypeVar("_Config")
 ABOUT = "about"
@@ -31,6 +31,12 @@ SAMPLES_KEY = "samples"
 """Under which a checkpoint keeps how samples were made."""
 Identity = dict[str, dict[str, object]]
 """Dimensions and neuron of a model, as `config_identity` gives them."""
+_RUN_PARTS = ("data", "checkpoint", "logging")
+_RUN_FIELDS = (
+    *("train_epochs", "lr_warmup_epochs", "lr_cooldown_epochs", "lr_interval"),  # an Engine knows no epochs
+    *("evaluate_only", "exit_interval", "exit_duration_in_mins", "max_skipped_steps", "check_replicas_interval"),
+)
+"""Fields of the other parts that only a whole run reads."""
 _UPDATE = {
     "training": (
         *("micro_batch_size", "global_batch_size", "bptt_steps", "seed", "precision", "loss", "label_smoothing"),
@@ -106,7 +112,7 @@ def with_keywords(config: _Config, keywords: Mapping[str, Any]) -> _Config:
         elif part == "model":
             kind = type(getattr(config, part)).__name__
             wrong.append(f"{name} is the model's: give it to the model, {kind}({name}={value!r})")
-        elif part in ("data", "checkpoint", "logging") and name not in ("mixup_alpha", "cutmix_alpha"):
+        elif name in _RUN_FIELDS or (part in _RUN_PARTS and name not in ("mixup_alpha", "cutmix_alpha")):
             wrong.append(f"{name} is for whole runs, which megasnn.pretrain starts: leave it out")
         else:
             changed.setdefault(part, {})[name] = value
@@ -149,18 +155,6 @@ def flags_between(before: Any, after: Any) -> dict[str, list[str]]:
     return changed
 
 
-def as_flag(name: str, value: Any) -> str:
-    """Flag of a field with a value, as a command line gives it."""
-    if isinstance(value, bool):
-        return flag(name) if value else f"--no-{flag(name)[2:]}"
-    return f"{flag(name)} {shlex.quote(shown_value(value))}"
-
-
-def shown_value(value: Any) -> str:
-    """Value as a command line gives it."""
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _entries(config: Any) -> Iterator[tuple[str, str, Any]]:
     """Part, name and value of every flag."""
     for part in fields(config):
@@ -177,24 +171,38 @@ def config_identity(config: PretrainConfig) -> Identity:
 
 def recipe(config: PretrainConfig) -> dict[str, object]:
     """Flags that change the update, and that a run may change on its way."""
+    return {flag(name): getattr(getattr(config, part), name) for part, name in _recipe_fields(config)}
+
+
+def _recipe_fields(config: PretrainConfig) -> Iterator[tuple[str, str]]:
+    """Part and name of each field that changes the update."""
     names = {"optimizer": tuple(each.name for each in fields(config.optimizer)), **_UPDATE}
     if DECAY_STYLES[config.optimizer.lr_decay_style](1.0) < 1.0:  # the rate follows from the length
-        names["training"] += "train_iters", "train_epochs"
-    if "loss" in config.model.own_task():
-        names["training"] = tuple(name for name in names["training"] if name not in ("loss", "label_smoothing"))
-    return {flag(name): getattr(getattr(config, part), name) for part, of_part in names.items() for name in of_part}
+        names["training"] += LENGTHS
+    left_out = ("loss", "label_smoothing") if "loss" in config.model.own_task() else ()
+    for part, of_part in names.items():
+        for name in of_part:
+            if name not in left_out:
+                yield part, name
 
 
-def changed_recipe(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+def changed_recipe(saved: Mapping[str, object], config: PretrainConfig) -> list[str]:
     """One line for a user about flags that differ from those of the run that saved, which is allowed.
 
     Args:
-        saved: kept by the run beside its tensors. now: as `recipe` gives it.
+        saved: entries beside the tensors of the checkpoint.
     """
     before = saved.get("recipe")
     if not isinstance(before, Mapping):  # weights from elsewhere
         return []
-    changed = {name: (before.get(name), value) for name, value in now.items() if before.get(name) != value}
+    changed = {}
+    for part, name in _recipe_fields(config):
+        values = getattr(config, part)
+        # A checkpoint older than a flag was trained with the flag's default.
+        earlier = before.get(flag(name), getattr(type(values), name))
+        now = getattr(values, name)
+        if earlier != now:
+            changed[flag(name)] = earlier, now
     return _line("changed since the checkpoint was saved: ", changed)
 
 
