@@ -75,7 +75,7 @@ def run_configuration(
 
 def model_problems(config: PretrainConfig) -> list[str]:
     """Returns why the layers of the model cannot be built, or do not fit together."""
-    parallel, cut = config.parallel, config.parallel.context_cut(config.training.micro_batch_size)
+    parallel, cut = config.parallel, config.context_cut
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     problems = building_problems(config.model, config.neuron.spec, tp, cp, cut)
     if problems:
@@ -137,7 +137,7 @@ def build_model(
         dp=state.dp,
         dp_shard=state.dp_shard,
         cp=state.cp,
-        cut=config.parallel.context_cut(training.micro_batch_size),
+        cut=config.context_cut,
         carries=config.windows > 1,
         cast_weights=CastWeights(stay=graphs is not None),
         sparse_products=training.sparse_products == "auto" and can_be_sparse(state.device, products),

@@ -29,7 +29,7 @@ def build_optimizer(
         scales: learning rate factor by parameter name (`learning_rate_scales`); 1 for all others.
     """
     trained = _trained(tensors)
-    # Without parameters there are two empty groups: a pipeline stage may hold none.
+    # A pipeline stage may hold no parameters. torch's optimizers accept empty groups, but not an empty list of groups.
     by_scale: dict[float, list[ShardedTensor]] = {} if trained else {1.0: []}
     for entry in trained:
         by_scale.setdefault(scales.get(entry.name, 1.0), []).append(entry)

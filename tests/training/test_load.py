@@ -29,7 +29,7 @@ DEFAULTS = run_config(MODELS["spikformer"])()
 DIMENSIONS = TINY[: TINY.index("--micro-batch-size")]
 NEURON = ["--neuron", "if", "--v-reset", "none"]
 BATCHES = "--micro-batch-size 4 --global-batch-size 8 --num-workers 0".split()
-WARNING = "WARNING: samples are made otherwise than those that the checkpoint was trained on: "
+WARNING = "WARNING: samples are prepared differently from the samples of the training: "
 
 
 @pytest.fixture(scope="module")
