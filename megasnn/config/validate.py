@@ -37,18 +37,25 @@ def validate(config: PretrainConfig, world_size: int) -> None:
 
 def layout_problems(config: PretrainConfig, world_size: int) -> list[str]:
     """Problems of the layout on `world_size` ranks. On one rank the configuration must be valid."""
-    parallel = config.parallel
-    training = config.training
-    problems = parallel.problems()
+    problems = config.parallel.problems()
     problems += _grid_problems(config, world_size)
     problems += _window_problems(config)
     problems += _task_problems(config)
-    if PRECISIONS[training.precision].rounds and parallel.device == "cpu":
-        problems.append(f"--precision {training.precision} is for GPUs, not --device cpu; use --precision fp32")
-    if training.cuda_graphs == "on":
-        reason = _no_graphs(config)
-        if reason is not None:
-            problems.append(f"--cuda-graphs on: {reason}; use off")
+    problems += _graph_problems(config)
+    problems += device_problems(config, config.parallel.device)
+    return problems
+
+
+def device_problems(config: PretrainConfig, device: str) -> list[str]:
+    """Problems of flags for GPUs on another kind of device."""
+    if device != "cpu":
+        return []
+    problems = []
+    precision = config.training.precision
+    if PRECISIONS[precision].rounds:
+        problems.append(f"--precision {precision} is for GPUs, not --device cpu; use --precision fp32")
+    if config.training.cuda_graphs == "on":
+        problems.append("--cuda-graphs on: it is for GPUs, not --device cpu; use off")
     return problems
 
 
@@ -63,21 +70,23 @@ def cut_problems(parallel: ParallelConfig, layer_groups: Sequence[str]) -> list[
     return refusal(layout_to_bounds, parallel.layout, layer_groups, parallel.chunks)
 
 
-def _no_graphs(config: PretrainConfig) -> str | None:
-    """Reason against CUDA graphs for a run; None if they are possible."""
+def _graph_problems(config: PretrainConfig) -> Iterator[str]:
+    """Flags that rule out CUDA graphs."""
+    if config.training.cuda_graphs != "on":
+        return
     parallel = config.parallel
-    if parallel.device == "cpu":
-        return "--device cpu has none"
+    reasons = []
     for size in ("tensor_model_parallel_size", "context_parallel_size"):
         if getattr(parallel, size) > 1:
-            return f"with {flag(size)} above 1 ranks communicate inside layers"
+            reasons.append(f"with {flag(size)} above 1 ranks communicate inside layers")
     if config.windows > 1:
-        return "with --bptt-steps neurons keep their potential from window to window"
+        reasons.append("with --bptt-steps neurons keep their potential from window to window")
     if parallel.weight_parallel_size > 1:
-        return "with --weight-parallel-size above 1 weights do not stay in memory"
+        reasons.append("with --weight-parallel-size above 1 weights do not stay in memory")
     if parallel.recompute != NEVER or parallel.memory_budget is not None:
-        return "with --recompute or --memory-budget the saved activations are computed again"
-    return None
+        reasons.append("with --recompute or --memory-budget the saved activations are computed again")
+    for reason in reasons:
+        yield f"--cuda-graphs on: {reason}; use off"
 
 
 def _grid_problems(config: PretrainConfig, world_size: int) -> Iterator[str]:
