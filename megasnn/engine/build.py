@@ -75,9 +75,9 @@ def run_configuration(
 
 def model_problems(config: PretrainConfig) -> list[str]:
     """Returns why the layers of the model cannot be built, or do not fit together."""
-    parallel, cut = config.parallel, config.context_cut
+    parallel = config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    problems = building_problems(config.model, config.neuron.spec, tp, cp, cut)
+    problems = building_problems(config.model, config.neuron.spec, tp, cp, config.context_cut)
     if problems:
         return problems
     description = describe_model(config.model, config.neuron.spec)

@@ -27,9 +27,9 @@ def learning_rate_scales(config: OptimizerConfig, description: ModelDescription)
     for pattern, factor in config.name_scales.items():
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
+            examples = ", ".join([*names[:3], "...", *names[-1:]])
             raise ValueError(
-                f"--lr-scale {pattern}={factor:g} matches no trained parameter of the model; its parameters are "
-                f"{', '.join(names[:3])} ... {names[-1]}"
+                f"--lr-scale {pattern}={factor:g} matches no trained parameter of the model, which are {examples}"
             )
         for name in matched:
             scales[name] *= factor
@@ -48,6 +48,6 @@ def _depths(description: ModelDescription) -> dict[str, int]:
 
 def _layer_of(name: str, layers: Mapping[str, int]) -> str:
     """Layer that owns a parameter: the longest layer name that begins the parameter's."""
-    while name not in layers:
+    while name and name not in layers:
         name = name.rpartition(".")[0]
     return name
