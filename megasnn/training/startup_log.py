@@ -112,7 +112,7 @@ def _summary(config: PretrainConfig, engine: Engine) -> list[str]:
     if data == SAMPLE:
         data = "scikit-learn's digits, because there is no --data-path"
     spec = config.neuron.spec
-    sample = torch.empty(1, 1, 1, dtype=distributed.context.compute_dtype, device=state.device)
+    sample = torch.empty(1, 1, 1, dtype=distributed.context.numerics.compute_dtype, device=state.device)
     backend = backend_for(config.neuron.neuron_backend, sample, spec)
     kinds = ", ".join(sorted({each.kind for each in distributed.description.neurons})) or "of the model's own"
     layers, parameters = len(distributed.description.layers), distributed.parameters

@@ -21,10 +21,10 @@ from megasnn.common.bundle import Bundle, entries_of
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.layer import FunctionLayer
+from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.plain.refusals import is_by_channel
 from megasnn.layers.plain.table import class_name
 from megasnn.layers.row_context import MeanOverSpace
-from megasnn.layers.weighted import MeanLinear, ParallelLinear
 from megasnn.parallel.sharding import shards_of
 
 # By the names of torch's functions and methods, without underscores: what works element by element.
