@@ -1,14 +1,7 @@
-"""Collectives of sharded layers on activations as matrices, with an explicit group.
+"""Collectives of sharded layers on activations as matrices, and the traffic between ranks.
 
 `[T, N, C, *space]` with channels last in memory is the matrix `[T*N*space, C]`. Tensor parallelism shards its columns.
 Every collective returns early on a group of one rank.
-
-Column sums are formed on the receiving rank, in rank order, from an all-to-all. The result does not depend on the
-backend's choice of algorithm, and Gloo's all-to-all is several times faster than its reduce-scatter. Gradients use the
-backend's all-reduce, whose bits repeat for equal layouts.
-
-Traffic counts calls and bytes by group, after packing: received bytes of a collective, sent bytes of a message. Summed
-over ranks, every byte counts once.
 """
 
 from __future__ import annotations
@@ -53,12 +46,10 @@ def from_matrix(matrix: Tensor, like: tuple[int, ...] | torch.Size) -> Tensor:
 def gather_columns(
     rows: Tensor, group: Group, content: Content, bits: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """All ranks' columns side by side, [R, C/size] -> [R, C], and the packed payload of each rank.
-
-    The payloads are the cheapest exact copy of the result to save for backward.
+    """All ranks' columns, [R, C/size] -> [R, C], and each rank's packed payload, the cheapest copy for backward.
 
     Args:
-        bits: the packed rows, if the caller has them.
+        bits: the packed rows, if available.
     """
 
     def payload() -> Tensor:
@@ -134,6 +125,8 @@ def sum_and_scatter_columns(rows: Tensor, group: Group) -> Callable[[], Tensor]:
     if group.size == 1:
         return lambda: rows
     row_count, columns = rows.shape
+    # An all-to-all and a local sum: the bits do not depend on the backend's algorithm, and on Gloo it is several times
+    # faster than a reduce-scatter.
     outgoing = rows.view(row_count, group.size, columns // group.size).transpose(0, 1).contiguous()
     incoming = torch.empty_like(outgoing)
     traffic.record(group.name, outgoing.nbytes - outgoing[0].nbytes)
@@ -169,7 +162,7 @@ def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
 
 
 def start_all_reduce_sum(tensor: Tensor, group: Group) -> Callable[[], object]:
-    """Starts summing over a group of several ranks in place. The returned function waits."""
+    """Starts summing over several ranks in place. The returned function waits."""
     require_dense(tensor)
     # The least traffic of any algorithm: each rank sums one part and receives the others.
     traffic.record(group.name, 2 * (group.size - 1) * tensor.nbytes // group.size)
@@ -177,11 +170,11 @@ def start_all_reduce_sum(tensor: Tensor, group: Group) -> Callable[[], object]:
 
 
 def start_exchange(outgoing: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int], group: Group) -> Exchange:
-    """Starts an all-to-all of uneven parts. The returned function waits and returns the received parts in rank order.
+    """Starts an all-to-all of uneven parts. The returned function waits, and returns the received parts by rank.
 
     Args:
         outgoing: `[n]`, the other ranks' parts in rank order.
-        to_ranks, from_ranks: elements sent to and received from each rank. This rank's own entries are ignored.
+        to_ranks, from_ranks: elements by rank. This rank's entries are ignored.
     """
     require_dense(outgoing)
     sent = list(to_ranks)
@@ -200,10 +193,7 @@ def start_exchange(outgoing: Tensor, to_ranks: Sequence[int], from_ranks: Sequen
 
 
 class _Channels(torch.autograd.Function):
-    """Gathers the ranks' channels, or takes this rank's channels of a replicated tensor. Backward does the other.
-
-    The gradient of the gathered tensor must be the same on every rank.
-    """
+    """Gathers the ranks' channels, or takes this rank's channels of a replicated tensor. Backward does the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, gathers: bool) -> Tensor:
@@ -248,7 +238,7 @@ def own_channels(x: Tensor, group: Group) -> Tensor:
 
 @dataclass
 class Traffic:
-    """Calls and bytes of a group. `dense_bytes` is the size of the same tensors without packing."""
+    """Calls and bytes of a group: received by a collective, sent by a message. `dense_bytes` are without packing."""
 
     calls: int = 0
     bytes: int = 0

@@ -1,9 +1,8 @@
 """Faults: the text of an error, and the end of all ranks after the first failure.
 
-torchrun ends the other ranks of a failed rank's node, not the ranks of other nodes. The first rank to fail therefore
-writes a key into the ranks' rendezvous store. A thread on every rank polls for the key, also while the main thread is
-blocked in a collective. A killed rank writes nothing: its peers' connections break, and the first peer to notice writes
-the key. The timeout catches a stopped rank.
+torchrun ends the ranks of a failed rank's node, not those of other nodes. The first rank to fail therefore writes a key
+into the rendezvous store. A thread on every rank polls for it, also during a blocked collective. A killed rank writes
+nothing: its peers' connections break, and the first peer to notice writes the key. A stopped rank meets the timeout.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Weights sharded by rows over replicas, and gathered one segment at a time (FSDP, arXiv 2304.11277).
 
-A parameter remains the same object of full shape for its layer, but its memory comes and goes. All parameters of a
-segment are views of one storage, which is resized to zero bytes when they are freed. Tensors saved by autograd are
-views of it as well, and see the values again after the next gathering.
-
-Ranks exchange shards, which are copied into the storage when the segment is first used. Gathers of the segment in use
-and of the next one may be in flight.
+A parameter remains the same object of full shape for its layer. All parameters of a segment are views of one storage,
+resized to zero bytes between gathers. Tensors saved by autograd are views of it as well.
 """
 
 from __future__ import annotations
@@ -24,17 +20,17 @@ from megasnn.schedule.passes import AT_ONCE
 
 
 class GatheredWeights:
-    """Shards of the weights of this rank's segments, and their gathering.
+    """This rank's shards of its segments' weights, and their gathering.
 
-    Weights of convolutions and linear layers travel in their compute type, all other parameters in their own type.
+    Weights of convolutions and linear layers travel in their compute type, other parameters in their own.
 
     Args:
-        group: the replicas sharing one copy of the weights.
+        group: the replicas sharing the weights.
         scatter: the same ranks, for gradients.
         give: called with a weight and its gathered values in the compute type.
 
     Attributes:
-        multiplied: the weights of convolutions and linear layers; their gradients are the second part of a backward.
+        multiplied: weights of convolutions and linear layers.
         shards: this rank's shard of each parameter, possibly empty.
     """
 
@@ -76,7 +72,7 @@ class GatheredWeights:
         self._in_flight[segment] = [flat.start() for flat in self._segments[segment]]
 
     def wait_unshard(self, segment: int) -> None:
-        """Waits for a segment's weights if their gather is in flight. The schedule has started it."""
+        """Waits for a segment's weights if their gather is in flight."""
         for finish in self._in_flight.pop(segment, ()):
             finish()
 
@@ -88,11 +84,11 @@ class GatheredWeights:
 
 
 class FlatParameter:
-    """Parameters of a segment with one type and one travel type, in one storage.
+    """Parameters of one type and one travel type, in one storage.
 
     Attributes:
         shards: this rank's shard of each parameter.
-        values: gathered values of each parameter in the travel type; without memory until gathered.
+        values: gathered values of each parameter in the travel type; without memory between gathers.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], travel_dtype: torch.dtype, group: Group) -> None:

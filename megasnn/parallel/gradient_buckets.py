@@ -1,7 +1,6 @@
-"""Gradient buckets: contiguous memory for gradients, summed over the data parallel replicas during backward.
+"""Gradients in contiguous buckets, summed over the data parallel replicas during backward.
 
-Each micro-batch's loss is divided by the global batch size. Gradients are therefore summed, not averaged, and replicas
-with different numbers of samples need no weights.
+Losses are divided by the global batch size, so gradients are summed and not averaged.
 """
 
 from __future__ import annotations
@@ -23,24 +22,21 @@ BUCKET_BYTES = 8 * 1024 * 1024  # on a CPU; `EXCHANGE_BYTES` on a GPU
 
 
 class Bucket:
-    """The gradients of some parameters in one storage; `parameter.grad` are views of it.
-
-    A scattered bucket has memory only while a backward adds to it, and then sends its gradients to the owners of the
-    shards. With split backwards, the weights of convolutions and linear layers get their gradients in the second part
-    and have late buckets. All other parameters get theirs in the first part.
+    """Gradients in one storage; `parameter.grad` are views. Scattered buckets have memory during a backward only.
 
     Args:
         partial: also sum over the tensor parallel group.
-        owners: ranks that share out the optimizer state (ZeRO-1); None without owners.
-        weights: the sharded weights (FSDP); None without sharding.
+        owners: the ranks dividing the optimizer state (ZeRO-1).
+        weights: the sharded weights (FSDP).
 
     Attributes:
-        pending: number of missing gradients, by incomplete parameter.
-        await_sum: waits for the sum over the replicas; None if no sum is in flight.
-        shard: this rank's shards of sharded weights, or None.
-        reduced: this rank's gradients, replaced by their sum over the ranks.
-        owned: the shards owned by this rank; None if every replica gets the whole sum.
-        param_shards: by parameter and by local shard, the owned shard with the reduced gradient.
+        pending: missing gradients by incomplete parameter.
+        await_sum: waits for the sum in flight over the replicas.
+        shard: this rank's shards of the weights (FSDP).
+        reduced: local gradients, replaced by their sum over the replicas.
+        owned: the shards owned by this rank (ZeRO-1).
+        is_late: filled by the second part of split backwards: weights of convolutions and linear layers.
+        param_shards: owned shard, with the reduced gradient, by parameter and by local shard.
     """
 
     def __init__(
@@ -118,24 +114,17 @@ class Bucket:
 class GradientBuckets:
     """Gradient storage and reduction for the segments of one rank.
 
-    Buckets are filled from the last parameter to the first, the order of backward. They are reduced from the last
-    segment to the first, each once it and all earlier ones are complete. The order is the same on every replica: with
-    unequal numbers of micro-batches replicas finish segments in different orders, and their collectives must match.
-
-    A parameter is complete after all gradients of the step's micro-batches. Partial gradients are summed over the
-    tensor parallel group first. Frozen parameters have no gradient.
-
-    With ZeRO-1 a replica receives the sums of its own shards only; `parameter.grad` keeps the replica's part. With
-    sharded weights, gradients go to the owners of the shards first and are then reduced over the replicas.
+    A bucket is reduced as soon as it and all earlier ones are complete. With ZeRO-1, sums go to the owners only, and
+    `parameter.grad` stays local. With FSDP, gradients go to the owners of the shards, then over the replicas.
 
     Args:
-        tensors: by the index of the segment whose REDUCE_GRAD reduces them.
-        holders: the ranks with identical weight shards.
-        tp: the ranks that sum partial gradients.
-        additions: gradients added to a parameter by one micro-batch, if not one.
-        shards_have_owners: True for ZeRO-1.
-        weights: the sharded weights.
-        scattered: send gradients at each `scatter`, not when they are complete.
+        tensors: by the segment whose REDUCE_GRAD reduces them.
+        holders: ranks with identical weight shards.
+        tp: ranks summing partial gradients.
+        additions: gradients of a parameter in one micro-batch, if not one.
+        shards_have_owners: ZeRO-1.
+        weights: the sharded weights (FSDP).
+        scattered: send gradients at each `scatter`, not when complete.
     """
 
     def __init__(
@@ -156,6 +145,8 @@ class GradientBuckets:
         self._next = 0
         self._by_segment: dict[int, list[Bucket]] = {}
         self._buckets: list[Bucket] = []
+        # Last to first, the order of backward, on every replica: replicas with unequal numbers of micro-batches finish
+        # segments in different orders, and their collectives must match.
         owners = holders if shards_have_owners and holders.size > 1 else None
         late = weights.multiplied if weights is not None and scattered else set[Tensor]()
         for segment, entries in sorted(tensors, key=lambda pair: -pair[0]):
@@ -183,10 +174,7 @@ class GradientBuckets:
             bucket.pending = {each: micro_batches * self._additions.get(each, 1) for each in bucket.parameters}
 
     def accumulated(self, parameter: Tensor) -> None:
-        """Counts a gradient added to a parameter. Called by autograd's hooks, and after additions without autograd.
-
-        Raises ValueError after more additions than in the dry run.
-        """
+        """Counts a gradient added to a parameter, by autograd or directly. Raises ValueError for an unexpected one."""
         if self._is_scattered:
             return
         pending = self._bucket_of[parameter].pending
@@ -208,7 +196,7 @@ class GradientBuckets:
                 bucket.begin()
 
     def scatter(self, segment: int) -> None:
-        """Starts sending a segment's gradients to the owners of the shards, which sum them. Collective."""
+        """Starts sending a segment's gradients to the owners of the shards. Collective."""
         for bucket in self._by_segment.get(segment, ()):
             self._start_reduce(bucket, bucket.shard)
             bucket.free()
@@ -222,12 +210,13 @@ class GradientBuckets:
         self._reduce_complete()
 
     def wait(self) -> None:
-        """Waits for all sums. Sharded weights then sum over the replicas, in one order on all ranks."""
+        """Waits for all sums."""
         self._in_flight.clear()
         for bucket in self._buckets:
             bucket.end()
             if bucket.partial and self._is_scattered:
                 all_reduce_sum(bucket.reduced, self._tp)
+            # Sums over the replicas follow the sums over FSDP's ranks, in one order on all ranks.
             if bucket.shard is not None:
                 self._start_reduce(bucket, bucket.owned)
         for bucket in self._buckets:
@@ -254,13 +243,14 @@ class GradientBuckets:
 
     @property
     def resident_bytes(self) -> int:
-        """Peak bytes of gradients and their sums. Of scattered late gradients only two segments are live at once."""
+        """Peak bytes of gradients and their sums."""
         total = 0
         for bucket in self._buckets:
             total += bucket.flat.nbytes + sum(shards.sum.nbytes for shards in bucket.shards_of_rank)
         late = []
         for buckets in self._by_segment.values():
             late.append(sum(bucket.flat.nbytes for bucket in buckets if bucket.is_late))
+        # Late gradients of two segments are live at once.
         return total - sum(sorted(late)[:-2])
 
     @property
@@ -303,7 +293,7 @@ def _ignore(*_: object) -> None:
 
 
 def _groups(entries: list[ShardedTensor], late: set[Tensor]) -> list[tuple[list[Tensor], bool]]:
-    """The trained parameters of a segment by bucket, last to first, and whether their gradients are partial."""
+    """Trained parameters by bucket, last to first, and whether their gradients are partial."""
     early_parameters: list[Tensor] = []
     late_parameters: list[Tensor] = []
     partial_parameters: list[Tensor] = []

@@ -1,8 +1,6 @@
-"""Shards: which part of which global tensor a rank holds, declared by layers and read by everything else.
+"""Shards: which part of which global tensor a rank holds. Layers declare them; everything else reads them.
 
-Initial values, parameter counts, gradient norms, checkpoints and conversion read this description; nothing matches on
-names. A tensor that knows its global shape and offset is the idea of Megatron-core's ``ShardedTensor``. ``blocks`` is
-for a fused q-k-v weight, whose three parts are sharded separately, by whole heads.
+Initial values, counts, norms and checkpoints need no matching on names. The idea is Megatron-core's ``ShardedTensor``.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ Initialiser = Callable[[Tensor, torch.Generator], object]
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a local tensor and its position in the global tensor. One entry per dimension."""
+    """A box of a local tensor and its position in the global tensor."""
 
     local_offset: tuple[int, ...]
     global_offset: tuple[int, ...]
@@ -51,8 +49,8 @@ class Cut:
 
     Attributes:
         dim: the dimension to divide.
-        blocks: number of equal blocks in that dimension, each divided separately (3 for fused q, k, v).
-        even: whether the parts must be equal; otherwise `own_span` divides them.
+        blocks: equal blocks in that dimension, each divided separately (3 for fused q, k, v).
+        even: parts must be equal; otherwise `own_span` divides.
     """
 
     dim: int
@@ -61,11 +59,11 @@ class Cut:
 
 
 def own_span(rows: int, sizes: Sequence[int], index: int) -> range:
-    """A rank's contiguous part of `rows`, in constant time. Parts differ by at most one row; a single row is rank 0's.
+    """A rank's contiguous part of `rows`. Parts differ by at most one row; a single row is rank 0's.
 
     Args:
-        sizes: sizes of the ranks' axes, slowest first. Each axis divides the part left by the axes before it.
-        index: the rank's index among all `prod(sizes)` ranks.
+        sizes: sizes of the ranks' axes, slowest first. Each axis divides the part left by earlier ones.
+        index: index among all `prod(sizes)` ranks.
     """
     start = 0
     ranks = prod(sizes)
@@ -84,12 +82,12 @@ class Shard:
     """Part of a global tensor held by one rank.
 
     Attributes:
-        cuts: one for each axis that divides the tensor, in order; a later cut divides the part left by earlier ones.
-            Ranks along other axes hold the same part.
+        cuts: by axis, in order; a later cut divides the part left by earlier ones. Ranks along other axes hold the
+            same part.
         coordinates: the rank in the grid.
-        partial_gradient: whether a replicated parameter's gradient must be summed over the tensor parallel ranks (the
-            time constant of a PLIF neuron with sharded channels).
-        initialise: fills the global tensor from a generator keyed by the parameter's name.
+        partial_gradient: sum a replicated parameter's gradient over the tensor parallel ranks (the time constant of a
+            PLIF neuron with sharded channels).
+        initialise: fills the global tensor.
 
     Raises:
         ValueError: a dimension does not divide into equal parts, or a tensor cut along tp has a `partial_gradient`.
@@ -174,7 +172,7 @@ class Shard:
 
 
 def _runs(indices: np.ndarray, length: int) -> list[tuple[int, int, int]]:
-    """Position, first index and length of each run of consecutive indices, out of `length` in the whole dimension."""
+    """Position, first index and length of each run of consecutive indices into a dimension of `length`."""
     # Nearly always: the dimension is not divided.
     if len(indices) == length:
         return [(0, 0, length)]
@@ -185,11 +183,7 @@ def _runs(indices: np.ndarray, length: int) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """A parameter or buffer of a built model, with its global name and shard.
-
-    Attributes:
-        is_copy: whether it is tied to another tensor, and carries that tensor's name; see `tie`.
-    """
+    """A parameter or buffer with its global name and shard. A copy is tied to another tensor and has its name."""
 
     name: str
     tensor: Tensor
@@ -199,7 +193,7 @@ class ShardedTensor:
 
 
 def declare(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype, is_parameter: bool = True) -> None:
-    """Registers a tensor of the shard's local shape on the meta device; `materialise` allocates and initialises it."""
+    """Registers a tensor on the meta device; `materialise` allocates and initialises it."""
     tensor = torch.empty(shard.local_shape, dtype=dtype, device="meta")
     if is_parameter:
         module.register_parameter(name, nn.Parameter(tensor))
@@ -234,16 +228,13 @@ def tie(module: nn.Module, name: str, owner_name: str, owner: nn.Module, name_th
 
 
 def owner_name(module: nn.Module, name: str, path: str) -> str:
-    """Global name of a module's tensor; the owner's name if it is tied. `path` is the module's name."""
+    """Global name of a tensor of the module at `path`; the owner's name if tied."""
     called: str = vars(module).get("_owner_names", {}).get(name, f"{path}.{name}")
     return called
 
 
 def sharded_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
-    """Every parameter and persistent buffer of the named layers, in a fixed order, without tied copies.
-
-    Raises ValueError for a tensor without a shard, which initialisation and checkpoints would miss.
-    """
+    """Parameters and persistent buffers of the named layers, without tied copies. Raises ValueError without a shard."""
     return (entry for entry in described_tensors(named_layers) if not entry.is_copy)
 
 
@@ -270,12 +261,10 @@ def parameter_count(tensors: Iterable[ShardedTensor]) -> int:
 
 
 def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
-    """Allocates and initialises every declared tensor of these layers; tied tensors share memory.
+    """Allocates and initialises the declared tensors; tied tensors share memory.
 
-    A value depends on (seed, global name) alone: the global tensor is drawn, and this rank's part is copied. So every
-    layout starts from the same numbers. Only one global tensor exists at a time.
-
-    Raises ValueError, with the tensor's name, if `initialise` raises.
+    A value depends on (seed, global name) alone. One global tensor exists at a time. Raises ValueError, with the name,
+    if `initialise` raises.
     """
     layers = list(named_layers)
     values: dict[str, Tensor] = {}

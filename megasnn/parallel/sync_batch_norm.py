@@ -1,8 +1,7 @@
 """Batch norm statistics over ranks: of a shared micro-batch, and running statistics of a global batch.
 
-Ranks exchange statistics, not values, and form the same sums in the same order. Every replica sees the statistics of
-every micro-batch, so that running statistics have the bits of a single rank's. A norm called several times in one
-forward gets one update for each call, in order.
+Every replica forms the same sums in the same order, so that running statistics have the bits of a single rank's. A norm
+called several times in a forward is updated once for each call, in order.
 """
 
 from __future__ import annotations
@@ -85,15 +84,15 @@ def merge_running_statistics(
     most_micro_batches: int,
     of_owners: Callable[[Sequence[StepStatistics]], Sequence[StepStatistics]] | None = None,
 ) -> None:
-    """Merges the statistics of a step, pooled over all replicas, into the norms' running statistics. Collective.
+    """Merges the global batch's statistics into the norms' running statistics. Collective over the replicas.
 
-    Pools means and variances (Chan et al. 1983, equation 2.1) in float64: the statistics of the whole global batch.
+    Pools means and variances (Chan et al. 1983, equation 2.1) in float64.
 
     Args:
-        norms: this rank's norms, the same on every replica. Their `pending` records are consumed.
+        norms: the same on every replica. Their `pending` records are consumed.
         data: the replicas, in the order of their micro-batches.
         most_micro_batches: largest number of micro-batches of a replica.
-        of_owners: adds and removes statistics for norms shared by several layers.
+        of_owners: reassigns statistics of tied norms.
 
     Raises:
         ValueError: a norm was not called as in the dry run.

@@ -1,7 +1,6 @@
-"""Shards of parameters by rows: each rank of a group owns some rows of every parameter (ZeRO-1, arXiv 1910.02054).
+"""Shards of parameters by rows, each owned by one rank of a group (ZeRO-1, arXiv 1910.02054).
 
-The owner sums the gradients of its rows over the group, keeps their optimizer state, and sends the new values to all.
-FSDP uses the same shards to scatter gradients; its owners send no values from here.
+The owner sums the gradients, keeps the optimizer state, and sends the new values. FSDP scatters gradients with it.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ ALIGNMENT = 64
 
 
 class ParameterShards:
-    """The shards of some parameters of one type, by the rank that owns them.
+    """The shards of parameters of one type.
 
     Args:
-        gradients: gradients of the parameters, with the same memory layout.
-        holders: the ranks that hold the same parameters.
-        local_shards: this rank's shards if it keeps nothing else (FSDP); None if it keeps whole parameters.
+        gradients: with the parameters' memory layout.
+        holders: the ranks sharing the parameters.
+        local_shards: this rank's shards if it keeps nothing else (FSDP).
 
     Attributes:
-        shards: this rank's shard of each parameter, possibly empty. Whole parameters share their memory.
-        sum: gradients of the shards, summed over the ranks since the last `zero`.
-        sums: views of `sum`, one for each shard.
+        shards: this rank's shard of each parameter, possibly empty.
+        sum: the shards' gradients, summed over the ranks since the last `zero`.
+        sums: views of `sum` by shard.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class ParameterShards:
 
     @property
     def exchange_bytes(self) -> int:
-        """Peak bytes of `start_sum` or `start_all_gather`: sent and received values, and as many again at the end."""
+        """Peak bytes of an exchange: sent and received values, and as many again at the end."""
         own = self._counts[self._holders.rank]
         sent = sum(self._counts) - own
         received = (self._holders.size - 1) * own
