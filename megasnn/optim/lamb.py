@@ -116,4 +116,5 @@ def build_lamb(
     adam_eps: float | None,
 ) -> Lamb:
     """Builds the optimizer for the registry."""
-    return Lamb(groups, lr, (adam_beta1, adam_beta2), EPS if adam_eps is None else adam_eps, norms)
+    eps = EPS if adam_eps is None else adam_eps
+    return Lamb(groups, lr, (adam_beta1, adam_beta2), eps, norms)
