@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +16,13 @@ from megasnn.models.vgg_dvs.model import VggDvs
 GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="gpu", marks=GPU)]
 SAMPLES = 6
-FLAGS = {"micro_batch_size": 3, "global_batch_size": SAMPLES, "precision": "fp64", "lr": 1e-2, "train_iters": 2}
+FLAGS: dict[str, Any] = {
+    "micro_batch_size": 3,
+    "global_batch_size": SAMPLES,
+    "precision": "fp64",
+    "lr": 1e-2,
+    "train_iters": 2,
+}
 CLOSE = 1e-9
 MODELS: dict[str, Model] = {
     "spikformer": Spikformer(embed_dim=32, depth=2, num_heads=4, patch_size=4, image_size=16, num_classes=5),

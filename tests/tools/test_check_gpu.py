@@ -38,7 +38,9 @@ def events_of_a_step(waits: int) -> list[FunctionEvent]:
     host = [("aten::mm", 0, 60), ("cudaLaunchKernel", 10, 20), ("cuLaunchKernelEx", 30, 40)]
     host += [("cudaStreamSynchronize", 100 + 10 * number, 105 + 10 * number) for number in range(waits)]
     device = [("gemm", 20, 50), ("gemm", 40, 80), ("Memcpy HtoD", 90, 95)]
-    events = [FunctionEvent(n, name, 0, start, end) for n, (name, start, end) in enumerate(host)]
+    events: list[FunctionEvent] = []
+    for name, start, end in host:
+        events.append(FunctionEvent(len(events), name, 0, start, end))
     for name, start, end in device:
         events.append(FunctionEvent(len(events), name, 0, start, end, device_type=DeviceType.CUDA))
     annotation = FunctionEvent(len(events), "0F0", 0, 0, 500, device_type=DeviceType.CUDA, is_user_annotation=True)
@@ -55,11 +57,20 @@ def test_launches_waits_and_times_of_a_profile() -> None:
     assert not any("0F0" in name for name in figures)
 
 
+def average(name: str, microseconds: int) -> FunctionEventAvg:
+    """Two events of a name."""
+    events = FunctionEventAvg()
+    events.key = name
+    events.count = 2
+    events.self_device_time_total = microseconds
+    return events
+
+
 def test_operators_of_a_profile() -> None:
     """Two products in 50 us together, and an operator without a kernel."""
-    product, view, kernel = FunctionEventAvg(), FunctionEventAvg(), FunctionEventAvg()
-    for each, name, microseconds in ((product, "aten::mm", 50.0), (view, "aten::view", 0.0), (kernel, "gemm", 50.0)):
-        each.key, each.count, each.self_device_time_total, each.device_type = name, 2, microseconds, DeviceType.CPU
+    product = average("aten::mm", 50)
+    view = average("aten::view", 0)
+    kernel = average("gemm", 50)
     product.input_shapes = [[100, 1000], [1000, 500], []]
     product.flops = 2 * 2 * 100 * 1000 * 500
     kernel.device_type = DeviceType.CUDA
