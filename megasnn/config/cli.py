@@ -115,7 +115,7 @@ def _add_flags(parser: _Parser, part: str, values: Any) -> None:
 
 def _unknown_flags(config_class: type[Any], unknown: Sequence[str]) -> list[str]:
     """Problems of words unknown to argparse."""
-    known = []
+    known: list[str] = []
     for names in flag_names(config_class).values():
         known += map(flag, names)
     problems = []
@@ -145,6 +145,7 @@ def _read(hint: Any, text: Any) -> Any:
         return None
     for member in members:
         if get_origin(member) is Literal:
+            # pydantic does not convert text to a number in a Literal.
             for choice in get_args(member):
                 if str(choice) == text:
                     return choice

@@ -90,6 +90,7 @@ class DataConfig:
             path = self.valid_data_path
         if path == SAMPLE:
             return "digits"
+        # Published constants are for colour images.
         return AUGMENTATIONS[self.augment].normalisation if channels == 3 else "generic"
 
     @property

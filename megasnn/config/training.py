@@ -167,6 +167,7 @@ class TrainingConfig:
             asked = f"--train-epochs {self.train_epochs} of {epoch_samples} training samples"
         else:
             return Length(self.train_iters or 0, epoch, epoch_samples)
+        # A smaller last batch would change the gradient's weight per sample, and batch norm's statistics.
         to_go, left_over = divmod(max(samples - consumed_samples, 0), self.global_batch_size)
         if iteration + to_go == 0:
             raise ValueError(f"{asked} is less than one --global-batch-size {self.global_batch_size}")

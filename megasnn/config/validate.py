@@ -22,6 +22,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     build_part(type(config.model), to_dict(config.model), "model")  # an object made in Python was not checked yet
     problems = config.model.problems(config.parallel.tensor_model_parallel_size)
     for part in fields(config):
+        # The layout checks `parallel` itself, and fields of `logging` do not depend on each other.
         if part.name not in ("model", "parallel", "logging"):
             problems += getattr(config, part.name).problems()
     problems += layout_problems(config, world_size)

@@ -118,6 +118,7 @@ def with_keywords(config: _Config, keywords: Mapping[str, Any]) -> _Config:
     changed: dict[str, dict[str, Any]] = {}
     for name, value in keywords.items():
         changed.setdefault(part_of[name], {})[name] = value
+    # A fresh configuration checks types and bounds of the keywords. The other fields may have any valid values.
     checked = from_dict(type(config), changed)
     replaced = {}
     for part, names in changed.items():

@@ -49,8 +49,8 @@ def run_configuration(
             launcher's that cannot meet.
     """
     of_rate = [name for name in flags if name.startswith(("lr", "min_lr")) and name != "lr_scale"]
-    if has_schedule and (refused := of_rate):
-        raise ValueError(f"lr_schedule gives the learning rate of each step: leave out {', '.join(refused)}")
+    if has_schedule and of_rate:
+        raise ValueError(f"lr_schedule gives the learning rate of each step: leave out {', '.join(of_rate)}")
     if isinstance(model, PretrainConfig):
         if refused := [*flags, *["lr_schedule"] * has_schedule]:
             raise ValueError(f"{', '.join(refused)} beside a whole configuration: give a model and flags")
