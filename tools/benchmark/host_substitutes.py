@@ -111,7 +111,10 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 @contextmanager
 def without_computing(meter: Meter) -> Iterator[None]:
-    """Inside, products and convolutions compute nothing. Others, and launches of Triton kernels, raise RuntimeError."""
+    """Inside, products and convolutions compute nothing.
+
+    A product without a substitute, and a launch of a Triton kernel, raise RuntimeError there.
+    """
     library = torch.library.Library("aten", "IMPL")  # what it replaces is back once it is gone
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel that is replaced
