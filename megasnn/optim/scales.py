@@ -10,15 +10,13 @@ from megasnn.models.description import ModelDescription
 
 
 def learning_rate_scales(config: OptimizerConfig, description: ModelDescription) -> dict[str, float]:
-    """Factor of the learning rate for each trained parameter of the whole model, by global name.
+    """Learning rate factor of each trained parameter of the whole model, by global name.
 
-    The layer groups with parameters are numbered 0 to L - 1 from input to output. A parameter of group i takes the
-    factor layer_decay ** (L - 1 - i), as in timm's `param_groups_layer_decay`: the head 1, the block before it
-    layer_decay, the stem the smallest. Tied parameters belong to the layer that owns them. The factors of `--lr-scale`
-    multiply this. All factors follow from the whole model, so they are the same on every layout.
+    Layer groups with parameters are numbered 0 to L - 1 from input to output. A parameter of group i takes the factor
+    layer_decay ** (L - 1 - i), as in timm's `param_groups_layer_decay`: 1 for the head, the smallest for the stem. Tied
+    parameters count for the layer that owns them. Factors of `--lr-scale` multiply this.
 
-    Raises:
-        ValueError: a pattern of `--lr-scale` matches no trained parameter.
+    Raises ValueError if a pattern of `--lr-scale` matches no trained parameter.
     """
     depths = _depths(description)
     last = max(depths.values(), default=0)
@@ -37,7 +35,7 @@ def learning_rate_scales(config: OptimizerConfig, description: ModelDescription)
 
 
 def _depths(description: ModelDescription) -> dict[str, int]:
-    """Number of the layer group of each layer that has parameters, by layer name."""
+    """Number of the layer group, by name of each layer with parameters."""
     number_of_group: dict[str, int] = {}
     depths: dict[str, int] = {}
     for layer in description.layers:
@@ -47,7 +45,7 @@ def _depths(description: ModelDescription) -> dict[str, int]:
 
 
 def _layer_of(name: str, layers: Mapping[str, int]) -> str:
-    """Layer that owns a parameter: the longest layer name that begins the parameter's."""
+    """The layer of a parameter: the longest layer name among its prefixes."""
     while name and name not in layers:
         name = name.rpartition(".")[0]
     return name

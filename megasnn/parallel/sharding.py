@@ -1,8 +1,6 @@
-"""Shards: which part of which global tensor a rank holds, declared by layers, read by everything else.
+"""Shards: which part of which global tensor a rank holds. Layers declare them; everything else reads them.
 
-Initial values, parameter counts, gradient norms, saving, loading and conversion read this description; nothing matches
-on names. The idea of a tensor that knows its global shape and offset is Megatron-core's ``ShardedTensor``; ``blocks``
-is what a fused q-k-v weight needs: it is cut inside each of its parts, by whole heads, not across them.
+Initial values, counts, norms and checkpoints need no matching on names. The idea is Megatron-core's ``ShardedTensor``.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ Initialiser = Callable[[Tensor, torch.Generator], object]
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a local tensor and where it lies in the global one. Offsets and sizes have one entry per dimension."""
+    """A box of a local tensor and its position in the global tensor."""
 
     local_offset: tuple[int, ...]
     global_offset: tuple[int, ...]
@@ -40,17 +38,18 @@ class Piece:
 def _box(tensor: Tensor, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
     for dim, (start, length) in enumerate(zip(offset, sizes, strict=True)):
         tensor = tensor.narrow(dim, start, length)
-    return tensor if sizes else tensor.view(())  # a single number may be owned as one row
+    # A scalar may be owned as one row.
+    return tensor if sizes else tensor.view(())
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Division of a tensor by the ranks along one axis of the grid.
+    """Division of a tensor over the ranks along one axis of the grid.
 
     Attributes:
-        dim: the dimension that is cut into parts.
-        blocks: that dimension consists of so many equal blocks, and each is cut by itself (3 for fused q, k, v).
-        even: whether the parts must be equal; otherwise they are as `own_span` says.
+        dim: the dimension to divide.
+        blocks: equal blocks in that dimension, each divided separately (3 for fused q, k, v).
+        even: parts must be equal; otherwise `own_span` divides.
     """
 
     dim: int
@@ -59,38 +58,38 @@ class Cut:
 
 
 def own_span(rows: int, sizes: Sequence[int], index: int) -> range:
-    """A rank's part of so many rows, in a time that does not grow with the ranks. Parts differ by one row at most; the
-    only row of all is the first rank's.
+    """A rank's contiguous part of `rows`. Parts differ by at most one row; a single row is rank 0's.
 
     Args:
-        sizes: of the axes that the ranks lie along, the slowest first: those along an axis share out what the axes
-            before it leave, as `Shard.by_rows` does.
-        index: of the rank among all of them.
+        sizes: sizes of the ranks' axes, slowest first. Each axis divides the part left by earlier ones.
+        index: index among all `prod(sizes)` ranks.
     """
-    start, ranks = 0, prod(sizes)
+    start = 0
+    ranks = prod(sizes)
     for size in sizes:
         ranks //= size
         own, index = divmod(index, ranks)
-        first, last = -(-rows * own // size), -(-rows * (own + 1) // size)
-        start, rows = start + first, last - first
+        first = -(-rows * own // size)
+        end = -(-rows * (own + 1) // size)
+        start += first
+        rows = end - first
     return range(start, start + rows)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Part of a global tensor that one rank holds, and the other ranks that hold the same.
+    """Part of a global tensor held by one rank.
 
     Attributes:
-        global_shape: shape of the whole tensor.
-        cuts: by axis of the grid; along an axis without a cut all ranks hold the same. A later cut divides what the
-            ones before it leave.
+        cuts: by axis, in order; a later cut divides the part left by earlier ones. Ranks along other axes hold the
+            same part.
         coordinates: the rank in the grid.
-        partial_gradient: True where the gradient of a tensor parallel rank covers only a share of a parameter that all
-            hold, so that they must be summed (the time constant of a PLIF neuron, whose channels are cut).
-        initialise: fills the *global* tensor from a generator keyed by the parameter's name.
+        partial_gradient: sum a replicated parameter's gradient over the tensor parallel ranks (the time constant of a
+            PLIF neuron with sharded channels).
+        initialise: fills the global tensor.
 
     Raises:
-        ValueError: a dimension does not divide into equal parts, or is cut and has a `partial_gradient`.
+        ValueError: a dimension does not divide into equal parts, or a tensor cut along tp has a `partial_gradient`.
     """
 
     global_shape: tuple[int, ...]
@@ -101,19 +100,23 @@ class Shard:
 
     def __post_init__(self) -> None:
         if self.partial_gradient and any(axis == "tp" for axis, _ in self.cuts):
-            raise ValueError("partial_gradient is for parameters that every tensor parallel rank holds whole")
+            raise ValueError("partial_gradient=True is for parameters without a cut along tp: remove one of the two")
         self._indices()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
-        return self  # with a copy of a module, not of whatever initialises it
+        # A copied module shares it: `initialise` may hold objects that cannot be copied.
+        return self
 
     def _indices(self) -> list[np.ndarray]:
-        """Indices of the global tensor that this rank holds, along each dimension. A number that one of several ranks
-        owns is a row of one."""
-        shape = self.global_shape or (1,) * any(not cut.even for _, cut in self.cuts)
+        """Indices into the global tensor, along each dimension."""
+        shape = self.global_shape
+        if not shape and any(not cut.even for _, cut in self.cuts):
+            # A scalar owned by one of several ranks is one row.
+            shape = (1,)
         indices = [np.arange(length) for length in shape]
         for axis, cut in self.cuts:
-            size, length = self.coordinates.size(axis), len(indices[cut.dim])
+            size = self.coordinates.size(axis)
+            length = len(indices[cut.dim])
             if cut.even and length % (cut.blocks * size):
                 raise ValueError(
                     f"dimension {cut.dim} of shape {list(shape)}, {cut.blocks} block(s) of {length // cut.blocks}, "
@@ -125,16 +128,16 @@ class Shard:
         return indices
 
     def is_cut(self, axis: Axis) -> bool:
-        """True where the ranks along an axis hold different parts."""
+        """Whether the ranks along an axis hold different parts."""
         return self.coordinates.size(axis) > 1 and any(axis == other for other, _ in self.cuts)
 
     @property
     def shared_axes(self) -> tuple[Axis, ...]:
-        """The axes along which other ranks hold what this one holds: the answer to who shares a tensor."""
+        """The axes along which other ranks hold the same part."""
         return tuple(axis for axis in HOLDING_AXES if self.coordinates.size(axis) > 1 and not self.is_cut(axis))
 
     def is_primary(self) -> bool:
-        """True on exactly one of the ranks that hold the same: what is counted or written once goes by this."""
+        """True on exactly one of the ranks with the same part; that rank counts and writes it."""
         return all(self.coordinates.index(axis) == 0 for axis in self.shared_axes)
 
     @property
@@ -142,21 +145,25 @@ class Shard:
         return tuple(map(len, self._indices()))
 
     def pieces(self) -> list[Piece]:
-        """The boxes that make up the local tensor, each as large as it can be. None where this rank owns no row."""
+        """The largest boxes that make up the local tensor; an empty list without rows."""
         if not self.global_shape:
-            return [Piece((), (), ())] * prod(self.local_shape)
-        along = map(_runs, self._indices(), self.global_shape)
-        return [Piece(*zip(*box, strict=True)) for box in product(*along)]
+            owns_scalar = prod(self.local_shape) == 1
+            return [Piece((), (), ())] if owns_scalar else []
+        runs = [_runs(indices, length) for indices, length in zip(self._indices(), self.global_shape, strict=True)]
+        pieces = []
+        for box in product(*runs):
+            local_offset, global_offset, sizes = zip(*box, strict=True)
+            pieces.append(Piece(local_offset, global_offset, sizes))
+        return pieces
 
     def by_rows(self, axis: Axis) -> Shard:
-        """Part of this rank, where each of the ranks along an axis owns some rows (the slowest dimension) of what all
-        of them hold."""
+        """This part, with its rows (dimension 0) divided over the ranks along an axis."""
         if self.coordinates.size(axis) == 1:
-            return self  # nothing is shared out
+            return self
         return replace(self, cuts=(*self.cuts, (axis, Cut(0, even=False))))
 
     def cut(self, full: Tensor) -> Tensor:
-        """This rank's part of a global tensor, as a copy of its own."""
+        """A copy of this rank's part of a global tensor."""
         local = full.new_empty(self.local_shape)
         for piece in self.pieces():
             piece.of_local(local).copy_(piece.of_global(full))
@@ -164,20 +171,18 @@ class Shard:
 
 
 def _runs(indices: np.ndarray, length: int) -> list[tuple[int, int, int]]:
-    """Place among the indices, first index and length of each run of consecutive ones. Args: length: of all indices."""
-    if len(indices) == length:  # nearly always
+    """Position, first index and length of each run of consecutive indices into a dimension of `length`."""
+    # Nearly always: the dimension is not divided.
+    if len(indices) == length:
         return [(0, 0, length)]
-    ends = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist(), len(indices)]
-    return [(a, int(indices[a]), b - a) for a, b in pairwise(ends) if a < b]
+    breaks = np.flatnonzero(np.diff(indices) != 1) + 1
+    bounds = [0, *breaks.tolist(), len(indices)]
+    return [(start, int(indices[start]), end - start) for start, end in pairwise(bounds) if start < end]
 
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """A parameter or buffer of a built model with its global name and description.
-
-    Attributes:
-        is_copy: another one owns the value, and the name is that one's; see `tie`.
-    """
+    """A parameter or buffer with its global name and shard. A copy is tied to another tensor and has its name."""
 
     name: str
     tensor: Tensor
@@ -187,5 +192,5 @@ class ShardedTensor:
 
 
 def parameter_count(tensors: Iterable[ShardedTensor]) -> int:
-    """Number of elements of the global parameters described, each counted once."""
+    """Number of elements of the global parameters."""
     return sum(torch.Size(entry.shard.global_shape).numel() for entry in tensors if entry.is_parameter)

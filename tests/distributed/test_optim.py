@@ -139,7 +139,7 @@ def test_warm_up_and_cool_down_in_epochs() -> None:
     slow = OptimizerConfig(lr=1.0, lr_warmup_epochs=2, lr_interval="epoch", lr_decay_style="constant")
     found = [learning_rate(slow, iteration, 6, Fraction(3, 2)) for iteration in range(6)]
     assert found == pytest.approx([0.5, 0.5, 1.0, 1.0, 1.0, 1.0])
-    with pytest.raises(ValueError, match=r"--lr-cooldown-epochs 2 are together more than the 5 iter.*--train-iters"):
+    with pytest.raises(ValueError, match=r"--lr-cooldown-epochs 2\) take more than .* 5 iter.*--train-iters"):
         require_schedule(config, 5, Fraction(2))
 
 
