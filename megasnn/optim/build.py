@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -44,18 +44,6 @@ def takes_found_inf(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -
     """Returns True where a value on the device can make a step leave everything as it is; see `OptimizerRecipe`."""
     learning = [group for group in optimizer.param_groups if group["params"]]
     return OPTIMIZERS[config.optimizer].takes_found_inf and all(group.get("fused") for group in learning)
-
-
-def state_bytes(trained: Iterable[Tensor], config: OptimizerConfig) -> int:
-    """Bytes of the optimizer's state after a step."""
-    kinds = OPTIMIZERS[config.optimizer].state
-    return sum(4 if kind == "step" else parameter.nbytes for parameter in trained for kind in kinds)
-
-
-def working_bytes(tensors: Sequence[ShardedTensor], config: OptimizerConfig) -> int:
-    """Bytes that a step takes beside the state, for the trained ones of these tensors."""
-    trained = sum(entry.tensor.nbytes for entry in _trained(tensors))
-    return int(OPTIMIZERS[config.optimizer].working_copies * trained)
 
 
 def resident_state_bytes(optimizer: torch.optim.Optimizer) -> int:

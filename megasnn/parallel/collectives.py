@@ -30,10 +30,6 @@ from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, decode_into, encode
 from megasnn.parallel_state import Group
 
-EXCHANGE_BYTES = 32 << 20
-"""What should travel together of what is cut into several exchanges on GPUs, whose links come to their speed with
-messages of some megabytes (PyTorch's DDP: 25 MiB)."""
-
 _ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 Exchange = Callable[[], list[Tensor]]
 

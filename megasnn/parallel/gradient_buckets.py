@@ -14,13 +14,12 @@ from weakref import WeakMethod
 
 from torch import Tensor
 
-from megasnn.parallel.collectives import EXCHANGE_BYTES, all_reduce_sum, start_all_reduce_sum
+from megasnn.parallel.bucket_sizes import EXCHANGES_AT_ONCE, bucket_bytes, pack, peak_exchange_bytes
+from megasnn.parallel.collectives import all_reduce_sum, start_all_reduce_sum
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel.zero import ParameterShards, aligned, side_by_side
 from megasnn.parallel_state import Group
-
-BUCKET_BYTES = 8 * 1024 * 1024  # on a CPU
 
 
 class Bucket:
@@ -245,8 +244,8 @@ class GradientBuckets:
 
     @property
     def exchanged_bytes(self) -> int:
-        """Bytes that exchanges with those who own or keep rows take at most: two at a time."""
-        return sum(sorted(shards.exchange_bytes for each in self._buckets for shards in each.shards_of_rank)[-2:])
+        """Peak bytes of the exchanges with the owners or keepers of rows."""
+        return peak_exchange_bytes(shards.exchange_bytes for each in self._buckets for shards in each.shards_of_rank)
 
     def _reduce_complete(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].pending:
@@ -262,7 +261,7 @@ class GradientBuckets:
         summing them over the replicas."""
         if shards is not None:
             bucket.end()
-            if len(self._on_their_way) > 1:
+            if len(self._on_their_way) == EXCHANGES_AT_ONCE:
                 self._on_their_way.popleft().end()
             bucket.await_sum = shards.start_sum()
             self._on_their_way.append(bucket)
@@ -277,14 +276,7 @@ def _weak(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _packed(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Parameters in groups of one type, each closed when it holds as much as suits the device."""
-    groups: list[list[Tensor]] = []
-    size = 0
-    for parameter in parameters:
-        most = BUCKET_BYTES if parameter.device.type == "cpu" else EXCHANGE_BYTES
-        if not groups or size >= most or groups[-1][0].dtype != parameter.dtype:
-            groups.append([])
-            size = 0
-        groups[-1].append(parameter)
-        size += parameter.nbytes
-    return groups
+    """Parameters of each bucket: of one type, and of a size that suits the device."""
+    on_gpu = bool(parameters) and parameters[0].device.type != "cpu"
+    spans = pack([(each.nbytes, each.dtype) for each in parameters], bucket_bytes(on_gpu))
+    return [parameters[span.start : span.stop] for span in spans]

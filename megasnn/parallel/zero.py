@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.kernels.layout import flat_in_memory
+from megasnn.parallel.bucket_sizes import exchange_bytes
 from megasnn.parallel.collectives import start_exchange, sum_in_rank_order
 from megasnn.parallel.sharding import own_span
 from megasnn.parallel_state import Group
@@ -80,9 +81,9 @@ class ParameterShards:
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes that an exchange takes at most: what is sent and what comes, and as much again where it ends."""
-        mine = self._counts[self._holders.rank]
-        return 2 * self.sum.itemsize * (sum(self._counts) - mine + (self._holders.size - 1) * mine)
+        """Peak bytes of an exchange."""
+        bucket = self.sum.itemsize * sum(self._counts)
+        return exchange_bytes(bucket, self.sum.nbytes, self._holders.size)
 
 
 def send_shards(mine: Tensor, counts: Sequence[int], views: Sequence[list[Tensor]], group: Group) -> Callable[[], None]:

@@ -12,19 +12,14 @@ from typing import NamedTuple
 from megasnn.common.grid import micro_batch_counts
 from megasnn.config import PretrainConfig
 from megasnn.config.training import PRECISIONS
+from megasnn.parallel.bucket_sizes import bucket_bytes
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
+from megasnn.pipeline.memory_forecast import MemoryForecast, forecast, sample_bytes
 from megasnn.pipeline.peak_memory import peak_moments, segment_memory
 from megasnn.planner.candidates import Layout
 from megasnn.planner.costs import Analysis, LayerShare, layer_costs, resident_tensors
 from megasnn.planner.machines import Cluster
-from megasnn.planner.memory import (
-    MemoryForecast,
-    StateBytes,
-    bucket_bytes,
-    gathered_bytes,
-    sample_bytes,
-    states_of,
-)
+from megasnn.planner.memory import PlannedStates, gathered_bytes, states_of
 from megasnn.schedule import (
     ChunkCost,
     Kind,
@@ -131,7 +126,7 @@ class Predictor:
             # Of the micro-batches that are held, about half wait for their weight gradients where these are put off.
             stashed = max(stage.stashed, (stage.stashed + stage.deferred) // 2) if splits else stage.stashed
             moment = max(held[rank] * stashed + stage.working + stage.messages, of_rank.exchanged)
-            need = max(need, _resident(of_rank) + self.samples(layout, rank) + gathered + moment)
+            need = max(need, of_rank.resident + self.samples(layout, rank) + gathered + moment)
         return seconds + exposed + self.agreement(layout) + update + sharing, self.with_program(need)
 
     def predict(self, layout: Layout) -> Predicted:
@@ -163,7 +158,7 @@ class Predictor:
         """Layers of each chunk, balanced by their seconds."""
         return _balanced(self._layers(*self._share(layout)), placement or layout.placement)
 
-    def states(self, layout: Layout) -> list[StateBytes]:
+    def states(self, layout: Layout) -> list[PlannedStates]:
         """States of each pipeline rank."""
         grid, owners = layout.grid, layout.copies if layout.shards_optimizer else 1
         return [self._states_of(each.spans, grid.tp, grid.dp_shard, owners) for each in self._stages(layout)]
@@ -192,7 +187,7 @@ class Predictor:
 
     def without_samples(self, layout: Layout) -> float:
         """Bytes of the largest rank that do not depend on the size of micro-batches."""
-        return self.with_program(max(map(_resident, self.states(layout))))
+        return self.with_program(max(each.resident for each in self.states(layout)))
 
     def with_program(self, tensors: float) -> float:
         """Bytes of a rank whose tensors take so many."""
@@ -257,11 +252,12 @@ class Predictor:
             most = max(most, 2 * sum(sorted(sizes)[-AT_ONCE:]))
         return waits, most
 
-    def _states_of_spans(self, spans: tuple[range, ...], tensor: int, weight: int, owners: int) -> StateBytes:
-        tensors = list(chain(*(self._resident(tensor)[i] for i in chain(*spans))))
-        return states_of(tensors, weight, owners, self._config.optimizer, self._on_gpu)
+    def _states_of_spans(self, spans: tuple[range, ...], tensor: int, weight: int, owners: int) -> PlannedStates:
+        layers = self._resident(tensor)
+        chunks = [list(chain(*layers[span.start : span.stop])) for span in spans]
+        return states_of(chunks, weight, owners, self._config.optimizer, self._on_gpu)
 
-    def _gradients(self, layout: Layout, states: Sequence[StateBytes], backward: float) -> tuple[float, float]:
+    def _gradients(self, layout: Layout, states: Sequence[PlannedStates], backward: float) -> tuple[float, float]:
         """Seconds of the gradients' sums that are not hidden, and of the rows that owners give to the others behind.
 
         Gradients travel in buckets of equal size beside the backward of the last micro-batch, the last one behind it.
@@ -308,31 +304,14 @@ class Predictor:
         executed: Sequence[range],
         costs: PipelineCosts,
     ) -> tuple[MemoryForecast, ...]:
-        found, states = [], self.states(layout)
+        states = self.states(layout)
         peaks = peak_moments(schedule, executed, costs, [each.exchanged for each in states])
+        found = []
         for rank, (mine, peak) in enumerate(zip(states, peaks, strict=True)):
-            gathered = buffers = 0
-            if choice.weights is not None:
-                gathered, buffers = choice.weights.gathered_and_buffers(schedule, rank)
-            found.append(
-                MemoryForecast(
-                    program=1e-6 * self._cluster.machine.program,
-                    weights=1e-6 * (mine.weights + buffers),
-                    gradients=1e-6 * mine.gradients,
-                    optimizer=1e-6 * mine.optimizer,
-                    kept=1e-6 * peak.stashed,
-                    working=1e-6 * peak.working,
-                    messages=1e-6 * peak.messages,
-                    samples=1e-6 * self.samples(layout, rank),
-                    gathered=1e-6 * gathered,
-                    update=1e-6 * max(0, mine.working - peak.total - gathered),
-                )
-            )
+            samples = self.samples(layout, rank)
+            program = self._cluster.machine.program
+            found.append(forecast(mine, peak, schedule, rank, choice.weights, program=program, samples=samples))
         return tuple(found)
-
-
-def _resident(states: StateBytes) -> int:
-    return states.weights + states.gradients + states.optimizer
 
 
 @cache

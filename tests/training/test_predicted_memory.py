@@ -21,8 +21,8 @@ from megasnn.engine import Engine
 from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
-from megasnn.parallel import gradient_buckets
-from megasnn.parallel.gradient_buckets import BUCKET_BYTES
+from megasnn.parallel import bucket_sizes
+from megasnn.parallel.bucket_sizes import CPU_BUCKET_BYTES
 from megasnn.telemetry.records import RunOutline
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.memory import costs_of_run, forecast_memory, peak_of
@@ -67,10 +67,10 @@ def batch_of(engine: Engine) -> tuple[dict[str, Tensor], Tensor]:
     return {"images": images}, torch.arange(samples) % engine.config.model.num_classes
 
 
-def predicted_and_counted(model: Model, flags: dict[str, Any], bucket_bytes: int = BUCKET_BYTES) -> tuple[int, int]:
+def predicted_and_counted(model: Model, flags: dict[str, Any], bucket_bytes: int = CPU_BUCKET_BYTES) -> tuple[int, int]:
     """Bytes of this rank, above what is there between two steps: the least of some, since what threads of the transport
     give back is not seen, behind one that has paid for what is taken once."""
-    small = mock.patch.object(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
+    small = mock.patch.object(bucket_sizes, "CPU_BUCKET_BYTES", bucket_bytes)
     with small, Engine(model, **{**THREE, **flags}) as engine:
         distributed, samples = engine.distributed, engine.config.training.global_batch_size
         predicted = peak_of(costs_of_run(engine.config, distributed, engine.plan), distributed, engine.plan).total
@@ -90,7 +90,7 @@ def predicted_and_counted(model: Model, flags: dict[str, Any], bucket_bytes: int
 @pytest.mark.parametrize("name", CASES)
 def test_within_ten_percent(ranks, name: str) -> None:
     model, size, flags = CASES[name]
-    found = ranks(size, predicted_and_counted, model, flags, SMALL_BUCKETS.get(name, BUCKET_BYTES))
+    found = ranks(size, predicted_and_counted, model, flags, SMALL_BUCKETS.get(name, CPU_BUCKET_BYTES))
     assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.1)
 
 
