@@ -1,0 +1,112 @@
+"""Pipeline stages of a planned layout: their layers, costs and bytes, and the idle time of equal stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import chain
+from typing import NamedTuple
+
+from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
+from megasnn.pipeline.peak_memory import segment_memory
+from megasnn.schedule import ChunkCost, Kind, generate, per_stage, simulate
+from megasnn.schedule.actions import crosses
+from megasnn.schedule.partition import placed_bounds
+
+Placement = tuple[int, ...]
+"""Pipeline rank of each chunk."""
+
+
+class Stage(NamedTuple):
+    """Layers of a pipeline rank, and their costs for one micro-batch.
+
+    Attributes:
+        spans: layers of each chunk.
+        seconds: forward and backward, with forwards computed again.
+        backward: the backward's part of it.
+        stashed: bytes saved for backward.
+        deferred: bytes saved from an input gradient for a later weight gradient.
+        working: temporary bytes of the largest layer, and copies of weights in the type of the products.
+        messages: bytes to and from other ranks.
+    """
+
+    spans: tuple[range, ...]
+    seconds: float
+    backward: float
+    stashed: int
+    deferred: int
+    working: int
+    messages: int
+
+
+@cache
+def balanced_bounds(layers: tuple[LayerCost, ...], placement: Placement) -> tuple[range, ...]:
+    """Layers of each chunk, balanced by their seconds."""
+    return tuple(placed_bounds([layer.seconds for layer in layers], placement))
+
+
+def balanced_stages(layers: tuple[LayerCost, ...], placement: Placement, recomputes: bool) -> list[Stage]:
+    """Stages of all pipeline ranks.
+
+    Args:
+        recomputes: True where forwards are computed again before their backwards.
+    """
+    bounds = balanced_bounds(layers, placement)
+    segments = segment_memory(PipelineCosts(layers, LinkCost()), [range(i, i + 1) for i in range(len(layers))])
+    crossed = [chunk for chunk in range(len(placement)) if crosses(placement, chunk)]
+    stages = []
+    for rank in range(max(placement) + 1):
+        spans = tuple(span for span, owner in zip(bounds, placement, strict=True) if owner == rank)
+        mine = list(chain(*spans))
+        forward = sum(layers[i].forward for i in mine)
+        again = 0.0
+        if recomputes:
+            # The last layer of a chunk goes backward right after its forward.
+            again = sum(layers[i].forward for span in spans for i in span[:-1])
+        backward = again + sum(layers[i].seconds for i in mine) - forward
+        stashed = 0
+        largest = 0
+        messages = 0
+        for i in mine:
+            memory = segments[i]
+            working = memory.working[Kind.BACKWARD]
+            if recomputes:
+                stashed += memory.entering
+                working += memory.resident
+            else:
+                stashed += memory.resident
+            largest = max(largest, working)
+        for chunk in crossed:
+            if rank in placement[chunk : chunk + 2]:
+                messages += segments[bounds[chunk].stop - 1].transfers
+        stages.append(
+            Stage(
+                spans=spans,
+                seconds=forward + backward,
+                backward=backward,
+                stashed=stashed,
+                deferred=sum(segments[i].deferred for i in mine),
+                working=largest + sum(segments[i].cast for i in mine),
+                messages=messages,
+            )
+        )
+    return stages
+
+
+@cache
+def equal_stages(
+    name: str, stages: int, micro_batches: int, chunks: int, recomputes: bool, message: float
+) -> tuple[float, Sequence[float]]:
+    """Idle time of a rank in a step, and the most micro-batches that each rank holds for backward.
+
+    Args:
+        name: schedule.
+        chunks: chunks of each rank.
+        message: time of one transfer. Times are multiples of a stage's time for one micro-batch.
+    """
+    # Forward, input gradient and weight gradient take one each.
+    whole = 3 + recomputes
+    costs_of = per_stage([ChunkCost(1, 1 + recomputes, 1, whole * message, whole * message)] * stages)
+    schedule = generate(name, stages, micro_batches, chunks, costs_of)
+    result = simulate(schedule, costs_of(schedule.placement))
+    return result.makespan / whole - micro_batches, result.peak_activations
