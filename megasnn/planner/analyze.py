@@ -235,7 +235,7 @@ def _machine(device: torch.device, link: LinkCost | None, ranks: int) -> Machine
         within=link or base.within,
         program=1e6 * resident_memory_mb(device) if is_cpu else base.program,
         memory=base.memory if is_cpu else float(torch.cuda.get_device_properties(device).total_memory),
-        told=f"measured with {ranks} rank(s)" + ("" if link else ", links from the table of devices"),
+        source=f"measured with {ranks} rank(s)" + ("" if link else ", links from the table of devices"),
     )
 
 

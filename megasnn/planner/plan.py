@@ -174,7 +174,7 @@ def _warnings(analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> I
     where = "not measured"
     if analysis.machine is not None:
         where = f"measured on {analysis.machine.name}, which is not used (leave --device-name out for that)"
-    yield f"layers were {where}, and the plan is for {cluster.machine.name}: {cluster.machine.told}"
+    yield f"layers were {where}, and the plan is for {cluster.machine.name}: {cluster.machine.source}"
 
 
 def apply(found: Plan, config: PretrainConfig, path: Path) -> str:
