@@ -1,4 +1,4 @@
-"""Building of this rank's part of a model: chunks, gradients, ties and the executor, put together."""
+"""Builds this rank's part of a model: chunks, gradient buckets, ties and the executor."""
 
 from __future__ import annotations
 
@@ -39,22 +39,28 @@ def build_replica(
     """Builds this rank's part of a model. Collective.
 
     Args:
-        built: the layers of the whole model, with this context; only those of this rank get memory.
+        built: all layers of the model in this context, without memory. Only this rank's get memory.
     """
     schedules = plan.schedules
     weights = None
     if state.dp_shard.size > 1:
         weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
     here = [index for index, rank in enumerate(schedules.placement) if rank == state.pp.rank]
-    shard = None if weights is None else (plan.segment_bounds, weights.shard)
+    shard = None
+    if weights is not None:
+        shard = (plan.segment_bounds, weights.shard)
     chunks = build_chunks(description, plan.bounds, here, context, state.device, config.training.seed, built, shard)
 
     def local_part(entry: ShardedTensor) -> ShardedTensor:
         return entry if weights is None else weights.local_part(entry)
 
-    tensors = [local_part(entry) for chunk in chunks.values() for entry in chunk.sharded_tensors()]
-    copies = [local_part(entry) for chunk in chunks.values() for entry in chunk.copied_tensors()]
-    modules = [module for chunk in chunks.values() for module in chunk.modules()]
+    tensors: list[ShardedTensor] = []
+    copies: list[ShardedTensor] = []
+    modules: list[nn.Module] = []
+    for chunk in chunks.values():
+        tensors += map(local_part, chunk.sharded_tensors())
+        copies += map(local_part, chunk.copied_tensors())
+        modules += chunk.modules()
     segments = _segments(chunks, plan)
     buckets = _gradient_buckets(config, modules, chunks, segments, state, schedules, weights)
     context.weight_gradients.on_added = buckets.accumulated
@@ -95,7 +101,7 @@ def build_replica(
 
 
 def _segments(chunks: Mapping[int, PipelineChunk], plan: PipelinePlan) -> Mapping[int, PipelineChunk]:
-    """Segments of this rank by number: its chunks, or their layers where the schedule is refined."""
+    """This rank's segments by number: its chunks, or their layers with a refined schedule."""
     schedules = plan.schedules
     if schedules.segments_per_chunk is None:
         return chunks
@@ -108,7 +114,7 @@ def _segments(chunks: Mapping[int, PipelineChunk], plan: PipelinePlan) -> Mappin
 
 
 def _first_segments(schedules: ScheduleChoice) -> list[int]:
-    """Number of the first segment of each chunk, and behind them the number of all segments."""
+    """Number of each chunk's first segment, and at the end the number of all segments."""
     return [0, *accumulate(schedules.segment_counts)]
 
 
@@ -121,19 +127,23 @@ def _gradient_buckets(
     schedules: ScheduleChoice,
     weights: GatheredWeights | None,
 ) -> GradientBuckets:
-    # Gradients that are scattered after each micro-batch are reduced after each segment. The others of a chunk are
-    # complete when its first segment's are.
+    # Gradients scattered after each micro-batch are reduced after each segment. Otherwise a chunk is reduced when its
+    # first segment, the last in backward, is complete.
     scatters = schedules.weights is not None and bool(schedules.weights.scattered)
     reduced = segments
     if not scatters:
         first = _first_segments(schedules)
         reduced = {first[index]: chunk for index, chunk in chunks.items()}
-    weighted = [module for module in modules if isinstance(module, (ParallelConv, ParallelLinear))]
+    # A layer called several times in a forward adds as many gradients.
+    additions = {}
+    for module in modules:
+        if isinstance(module, (ParallelConv, ParallelLinear)):
+            additions[module.weight] = calls_of(module)
     return GradientBuckets(
         [(number, part.sharded_tensors() + part.copied_tensors()) for number, part in reduced.items()],
         state.dp_replicate_cp,
         state.tp,
-        additions={module.weight: calls_of(module) for module in weighted},
+        additions=additions,
         shards_have_owners=config.parallel.use_distributed_optimizer,
         weights=weights,
         scattered=scatters,
