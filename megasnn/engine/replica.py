@@ -58,8 +58,8 @@ def build_replica(
     copies: list[ShardedTensor] = []
     modules: list[nn.Module] = []
     for chunk in chunks.values():
-        tensors += map(local_part, chunk.sharded_tensors())
-        copies += map(local_part, chunk.copied_tensors())
+        tensors += [local_part(entry) for entry in chunk.sharded_tensors()]
+        copies += [local_part(entry) for entry in chunk.copied_tensors()]
         modules += chunk.modules()
     segments = _segments(chunks, plan)
     buckets = _gradient_buckets(config, modules, chunks, segments, state, schedules, weights)
