@@ -220,8 +220,8 @@ class Batches:
         begin = batch.consumed_samples - batch.size
         whole = []
         for micro in batch.micro_batches:
-            inputs = None
-            targets = None
+            inputs: dict[str, Tensor] | None = None
+            targets: Tensor | None = None
             if micro.inputs is not None:
                 # A run's loader gives the only input without its name.
                 named = micro.inputs if isinstance(micro.inputs, Mapping) else dict.fromkeys(specs, micro.inputs)

@@ -35,11 +35,11 @@ class Layout:
     """A layout of a training step over ranks.
 
     Attributes:
-        grid: sizes of the axes.
-        micro_batch_size: samples of a micro-batch.
+        grid: sizes by axis.
+        micro_batch_size: samples in a micro-batch.
         cut: how context parallel ranks share a micro-batch.
-        schedule: name of the pipeline schedule.
-        chunks: chunks of each pipeline rank.
+        schedule: pipeline schedule.
+        chunks: chunks on each pipeline rank.
         recompute: a name in `RECOMPUTE`.
         shards_optimizer: True for ZeRO-1.
     """
@@ -85,8 +85,8 @@ class Layout:
         """Flags of a run on this layout.
 
         Args:
-            base: flags that are not part of a layout.
-            bounds: layers of each chunk; None leaves their choice to the run.
+            base: all other flags.
+            bounds: layers by chunk; None leaves the choice to the run.
         """
         pipeline = self.grid.pp > 1
         sizes = None
@@ -124,11 +124,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that the planner considered.
+    """A layout with its figures.
 
     Attributes:
-        seconds: time of a step; infinite for an impossible layout.
-        bytes: memory of the largest rank; infinite for an impossible layout.
+        seconds: a step's time; infinite for an impossible layout.
+        bytes: the largest rank's memory; infinite for an impossible layout.
         simulated: True where the figures are simulated, not estimated.
         reason: why the plan is another one; "" for the chosen layout.
     """

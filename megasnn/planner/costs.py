@@ -1,6 +1,6 @@
-"""Costs of a rank's layers for one micro-batch at any size, and the costs file that stores them.
+"""A rank's costs for one micro-batch through each layer at any size, and the costs file.
 
-The file is written where the model can be built, and read where it cannot, without torch.
+Writing the file needs a model that can be built; reading it needs no torch.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _ADVICE = "make it anew with `analyze`"
 CutAxis = Literal["tensor", "samples", "rows"]
 """Axis along which ranks share layers."""
 Seconds = tuple[float, float, float]
-"""Forward, input gradient and weight gradient of one layer for one micro-batch."""
+"""One layer's forward, input gradient and weight gradient for one micro-batch."""
 
 
 @dataclass(frozen=True)
 class LayerShare:
-    """A rank's share of each layer and micro-batch.
+    """A rank's share in each layer and micro-batch.
 
     Attributes:
         tensor: tensor parallel size.
         context: context parallel size.
         cut: how context parallel ranks share a micro-batch.
-        samples: samples that the rank computes.
-        ranks: ranks computing at the same time on the node.
+        samples: samples on this rank.
+        ranks: ranks that compute on the node at the same time.
     """
 
     tensor: int
@@ -56,8 +56,8 @@ class ResidentTensor:
 
     Attributes:
         shape: local shape.
-        itemsize: bytes of an element.
-        travels: bytes of an element while it is gathered from its shards.
+        itemsize: bytes per element.
+        travels: bytes per element when gathered from shards.
     """
 
     name: str
@@ -70,13 +70,13 @@ class ResidentTensor:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class LayerFacts:
-    """A layer of the model, as on one rank.
+    """A layer on a rank that shares none.
 
     Attributes:
         layer_group: see `Layer`.
         parameters: number of elements.
-        operations: multiply-adds of one sample's forward.
-        rows: height of the output image; 1 for other outputs.
+        operations: multiply-adds in one sample's forward.
+        rows: output image height; 1 for other outputs.
     """
 
     name: str
@@ -89,14 +89,14 @@ class LayerFacts:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Counted:
-    """Bytes of the layers on one rank of a tensor and context parallel group.
+    """The layers' bytes on one rank at one tensor and context parallel size.
 
     Attributes:
         tensor: tensor parallel size.
         context: context parallel size.
         cut: how context parallel ranks share a micro-batch.
-        costs: by size in `Analysis.sizes`, then by layer; seconds are 0.
-        tensors: of each layer.
+        costs: for each size in `Analysis.sizes`, by layer; seconds are 0.
+        tensors: by layer.
     """
 
     tensor: int
@@ -109,11 +109,11 @@ class Counted:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Timed:
-    """Measured seconds of all layers on a rank that shares none.
+    """Seconds measured for all layers on a rank that shares none.
 
     Attributes:
-        samples: samples of the micro-batch.
-        ranks: ranks that computed at the same time on the machine.
+        samples: samples in the micro-batch.
+        ranks: ranks that computed on the machine at the same time.
     """
 
     samples: int
@@ -124,11 +124,11 @@ class Timed:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Analysis:
-    """Costs of a model's layers, from which the costs of any layout follow.
+    """A model's layers and their costs, from which those on any layout follow.
 
     Attributes:
         model: model name.
-        about: settings that the costs depend on; see `cost_identity`.
+        about: settings behind the costs; see `cost_identity`.
         sizes: numbers of samples with counted bytes, ascending.
         alone: bytes on a rank that shares no layer.
         shared: bytes at the smallest possible size of each axis.
@@ -148,18 +148,18 @@ class Analysis:
 
     @property
     def precision(self) -> str:
-        """`--precision` of the costs."""
+        """`--precision` behind the costs."""
         training: Any = self.about["training"]
         return str(training["precision"])
 
     @cached_property
     def layer_groups(self) -> list[str]:
-        """The layer group of each layer."""
+        """Layer groups, by layer."""
         return [each.layer_group for each in self.layers]
 
 
 def layer_costs(analysis: Analysis, machine: Machine, share: LayerShare, link: LinkCost) -> tuple[LayerCost, ...]:
-    """Bytes and seconds of each layer. Raises ValueError for an impossible size.
+    """Bytes and seconds by layer. Raises ValueError for an impossible size.
 
     Args:
         link: slowest link between the ranks that share layers.
@@ -182,7 +182,7 @@ def layer_costs(analysis: Analysis, machine: Machine, share: LayerShare, link: L
 
 
 def _computed(analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], share: LayerShare) -> list[Seconds]:
-    """Seconds of each layer at the machine's rates."""
+    """Seconds by layer at the machine's rates."""
     found = []
     rate = machine.operations.get(analysis.precision, machine.operations["fp32"])
     for number, (layer, cost) in enumerate(zip(analysis.layers, costs, strict=True)):
@@ -200,7 +200,7 @@ def _computed(analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], 
 
 
 def _scaled(measured: Seconds, computed: Seconds, before: Seconds) -> Seconds:
-    """Measured seconds, times the ratio of computed ones for this share and for the measured share."""
+    """Measured seconds, scaled by the computed ones for this share and for the measured share."""
     forward, inputs, weights = (
         each * (now / then if then else 1.0) for each, now, then in zip(measured, computed, before, strict=True)
     )
@@ -208,9 +208,9 @@ def _scaled(measured: Seconds, computed: Seconds, before: Seconds) -> Seconds:
 
 
 def counted_costs(analysis: Analysis, share: LayerShare) -> list[LayerCost]:
-    """Bytes and exchanges of each layer; seconds are 0. Raises ValueError for an impossible size.
+    """Bytes and exchanges by layer; seconds are 0. Raises ValueError for an impossible size.
 
-    Two axes that share a layer multiply the fractions that each of them leaves.
+    Where two axes share a layer, their fractions multiply.
     """
     alone = _at(analysis, share, analysis.alone)
     axes: list[tuple[CutAxis, int]] = [("tensor", share.tensor), (share.cut, share.context)]
@@ -238,9 +238,11 @@ def _shared(
 ) -> list[LayerCost]:
     """Bytes and exchanges where ranks share layers along one axis.
 
-    Other sizes follow from one rank and from the counted size. A share of channels takes whole + cut / n bytes. A share
-    of rows takes cut / n bytes and the rows of its neighbours. A share of samples has its samples' bytes, and the
-    norms' statistics and exchanges, which do not depend on the number of samples.
+    Other sizes follow from one rank and the counted size. One of n shares takes:
+
+    - by channels, whole + cut / n bytes;
+    - by rows, cut / n bytes and the neighbours' rows;
+    - by samples, its samples' bytes, and the norms' statistics and exchanges at any number of samples.
     """
     counted = _counted(analysis, axis, size)
     at = counted.tensor * counted.context
@@ -270,7 +272,7 @@ def _shared(
 
 
 def resident_tensors(analysis: Analysis, tensor: int) -> tuple[tuple[ResidentTensor, ...], ...]:
-    """Tensors of each layer on a rank of a tensor parallel group of this size."""
+    """Tensors by layer on a rank at this tensor parallel size."""
     alone = analysis.alone.tensors
     if tensor == 1:
         return alone
@@ -281,13 +283,13 @@ def resident_tensors(analysis: Analysis, tensor: int) -> tuple[tuple[ResidentTen
 
 
 def _part(whole: ResidentTensor, part: ResidentTensor, tensor: int) -> ResidentTensor:
-    """Cuts the tensor in the dimension in which the counted part is smaller."""
+    """Cuts the tensor in the dimension where the counted part is smaller."""
     shape = [one if one == some else one // tensor for one, some in zip(whole.shape, part.shape, strict=True)]
     return replace(part, shape=tuple(shape))
 
 
 def _counted(analysis: Analysis, axis: CutAxis, size: int) -> Counted:
-    """Layers of an axis at its counted size. Raises ValueError where `size` is impossible."""
+    """The layers at an axis' counted size. Raises ValueError where `size` is impossible."""
     refused = analysis.possible[axis].get(size, "was not asked for by analyze")
     if refused is not None:
         name = "tensor" if axis == "tensor" else f"context by {axis}"
@@ -296,7 +298,7 @@ def _counted(analysis: Analysis, axis: CutAxis, size: int) -> Counted:
 
 
 def _each(of: Callable[..., int], *costs: LayerCost) -> dict[str, Any]:
-    """Fields in bytes, each computed from the same field of the costs."""
+    """Fields in bytes, each computed from the costs' same field."""
     values: dict[str, Any] = {}
     for name in BYTE_FIELDS:
         values[name] = of(*(getattr(cost, name) for cost in costs))
@@ -305,12 +307,12 @@ def _each(of: Callable[..., int], *costs: LayerCost) -> dict[str, Any]:
 
 
 def _at(analysis: Analysis, share: LayerShare, counted: Counted) -> list[LayerCost]:
-    """Bytes of each layer for the share's samples."""
+    """Bytes by layer for the share's samples."""
     return [for_samples(of_sizes, share.samples, analysis.sizes) for of_sizes in zip(*counted.costs, strict=True)]
 
 
 def cost_identity(config: PretrainConfig) -> dict[str, FreeForm]:
-    """Settings that the layers' costs depend on, besides the micro-batch size."""
+    """Settings behind the layers' costs, besides the micro-batch size."""
     training = config.training
     about = {
         "model": {"name": config.model.name, **to_dict(config.model)},
@@ -321,7 +323,7 @@ def cost_identity(config: PretrainConfig) -> dict[str, FreeForm]:
 
 
 def cost_differences(analysis: Analysis, config: PretrainConfig) -> list[str]:
-    """Differences between the `cost_identity` of the costs and of a configuration."""
+    """Differences in `cost_identity` between the costs and a configuration."""
     if analysis.model != config.model.name:
         return [f"they are of {analysis.model}, and the model is {config.model.name}"]
     return list(config_differences(analysis.about, cost_identity(config)))

@@ -28,17 +28,17 @@ class Machine:
     """A device and its links. Rates are per second, sizes in bytes, times in seconds.
 
     Attributes:
-        memory: memory of the device.
-        operations: multiply-adds of products, by precision.
-        moved: memory traffic of everything else.
-        least: shortest time of each of a layer's three parts, bound by launches.
-        update: time of an optimizer step for each byte of parameters.
-        within: link to devices of the same node.
-        between: link to devices of other nodes.
-        program: memory of a rank besides tensors: interpreter, libraries, GPU context, message buffers.
-        rest: unused memory that an allocator keeps, as a fraction of the tensors' memory.
+        memory: the device's memory.
+        operations: multiply-adds in products, by precision.
+        moved: memory traffic in everything else.
+        least: shortest forward, input gradient or weight gradient, bound by launches.
+        update: an optimizer step's time for each parameter byte.
+        within: link inside a node.
+        between: link between nodes.
+        program: a rank's memory besides tensors: interpreter, libraries, GPU context, message buffers.
+        rest: unused memory kept by the allocator, as a fraction of the tensors' memory.
         source: where the figures come from.
-        start: overhead of each of a layer's three parts in programs that are not compiled.
+        start: interpreter overhead in each forward, input gradient or weight gradient.
     """
 
     name: str
@@ -62,8 +62,8 @@ class Cluster:
 
     Attributes:
         ranks: number of devices.
-        ranks_of_node: number of devices on each node.
-        machine: each of the devices.
+        ranks_of_node: devices on each node.
+        machine: a single device.
     """
 
     ranks: int
@@ -71,7 +71,7 @@ class Cluster:
     machine: Machine
 
     def counts(self) -> list[int]:
-        """Numbers of devices to plan for: powers of two of devices and of whole nodes, and all devices.
+        """Numbers of devices to plan for: powers of two, also in whole nodes, and all devices.
 
         More than one node is whole nodes, because torchrun starts the same number of ranks on each.
         """
@@ -97,7 +97,7 @@ class Cluster:
         return self.machine.within if is_within else self.machine.between
 
     def problems(self) -> list[str]:
-        """A number of devices that is no whole number of nodes."""
+        """Devices that do not fill whole nodes."""
         nodes = self.ranks // max(self.ranks_of_node, 1)
         if self.ranks <= self.ranks_of_node or self.ranks == nodes * self.ranks_of_node:
             return []

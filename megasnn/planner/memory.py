@@ -17,11 +17,11 @@ from megasnn.planner.costs import ResidentTensor
 
 @dataclass(frozen=True)
 class PlannedStates(StateBytes):
-    """Bytes on a rank, with those that a step reduces and updates.
+    """Bytes on a rank, and the bytes a step reduces and updates.
 
     Attributes:
         reduced: gradients summed over ranks with the same shards.
-        updated: parameters that the rank's optimizer updates.
+        updated: parameters under the rank's optimizer.
     """
 
     reduced: int
@@ -34,9 +34,9 @@ def states_of(
     """States of the rank with the largest shards.
 
     Args:
-        chunks: tensors of each of the rank's chunks.
+        chunks: the rank's tensors by chunk.
         weight: `--weight-parallel-size`.
-        owners: ranks that share the optimizer state of a shard; 1 without `--use-distributed-optimizer`.
+        owners: ranks sharing a shard's optimizer state; 1 without `--use-distributed-optimizer`.
     """
     buffers = 0
     whole = 0
@@ -72,7 +72,7 @@ def states_of(
 
 
 def _exchanges(trained: Sequence[ResidentTensor], ranks: int, on_gpu: bool) -> list[int]:
-    """Peak bytes of the exchange of each bucket; none where every rank holds the whole gradient."""
+    """Peak bytes of each bucket's exchange; none where every rank holds the whole gradient."""
     if ranks == 1:
         return []
     spans = pack([(_bytes(each), each.itemsize) for each in trained], bucket_bytes(on_gpu))

@@ -48,12 +48,12 @@ class Plan:
 
     Attributes:
         predicted: the layout's simulated step.
-        bytes: memory of the largest rank, with blocks that an allocator keeps.
-        largest_micro_batch: samples of the largest micro-batch that would fit.
+        bytes: the largest rank's memory, with the allocator's unused blocks.
+        largest_micro_batch: most samples in a micro-batch within the memory.
         candidates: all considered layouts, best first.
         simulated: number of simulated candidates.
         seconds: planning time.
-        advice: changes of other settings that would help.
+        advice: other settings worth a change.
         warnings: reasons to doubt the figures.
     """
 
@@ -87,12 +87,12 @@ def plan(
     Only layouts with the configuration's own layout flags are considered.
 
     Args:
-        prefer: the fastest step; the smallest peak of a rank's memory; or room for the largest micro-batches. With the
-            latter two, no layout is slower than one device, if one device has enough memory.
-        simulations: most simulated layouts that fit.
+        prefer: the fastest step; the smallest peak memory on a rank; or room for the largest micro-batches. The latter
+            two exclude layouts slower than one device, if one device has enough memory.
+        simulations: number of fitting layouts to simulate.
         micro_batch_sizes: sizes to choose from; by default the configuration's own.
     Raises:
-        ConfigError: a configuration or cluster that no layout suits.
+        ConfigError: a configuration or cluster without any suitable layout.
         PlanError: costs of another model, or no layout fits.
     """
     begin = time.monotonic()
@@ -126,7 +126,7 @@ def plan(
 
 
 def sizes_to_choose(config: PretrainConfig, ranks: int) -> tuple[int, ...]:
-    """Micro-batch sizes to choose from: powers of two that divide the global batch.
+    """Micro-batch sizes to choose from: powers of two, divisors of the global batch.
 
     The first is nearest to one micro-batch a device.
     """
@@ -138,7 +138,7 @@ def sizes_to_choose(config: PretrainConfig, ranks: int) -> tuple[int, ...]:
 
 
 def problems(config: PretrainConfig, cluster: Cluster) -> list[str]:
-    """Problems of every layout, and flags outside the planner's choice. Needs no costs."""
+    """Problems on every layout, and flags outside the planner's choice. Needs no costs."""
     wrong = cluster.problems()
     for part in (config.parallel, config.training):
         default = type(part)()
@@ -146,13 +146,13 @@ def problems(config: PretrainConfig, cluster: Cluster) -> list[str]:
             value = getattr(part, name, None)
             if value != getattr(default, name, None):
                 wrong.append(f"{flag(name)} {value} is not planned: give it to the run")
-    for part in (config.neuron, config.training, config.optimizer, config.data, config.checkpoint):
-        wrong += part.problems()
+    for checked in (config.neuron, config.training, config.optimizer, config.data, config.checkpoint):
+        wrong += checked.problems()
     return wrong
 
 
 def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterator[str]:
-    """Advice on settings that the planner does not change."""
+    """Advice on settings outside the planner's choice."""
     batch = config.training.global_batch_size
     micro_batch = config.training.micro_batch_size
     replicas = layout.grid.replicas

@@ -1,4 +1,4 @@
-"""Time and memory of a step on a layout: estimated for a hundred thousand layouts, simulated for a few of them."""
+"""Time and memory of a step on a layout: a quick estimate, and a simulation."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class Predicted:
     """Prediction of a step by simulation.
 
     Attributes:
-        memory: of each pipeline rank.
-        bounds: layers of each chunk.
-        idle: fraction of the ranks' time.
-        micro_batches: of the replica with the most.
+        memory: by pipeline rank.
+        bounds: layers by chunk.
+        idle: idle fraction of the ranks' time.
+        micro_batches: largest number on a replica.
     """
 
     time: StepTime
@@ -69,7 +69,7 @@ class Predicted:
 
 
 class Predictor:
-    """Predictor of a model's step on a cluster: estimates and simulates layouts."""
+    """Predicts a model's step on a cluster for any layout."""
 
     def __init__(self, analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> None:
         self._config = config
@@ -82,9 +82,9 @@ class Predictor:
         self._gathered_bytes = lru_cache(maxsize=None)(self._gathered_bytes_of_layers)
 
     def estimate(self, layout: Layout) -> tuple[float, float]:
-        """Estimates the seconds of a step and the bytes of its largest rank.
+        """Estimates a step's seconds and its largest rank's bytes. Raises ValueError as `predict`.
 
-        Ranks wait as long as they would with equal stages. Raises ValueError as `predict`.
+        Idle times assume equal stages.
         """
         stages = self._stages(layout)
         states = self.states(layout)
@@ -112,10 +112,10 @@ class Predictor:
         return seconds, self.with_program(need)
 
     def predict(self, layout: Layout) -> Predicted:
-        """Simulates a step of one replica.
+        """Simulates one replica's step.
 
         Raises:
-            ValueError: a schedule that cannot place the layers, or a size that is not possible.
+            ValueError: an impossible size, or a schedule that cannot place the layers.
         """
         costs = self.costs(layout)
         bounds = self.bounds(layout)
@@ -146,21 +146,21 @@ class Predictor:
         return Predicted(time, tuple(memory), bounds, result.idle_share, count)
 
     def costs(self, layout: Layout) -> PipelineCosts:
-        """Costs of all layers on a rank, and of its links. Raises ValueError for a size that is not possible."""
+        """A rank's costs for all layers and the link between stages. Raises ValueError for an impossible size."""
         return PipelineCosts(self._layers(*self._share(layout)), self._cluster.link(layout.grid, "pp"))
 
     def bounds(self, layout: Layout, placement: Placement | None = None) -> tuple[range, ...]:
-        """Layers of each chunk, balanced by their seconds."""
+        """Layers by chunk, balanced by seconds."""
         return balanced_bounds(self._layers(*self._share(layout)), placement or layout.placement)
 
     def states(self, layout: Layout) -> list[PlannedStates]:
-        """States of each pipeline rank."""
+        """States by pipeline rank."""
         grid = layout.grid
         owners = layout.copies if layout.shards_optimizer else 1
         return [self._states_of(stage.spans, grid.tp, grid.dp_shard, owners) for stage in self._stages(layout)]
 
     def samples(self, layout: Layout, rank: int) -> int:
-        """Bytes of input samples, which the first stage reads."""
+        """Bytes for input samples, which the first stage reads."""
         if rank != layout.placement[0]:
             return 0
         itemsize = ITEM_SIZES[PRECISIONS[self._config.training.precision].weights]
@@ -168,7 +168,7 @@ class Predictor:
         return sample_bytes(self._config, itemsize, self.micro_batches(layout), samples, not self._on_gpu)
 
     def micro_batches(self, layout: Layout) -> int:
-        """Micro-batches of the replica with the most."""
+        """Largest number of micro-batches on a replica."""
         return self._counts(layout)[0]
 
     def _counts(self, layout: Layout) -> tuple[int, ...]:
@@ -176,26 +176,26 @@ class Predictor:
         return micro_batch_counts(batch, layout.micro_batch_size, layout.grid.replicas)
 
     def agreement(self, layout: Layout) -> float:
-        """Seconds of the step's all-reduce of a few numbers over all ranks."""
+        """Seconds for the step's all-reduce over all ranks, which has only a few numbers."""
         machine = self._cluster.machine
         link = machine.within if layout.ranks <= self._cluster.ranks_of_node else machine.between
         return link.all_reduce(layout.ranks, 0, self._on_gpu)
 
     def without_samples(self, layout: Layout) -> float:
-        """Bytes of the largest rank that do not grow with the micro-batch size."""
+        """The largest rank's bytes that do not grow with the micro-batch size."""
         return self.with_program(max(states.resident for states in self.states(layout)))
 
     def with_program(self, tensors: float) -> float:
-        """Bytes of a rank with these bytes of tensors."""
+        """A rank's bytes: tensors, their unused blocks, and the program."""
         machine = self._cluster.machine
         return machine.program + tensors * (1 + machine.rest)
 
     def _update(self, states: Sequence[PlannedStates]) -> float:
-        """Seconds of the optimizer's step."""
+        """Seconds for the optimizer's step."""
         return max(each.updated for each in states) * self._cluster.machine.update
 
     def _share(self, layout: Layout) -> tuple[LayerShare, LinkCost]:
-        """Share of a rank in layers and micro-batches, and the slowest link between the ranks that share them."""
+        """A rank's share in layers and micro-batches, and the slowest link between ranks that share a layer."""
         grid = layout.grid
         busy = min(layout.ranks, self._cluster.ranks_of_node)
         share = LayerShare(grid.tp, grid.cp, layout.cut, layout.own_samples, busy)
@@ -211,11 +211,7 @@ class Predictor:
         return balanced_stages(self._layers(share, link), placement, recomputes)
 
     def _equal_stages(self, layout: Layout, stages: Sequence[Stage], mean: float) -> tuple[float, Sequence[float]]:
-        """`equal_stages` for a layout.
-
-        Args:
-            mean: seconds of a stage.
-        """
+        """`equal_stages` for a layout. `mean` is a stage's seconds."""
         count = self.micro_batches(layout)
         message = 0.0
         if len(stages) > 1:
@@ -236,7 +232,7 @@ class Predictor:
         return idle, held
 
     def _gathers(self, layout: Layout, stages: Sequence[Stage]) -> tuple[float, int]:
-        """Seconds a rank waits for sharded weights, and peak bytes of those gathered, with their buffers."""
+        """Seconds a rank waits for sharded weights, and peak bytes while they are gathered."""
         ranks = layout.grid.dp_shard
         if ranks == 1:
             return 0.0, 0
@@ -265,10 +261,10 @@ class Predictor:
         return states_of(chunks, weight, owners, self._config.optimizer, self._on_gpu)
 
     def _gradients(self, layout: Layout, states: Sequence[PlannedStates], backward: float) -> tuple[float, float]:
-        """Seconds of gradient reduction after the last backward, and of the all-gather of updated shards.
+        """Seconds for gradient reduction after the last backward, and for the all-gather of updated shards.
 
-        Buckets of equal size are reduced during the last micro-batch's backward, the last bucket after it. Sums over
-        ranks with the same shards come after all of them.
+        Equal buckets are reduced during the last micro-batch's backward, the last one after it. Ranks with the same
+        shards sum them at the end.
         """
         copies = layout.copies
         weight = layout.grid.dp_shard

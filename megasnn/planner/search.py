@@ -28,7 +28,7 @@ BYTES = attrgetter("bytes")
 
 
 class PlanError(ValueError):
-    """No plan. The message says how much memory is missing, and which changes would help."""
+    """No plan. The message has the missing memory, and the changes to make."""
 
 
 class Search:
@@ -60,7 +60,7 @@ class Search:
         """Returns the best candidate, its step, all candidates, and the number of simulated ones.
 
         Args:
-            simulations: most simulated layouts that fit.
+            simulations: number of fitting layouts to simulate.
         Raises:
             PlanError: no layout fits, or none is possible.
         """
@@ -133,7 +133,7 @@ class Search:
         return misfits, step, parts, -each.layout.micro_batch_size, each.seconds, each.bytes
 
     def largest_micro_batch(self, each: Candidate) -> int:
-        """Samples of the largest micro-batch that would fit: all bytes but the states' grow with the samples."""
+        """Most samples in a micro-batch within the memory. All bytes besides the states grow with the samples."""
         states = self._predictor.without_samples(each.layout)
         growing = max(each.bytes - states, 1.0)
         return max(0, int(each.layout.micro_batch_size * (self._cluster.machine.memory - states) / growing))

@@ -1,4 +1,4 @@
-"""Pipeline stages of a planned layout: their layers, costs and bytes, and the idle time of equal stages."""
+"""Pipeline stages: layers, seconds and bytes, and the idle time with equal stages."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Placement = tuple[int, ...]
 
 
 class Stage(NamedTuple):
-    """Layers of a pipeline rank, and their costs for one micro-batch.
+    """A pipeline rank's layers, and their costs for one micro-batch.
 
     Attributes:
-        spans: layers of each chunk.
-        seconds: forward and backward, with forwards computed again.
-        backward: the backward's part of it.
+        spans: layers by chunk.
+        seconds: forward and backward, recompute included.
+        backward: the backward's seconds.
         stashed: bytes saved for backward.
         deferred: bytes saved from an input gradient for a later weight gradient.
-        working: temporary bytes of the largest layer, and copies of weights in the type of the products.
+        working: the largest layer's temporary bytes, and weights cast for products.
         messages: bytes to and from other ranks.
     """
 
@@ -41,15 +41,15 @@ class Stage(NamedTuple):
 
 @cache
 def balanced_bounds(layers: tuple[LayerCost, ...], placement: Placement) -> tuple[range, ...]:
-    """Layers of each chunk, balanced by their seconds."""
+    """Layers by chunk, balanced by seconds."""
     return tuple(placed_bounds([layer.seconds for layer in layers], placement))
 
 
 def balanced_stages(layers: tuple[LayerCost, ...], placement: Placement, recomputes: bool) -> list[Stage]:
-    """Stages of all pipeline ranks.
+    """Stages by pipeline rank.
 
     Args:
-        recomputes: True where forwards are computed again before their backwards.
+        recomputes: True with recompute.
     """
     bounds = balanced_bounds(layers, placement)
     segments = segment_memory(PipelineCosts(layers, LinkCost()), [range(i, i + 1) for i in range(len(layers))])
@@ -97,12 +97,14 @@ def balanced_stages(layers: tuple[LayerCost, ...], placement: Placement, recompu
 def equal_stages(
     name: str, stages: int, micro_batches: int, chunks: int, recomputes: bool, message: float
 ) -> tuple[float, Sequence[float]]:
-    """Idle time of a rank in a step, and the most micro-batches that each rank holds for backward.
+    """A rank's idle time in a step, and by rank the largest number of stashed micro-batches.
+
+    Times are in multiples of a stage's time for one micro-batch.
 
     Args:
-        name: schedule.
-        chunks: chunks of each rank.
-        message: time of one transfer. Times are multiples of a stage's time for one micro-batch.
+        name: the schedule's name.
+        chunks: chunks per rank.
+        message: time for one transfer.
     """
     # Forward, input gradient and weight gradient take one each.
     whole = 3 + recomputes
