@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 CPU_BUCKET_BYTES = 8 << 20
 # Links between GPUs reach their speed with messages of some megabytes (PyTorch's DDP: 25 MiB).
@@ -46,6 +47,40 @@ def exchange_bytes(bucket: int, own: int, ranks: int) -> int:
     sent = bucket - own
     received = (ranks - 1) * own
     return 2 * (sent + received)
+
+
+class Gradient(NamedTuple):
+    """A parameter's gradient on one rank.
+
+    Attributes:
+        size: bytes.
+        rows: length of the first dimension, which shards divide; 1 for a number.
+        kind: type of its elements.
+    """
+
+    size: int
+    rows: int
+    kind: Hashable
+
+    def shard(self, ranks: int) -> int:
+        """Bytes of the first rank's rows. Where rows do not divide evenly, the first ranks have one more."""
+        return self.size // max(self.rows, 1) * -(-self.rows // ranks)
+
+
+def exchanges_of(gradients: Sequence[Gradient], ranks: int, on_gpu: bool) -> list[int]:
+    """Peak bytes of each bucket's exchange on the first of the ranks; none on one rank.
+
+    Args:
+        gradients: of a chunk, in the order of backward.
+    """
+    if ranks == 1:
+        return []
+    found = []
+    for span in pack([(each.size, each.kind) for each in gradients], bucket_bytes(on_gpu)):
+        bucket = gradients[span.start : span.stop]
+        own = sum(each.shard(ranks) for each in bucket)
+        found.append(exchange_bytes(sum(each.size for each in bucket), own, ranks))
+    return found
 
 
 def peak_exchange_bytes(exchanges: Iterable[int]) -> int:

@@ -154,7 +154,9 @@ def peak_moments(
     return peaks
 
 
-def within_budget(schedule: Schedule, segments: Sequence[SegmentMemory], budget: float) -> frozenset[int]:
+def within_budget(
+    schedule: Schedule, segments: Sequence[SegmentMemory], budget: float, exchanged: Sequence[int] = ()
+) -> frozenset[int]:
     """Chooses segments whose forwards are computed again, so that no rank needs more than its budget.
 
     Greedy: segments that save most bytes for a second of their time come first.
@@ -162,6 +164,7 @@ def within_budget(schedule: Schedule, segments: Sequence[SegmentMemory], budget:
     Args:
         schedule: of segments, complete, in which nothing is computed again.
         budget: bytes that each rank may need.
+        exchanged: on each rank, bytes that travel to and from the owners of shards.
     Raises:
         ValueError: more is needed even with all of them.
     """
@@ -176,10 +179,11 @@ def within_budget(schedule: Schedule, segments: Sequence[SegmentMemory], budget:
         useful = [segment for segment in schedule.segments_of(rank) if saved_per_second(segment) > 0]
         useful.sort(key=saved_per_second)
         added = frozenset[int]()
-        need = _need(schedule, rank, segments, added)
+        size = exchanged[rank] if exchanged else 0
+        need = _need(schedule, rank, segments, added, size)
         while need > budget and useful:
             added |= {useful.pop()}
-            need = _need(schedule, rank, segments, added)
+            need = _need(schedule, rank, segments, added, size)
         chosen |= added
         least = max(least, need)
     if least > budget:
@@ -191,9 +195,11 @@ def within_budget(schedule: Schedule, segments: Sequence[SegmentMemory], budget:
     return chosen
 
 
-def _need(schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], chosen: Collection[int]) -> int:
+def _need(
+    schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], chosen: Collection[int], exchanged: int
+) -> int:
     """Bytes of a rank where the forwards of these segments are computed again."""
     orders = list(schedule.actions)
     orders[rank] = with_recompute(schedule.actions[rank], lambda segment, m: segment in chosen)
     changed = replace(schedule, actions=tuple(orders))
-    return max((moment.total for moment in moments(changed, rank, segments)), default=0)
+    return max((moment.total for moment in moments(changed, rank, segments, exchanged)), default=0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.parallel.bucket_sizes import bucket_bytes, exchange_bytes, pack, peak_exchange_bytes
+from megasnn.parallel.bucket_sizes import Gradient, exchanges_of, peak_exchange_bytes
 from megasnn.pipeline.memory_forecast import StateBytes, optimizer_bytes
 from megasnn.planner.costs import ResidentTensor
 
@@ -46,23 +46,23 @@ def states_of(
     for tensors in chunks:
         buffers += sum(_bytes(each) for each in tensors if not each.is_parameter)
         # Backward finishes the last parameter first.
-        trained = [each for each in reversed(tensors) if each.is_parameter]
-        whole += sum(map(_bytes, trained))
-        resident += [_shard_bytes(each, weight) for each in trained]
-        owned += [_shard_bytes(each, weight * owners) for each in trained]
-        exchanges += _exchanges(trained, weight if weight > 1 else owners, on_gpu)
+        gradients = [_gradient(each) for each in reversed(tensors) if each.is_parameter]
+        whole += sum(each.size for each in gradients)
+        resident += [each.shard(weight) for each in gradients]
+        owned += [each.shard(weight * owners) for each in gradients]
+        exchanges += exchanges_of(gradients, weight if weight > 1 else owners, on_gpu)
     weights = sum(resident) + buffers
     if optimizer.ema_decay:
         weights += sum(owned) + buffers
-    gradients = whole
+    buckets = whole
     if weight > 1:
-        gradients += sum(resident)
+        buckets += sum(resident)
     if owners > 1:
-        gradients += sum(owned)
+        buckets += sum(owned)
     state, working = optimizer_bytes(owned, optimizer)
     return PlannedStates(
         weights=weights,
-        gradients=gradients,
+        gradients=buckets,
         optimizer=state,
         exchanged=peak_exchange_bytes(exchanges),
         working=working,
@@ -71,23 +71,9 @@ def states_of(
     )
 
 
-def _exchanges(trained: Sequence[ResidentTensor], ranks: int, on_gpu: bool) -> list[int]:
-    """Peak bytes of each bucket's exchange; none where every rank holds the whole gradient."""
-    if ranks == 1:
-        return []
-    spans = pack([(_bytes(each), each.itemsize) for each in trained], bucket_bytes(on_gpu))
-    found = []
-    for span in spans:
-        tensors = trained[span.start : span.stop]
-        own = sum(_shard_bytes(each, ranks) for each in tensors)
-        found.append(exchange_bytes(sum(map(_bytes, tensors)), own, ranks))
-    return found
-
-
-def _shard_bytes(tensor: ResidentTensor, ranks: int) -> int:
-    """Bytes of the first rank's rows. Where rows do not divide evenly, the first ranks have one more."""
+def _gradient(tensor: ResidentTensor) -> Gradient:
     rows = tensor.shape[0] if tensor.shape else 1
-    return _bytes(tensor) // max(rows, 1) * -(-rows // ranks)
+    return Gradient(_bytes(tensor), rows, tensor.itemsize)
 
 
 def gathered_bytes(tensors: Iterable[ResidentTensor]) -> int:

@@ -128,6 +128,25 @@ def test_a_budget_is_kept_as_it_was_predicted(ranks) -> None:
     assert predicted == pytest.approx(counted, rel=0.1) and 1e-6 * predicted <= budget
 
 
+def refused_budget(flags: dict[str, Any]) -> str:
+    """The refusal of a budget; "" where it is kept."""
+    try:
+        with Engine(WIDE, **{**THREE, **SINGLE, **flags}):
+            return ""
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_budget_counts_the_exchange_of_sharded_gradients(ranks) -> None:
+    """As the prediction of a run, whose peak it is here."""
+    found = ranks(2, predicted_and_counted, WIDE, {**SINGLE, "pipeline_schedule": "gpipe"})
+    predicted = max(predicted for predicted, _ in found)
+    for share, named in ((1.05, ""), (0.95, "--memory-budget")):
+        flags = {"pipeline_schedule": "gpipe", "memory_budget": share * 1e-6 * predicted}
+        for refused in ranks(2, refused_budget, flags):
+            assert bool(refused) == bool(named) and named in refused
+
+
 def test_prediction_and_peak_agree_in_fresh_processes_and_loaded_state_counts_once(tmp_path) -> None:
     flags = "--embed-dim 512 --num-heads 8 --depth 4 --train-iters 2 --log-interval 1 --eval-iters 0 --save".split()
     found = []
