@@ -156,6 +156,7 @@ def build_model(
         cast_weights=CastWeights(stay=graphs is not None),
         sparse_products=training.sparse_products == "auto" and can_be_sparse(state.device, products),
     )
+    # All layers without memory: the plan decides which of them this rank has.
     with error_context("while building the model"):
         built = description.build(context)
     with error_context("while planning the pipeline"):

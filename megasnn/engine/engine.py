@@ -51,7 +51,7 @@ _open: list[Engine] = []  # at most one
 
 
 class Engine:
-    """A model in training: in one process, or in this process as one rank of a torchrun launch.
+    """A model in training on this rank: the only process, or one of torchrun's.
 
         with megasnn.Engine(MyModel(width=32), micro_batch_size=8, lr=1e-3, train_iters=100) as engine:
             for images, labels in batches:
@@ -108,7 +108,9 @@ class Engine:
         self.state, self._leave = join_ranks(config)
         _open[:] = [self]
         with ExitStack() as undo:
+            # An error from here on frees the process groups.
             undo.callback(self.close)
+            # Before the first collective whose number of calls follows from flags.
             require_alike(config, self.state.world)
             require_kernels(config, self.state.device)
             if self.state.device.type == "cpu":
@@ -175,6 +177,7 @@ class Engine:
         """Evaluates on this rank's shares of global batches, from `megasnn.data.BatchLoader`."""
         distributed = self.distributed
         task = distributed.description.task
+        # Loss, samples and metrics. On the device, so that the host waits only at the end.
         totals = torch.zeros(2 + len(task.evaluated), dtype=torch.float64, device=self.state.device)
 
         def count(output: Bundle, targets: Tensor) -> None:

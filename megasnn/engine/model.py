@@ -110,6 +110,7 @@ class DistributedModel:
         if self.ties is not None:
             self.ties.sum_gradients()
         largest = torch.finfo(self.context.dtype).max
+        # Of ranks with the same logits, one counts.
         parts = {
             "loss": loss if self.reports else torch.zeros_like(loss),
             "stop_votes": torch.full_like(loss, float(self.wants_to_stop())),
@@ -125,8 +126,10 @@ class DistributedModel:
         recorded = [value for norm in self.norms for record in norm.pending for value in record[:2]]
         if not recorded:
             return torch.zeros_like(like)
+        # One launch for all statistics.
         found = torch.stack([each.double() for each in torch._foreach_norm(recorded, math.inf)])
         # Running variances are unbiased, at most twice the recorded ones.
+        # A nan is not smaller either, and counts.
         return (~(found <= largest / 2)).sum(0, keepdim=True, dtype=torch.float64)
 
     def check(self, sums: StepSums) -> StepFigures:
@@ -165,6 +168,7 @@ class DistributedModel:
             with self._mode(trains=False):
                 self.executor.run(schedule, micro_batches, consume)
         findings = self.checks.count()
+        # One exchange for both.
         vote = torch.full_like(findings, float(self.wants_to_stop()))
         self.stop_votes, found = all_reduce_sum(torch.cat([vote, findings]), self.state.world).tolist()
         if found:

@@ -63,12 +63,14 @@ def build_replica(
         modules += chunk.modules()
     segments = _segments(chunks, plan)
     buckets = _gradient_buckets(config, modules, chunks, segments, state, schedules, weights)
+    # Layers add weight gradients outside of autograd, whose hooks do not see them.
     context.weight_gradients.on_added = buckets.accumulated
     owned = [buckets.owned(entry) for entry in tensors]
     ties = None
     if description.ties:
         gradient = buckets.gradient
         ties = Ties(description, plan.bounds, schedules.placement, chunks, state.pp, state.device, gradient, local_part)
+    # A parameter's slot in the norm is its place in this list, the same on every rank.
     names = [entry.name for entry in description.tensors if entry.is_parameter]
     loss = MicroBatchLoss(config, description.task, context.counts_logits, state.device)
     checks = DeviceChecks(state.device)

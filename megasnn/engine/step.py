@@ -117,6 +117,7 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]
         self._groups_set = self._groups()
+        # Some optimizers skip a step on the device where found_inf is 1.
         if self._masks:
             self.optimizer.found_inf = None if is_void is None else is_void.float()  # type: ignore[attr-defined]
         self.optimizer.step()

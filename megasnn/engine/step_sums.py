@@ -53,9 +53,11 @@ class StepSums:
 
     def read(self) -> StepFigures:
         """Reads all sums. Only here does the host wait for the device in a step."""
+        # One copy to the host for all of them.
         is_void, *numbers = torch.cat([self.is_void.to(self.values.dtype).reshape(1), self.values]).tolist()
         values = {name: numbers[part] for name, part in self.slices.items()}
         (loss,) = values["loss"]
+        # Summed exactly, so that the norm does not depend on the order.
         grad_norm = math.sqrt(math.fsum(values["squares"]))
         return StepFigures(loss, grad_norm, not is_void, values)
 

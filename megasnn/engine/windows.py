@@ -32,6 +32,7 @@ def describe_windows(config: PretrainConfig) -> ModelDescription:
     steps = config.training.bptt_steps
     if steps is None or steps == model.time_steps:
         return whole
+    # A weight over all time steps, as PSN's, cannot be applied to a window.
     of_window = describe_model(replace(model, time_steps=steps), config.neuron.spec)
     shapes = {entry.name: entry.shard.global_shape for entry in of_window.tensors}
     for entry in whole.tensors:

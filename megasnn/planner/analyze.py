@@ -66,6 +66,7 @@ def analyze(config: PretrainConfig, measure: bool = False) -> Analysis:
     if not measure:
         return counted_sizes(description, config)
 
+    # Counting needs fake ranks, so that it comes before the real process group.
     device, _ = choose_device(config.parallel.device)
     counted = None
     if os.environ.get("RANK", "0") == "0":

@@ -199,6 +199,7 @@ def _of_grid(
     if refused or not may_be_best(plain):
         yield plain, refused
         return
+    # The optimizer is sharded over ranks with the same weights.
     shardings = (False, True) if plain.copies > 1 else (False,)
     for name, chunks in _schedules(grid.pp, len(analysis.layers)):
         for recompute, shards in product((NEVER, "always"), shardings):

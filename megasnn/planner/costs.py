@@ -167,6 +167,7 @@ def layer_costs(analysis: Analysis, machine: Machine, share: LayerShare, link: L
     costs = counted_costs(analysis, share)
     seconds = _computed(analysis, machine, costs, share)
     if analysis.timed:
+        # Ranks that compute at the same time share the memory's bandwidth: the nearest number of them was measured.
         timed = min(analysis.timed, key=lambda each: abs(each.ranks - share.ranks))
         of_timed = LayerShare(1, 1, "samples", timed.samples, timed.ranks)
         then = _computed(analysis, machine, counted_costs(analysis, of_timed), of_timed)
@@ -220,6 +221,7 @@ def counted_costs(analysis: Analysis, share: LayerShare) -> list[LayerCost]:
     if len(shared) == 1:
         return shared[0]
 
+    # Rounded up, as uneven shares leave the largest rank.
     def of_both(one: int, some: int, other: int) -> int:
         return -(-some * other // one) if one else some + other
 
@@ -319,6 +321,7 @@ def cost_identity(config: PretrainConfig) -> dict[str, FreeForm]:
         "neuron": to_dict(config.neuron),
         "training": {"precision": training.precision, "sparse_products": training.sparse_products},
     }
+    # As it is read back from the file: lists in place of tuples.
     return json.loads(json.dumps(about))
 
 

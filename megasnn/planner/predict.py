@@ -75,6 +75,7 @@ class Predictor:
         self._config = config
         self._cluster = cluster
         self._on_gpu = cluster.machine.kind == "cuda"
+        # Estimating each of 100,000 layouts anew would take minutes: most share stages and states.
         self._resident = lru_cache(maxsize=None)(partial(resident_tensors, analysis))
         self._layers = lru_cache(maxsize=None)(partial(layer_costs, analysis, cluster.machine))
         self._stages_of = lru_cache(maxsize=None)(self._balanced_stages)
@@ -125,6 +126,7 @@ class Predictor:
         executed = choice.segment_bounds(bounds)
         of_segments = costs.of_chunks(executed, choice.segment_placement)
         if choice.weights is not None:
+            # Weights travel between replicas, not between stages.
             of_replicas = replace(costs, link=self._cluster.link(layout.grid, "dp_shard"))
             of_segments = of_replicas.with_unshards(of_segments, choice.weights.segment_bytes, layout.grid.dp_shard)
         result = simulate(schedule, of_segments)
@@ -178,6 +180,7 @@ class Predictor:
     def agreement(self, layout: Layout) -> float:
         """Seconds for the step's all-reduce over all ranks, which has only a few numbers."""
         machine = self._cluster.machine
+        # Every rank takes part, so that one node boundary is enough to slow it.
         link = machine.within if layout.ranks <= self._cluster.ranks_of_node else machine.between
         return link.all_reduce(layout.ranks, 0, self._on_gpu)
 
