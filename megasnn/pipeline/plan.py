@@ -179,9 +179,10 @@ def choose(
         refined = choice.in_segments(cut, NEVER)
         memory = segment_memory(costs, refined.segment_bounds(cut))
         exchanged = []
-        for rank in range(stages if exchanged_of is not None else 0):
-            spans = [span for span, owner in zip(cut, choice.placement, strict=True) if owner == rank]
-            exchanged.append(exchanged_of(spans))
+        if exchanged_of is not None:
+            for rank in range(stages):
+                spans = [span for span, owner in zip(cut, choice.placement, strict=True) if owner == rank]
+                exchanged.append(exchanged_of(spans))
         again = within_budget(refined.training(counts[0]), memory, MB * parallel.memory_budget, exchanged)
         if again:
             choice = replace(refined, chosen=again)
