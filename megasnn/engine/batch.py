@@ -36,8 +36,8 @@ class Batches:
     Args:
         mixing: mixup or CutMix within each micro-batch in training; None for neither.
     Attributes:
-        trained_share: this rank's share of a training batch.
-        evaluated_share: this rank's share of an evaluation batch.
+        trained_share: this rank's share in training batches.
+        evaluated_share: this rank's share in evaluation batches.
     """
 
     def __init__(self, config: PretrainConfig, distributed: DistributedModel, mixing: Mixing | None) -> None:
@@ -72,11 +72,11 @@ class Batches:
     def checked(
         self, inputs: Any, targets: Any = None, trains: bool = False, predicts: bool = False, problem: str | None = None
     ) -> tuple[Mapping[str, Tensor], Tensor, int]:
-        """Returns inputs by name, targets, and number of samples of a valid batch. Collective.
+        """Returns a valid batch's inputs by name, targets, and number of samples. Collective.
 
         Args:
             predicts: True for a batch without targets.
-            problem: an error of the caller on this rank.
+            problem: the caller's own error on this rank.
         Raises:
             BatchError: on every rank, for a problem on any rank, or different numbers of samples.
         """
@@ -97,7 +97,7 @@ class Batches:
         return named, targets, samples
 
     def _agree(self, call: str, found: str | int) -> None:
-        """Raises BatchError on every rank for a problem of any rank. Alone, a rank would leave the others waiting.
+        """Raises BatchError on every rank for a problem on any. A single rank would leave the others waiting.
 
         Args:
             found: this rank's problem, or its number of samples, 0 after the last batch.
@@ -113,7 +113,7 @@ class Batches:
             raise BatchError(f"ranks have different numbers of samples (0 after the last batch): {of_ranks}")
 
     def _problem(self, inputs: Any, targets: Any, trains: bool, predicts: bool) -> str | None:
-        """Returns the first problem of a batch. Values are checked on ranks that use them, sizes on all."""
+        """Returns a batch's first problem. Checks values on ranks that use them, sizes on all."""
         task = self._task
         if not isinstance(inputs, Mapping) or inputs.keys() != task.inputs.keys():
             found = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
@@ -169,7 +169,7 @@ class Batches:
     def share(
         self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int, position: int, evaluates: bool = False
     ) -> GlobalBatch:
-        """Returns this rank's share of a global batch. In evaluation it may be empty.
+        """Returns this rank's share in a global batch. In evaluation it may be empty.
 
         Args:
             position: index of the batch's first sample in the training.
@@ -193,14 +193,14 @@ class Batches:
         return GlobalBatch(micro_batches, samples, position + samples)
 
     def evaluated(self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int) -> Iterator[GlobalBatch]:
-        """Yields this rank's shares of samples to evaluate, in parts of at most `global_batch_size`."""
+        """Yields this rank's shares in batches of up to `global_batch_size` samples."""
         most = self._config.training.global_batch_size
         for start in range(0, samples, most):
             part = {name: each[start : start + most] for name, each in inputs.items()}
             yield self.share(part, targets[start : start + most], min(most, samples - start), start, evaluates=True)
 
     def evaluated_pairs(self, pairs: Iterable[Any]) -> Iterator[GlobalBatch]:
-        """Yields `evaluated` of each (inputs, targets), or of each inputs alone."""
+        """Yields `evaluated` for each (inputs, targets), or for inputs alone."""
         for pair in pairs:
             inputs, targets = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, None)
             yield from self.evaluated(*self.checked(inputs, targets))
@@ -260,9 +260,9 @@ class Batches:
         return inputs, targets, samples[part]
 
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """Empty micro-batches, up to the number of the replica with the most.
+        """Empty micro-batches, up to the largest number on any replica.
 
-        Ranks that share a micro-batch need the same number, and so do replicas that gather weights together.
+        Ranks that share micro-batches or weights need the same number.
         """
         if self._state.dp_shard.size == self._samples.size == 1:
             return []

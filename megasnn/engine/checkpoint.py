@@ -38,7 +38,7 @@ class Checkpoints:
         self.state = LocalState(self._distributed.tensors, step.optimizer, self._distributed.owned, averages)
 
     def entries(self) -> list[ShardedTensor]:
-        """This rank's tensors in a checkpoint, with the optimizer's state so far; parameters without their shards."""
+        """This rank's tensors in a checkpoint, optimizer state included, with parameters unsharded."""
         whole = {entry.name: entry for entry in self._distributed.tensors}
         return [whole.get(entry.name, entry) for entry in self.state.entries()]
 

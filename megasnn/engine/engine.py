@@ -60,29 +60,26 @@ class Engine:
             engine.save("checkpoints")
 
     A step equals that of `megasnn.pretrain` bit for bit. All methods are collective: every rank calls them in the same
-    order with the whole batch, and takes its share. Ranks without the first stage (`takes_images` is False) use only
-    the length of the inputs, ranks without the last stage (`takes_labels`) only that of the targets; tensors on the
-    meta device suffice there. A process has one open Engine at a time.
+    order with the whole batch, and takes its share. Where `takes_images` is False, a rank uses only the inputs' length,
+    and without `takes_labels` only the targets' length: tensors on the meta device suffice. A process has one open
+    Engine at a time.
 
-    Wrong arguments or different methods on some ranks are a ValueError on all of them, and change nothing. Any other
-    error within a step, evaluation or prediction, Ctrl-C included, ends the Engine; its methods then raise
-    RuntimeError.
+    Wrong arguments on any rank, or another method, are a ValueError on all ranks, and change nothing. Any other error
+    in a step, evaluation or prediction, Ctrl-C included, ends the Engine: its methods then raise RuntimeError.
 
     Args:
         model: instance of a model class, or a validated configuration.
         lr_schedule: step, counted from 0 -> learning rate; replaces the learning rate flags.
-        length: length of the training; by default `train_iters`.
+        length: training length; by default `train_iters`.
         wants_to_stop: called on every rank in each training step and evaluation batch (`distributed.stop_votes`).
-        flags: flags of the command line, with underscores.
+        flags: command line flags, with underscores.
     Attributes:
-        config: the configuration, with these flags.
-        state: the grid of ranks.
-        optimizer: optimizer of this rank's parameters or shards.
-        takes_images: True where this rank needs the values of inputs.
-        takes_labels: True where this rank needs the values of targets.
+        optimizer: optimizer over this rank's parameters or shards.
+        takes_images: True where this rank needs input values.
+        takes_labels: True where this rank needs target values.
     Raises:
-        ConfigError: all contradictions between flags, and problems with building the model.
-        ValueError: no pipeline plan, another open Engine, or ranks with another layout or other flags.
+        ConfigError: contradictory flags, or a model that cannot be built.
+        ValueError: no pipeline plan, another open Engine, or ranks with other flags.
     """
 
     def __init__(
@@ -128,12 +125,12 @@ class Engine:
 
     @property
     def iteration(self) -> int:
-        """Optimizer steps since the start of the training, with those before a resume."""
+        """Optimizer steps done, before a resume too."""
         return self.step.iteration
 
     @property
     def consumed_samples(self) -> int:
-        """Training samples used so far, which is the position in the data."""
+        """Training samples used, the position in the data."""
         return self.step.consumed_samples
 
     def train_step(self, inputs: Tensor | Mapping[str, Tensor], targets: Tensor | None = None) -> StepResult:
@@ -144,11 +141,10 @@ class Engine:
             targets: class indices `[N]`, probabilities `[N, classes]`, or the model's own `target`; None where the
                 target is an input. Tensors on the CPU are checked without waiting for a GPU.
         Returns:
-            loss, metrics, gradient norm and rate for the whole batch, the same on every rank. A step that is not finite
-            is marked as skipped, and changes nothing.
+            loss, metrics, gradient norm and rate, the same on every rank. A step that is not finite is marked as
+            skipped, and changes nothing.
         Raises:
-            ValueError: a wrong batch on any rank, all `train_iters` steps done, or learning rates of the optimizer
-                changed from outside.
+            ValueError: a wrong batch on any rank, no steps left, or the optimizer's learning rates changed from outside.
             RuntimeError: an error has ended the Engine.
         """
         with self._running():
@@ -166,8 +162,8 @@ class Engine:
     ) -> EvaluationRecord:
         """Computes metrics, and the loss without label smoothing, over any number of samples.
 
-        Takes inputs and targets, or an iterable of such pairs (or of inputs, where one is the target), the same on
-        every rank. Uses the averaged weights with `ema_decay`. Raises as `train_step`, and ValueError for no samples.
+        Takes inputs and targets, or an iterable with such pairs (or with inputs, where one is the target). Uses the
+        averaged weights with `ema_decay`. Raises as `train_step`, and ValueError without samples.
         """
         is_batch = targets is not None or isinstance(inputs, (Tensor, Mapping)) or not isinstance(inputs, Iterable)
         pairs = [(inputs, targets)] if is_batch else inputs
@@ -197,8 +193,8 @@ class Engine:
     def predict(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Predicts any number of samples, and returns their answers in order on the CPU of every rank.
 
-        Answers are those of the model's `predict`, by default the logits' mean over time, `[N, classes]`. Uses the
-        averaged weights with `ema_decay`.
+        The model's `predict` defines answers, by default the logits' mean over time, `[N, classes]`. Uses the averaged
+        weights with `ema_decay`.
         """
         distributed = self.distributed
         task = distributed.description.task
@@ -233,7 +229,7 @@ class Engine:
         self.step.exchange_average()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns all weights and buffers of the model by global name, unsharded copies on the CPU of every rank."""
+        """Returns all weights and buffers by global name, as unsharded copies on every rank's CPU."""
         self._begin("state_dict")
         return self.checkpoints.full_tensors()
 
@@ -252,8 +248,8 @@ class Engine:
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes weights, optimizer state and progress to `<folder>/iter_<iteration>`, for any layout.
 
-        All ranks use the first rank's folder. A run loads the weights by `--load` with `--finetune`: the checkpoint has
-        no position in a run's data.
+        All ranks use the first rank's folder. A run loads its weights by `--load` with `--finetune`, because an Engine
+        does not know the data's order.
 
         Raises:
             CheckpointError: on every rank, when the checkpoint cannot be written.
@@ -297,8 +293,7 @@ class Engine:
     def _running(self) -> Iterator[None]:
         """Ends the Engine at an error in the block, because ranks may be at different actions.
 
-        Other ranks get the error, too, so that they do not wait. A BatchError, which all ranks raise together, does not
-        end the Engine.
+        Other ranks end with the same error instead of waiting. All ranks raise a BatchError together, and go on.
         """
         self._require_open()
         try:

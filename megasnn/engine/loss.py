@@ -18,7 +18,7 @@ class MicroBatchLoss:
     """A micro-batch's part in the global batch's mean loss, and sums of its metrics.
 
     Args:
-        counts: True on the first rank with these logits. Others return a loss of 0, so that its gradient is 0.
+        counts: True on the first rank with these logits. On others loss and gradient are 0.
         device: the logits' device.
     Attributes:
         of_samples: (model output, targets) -> summed loss.

@@ -38,19 +38,14 @@ class DistributedModel:
     """A model's chunks on one rank, with gradients reduced over the replicas. Made by `build_replica`.
 
     Attributes:
-        description: the whole model.
-        context: context of the layers.
-        chunks: this rank's chunks by index.
         takes_images: True in the first stage.
         gives_logits: True in the last stage, which computes the loss.
         reports: True on the first rank with the same logits.
-        tensors: this rank's parameters and buffers.
-        copies: tied tensors whose owner is another layer.
-        owned: parts of `tensors` for this rank to update and save: shards with ZeRO-1, otherwise all.
-        norms: this rank's batch norms.
-        loss: loss and metrics of micro-batches.
+        tensors: parameters and buffers of this rank's chunks.
+        copies: tied tensors owned by other layers.
+        owned: parts of `tensors` that this rank updates and saves: shards with ZeRO-1, otherwise all.
         wants_to_stop: called in each training step and evaluation batch.
-        stop_votes: number of ranks with a true `wants_to_stop` in the last one, the same on every rank.
+        stop_votes: ranks with a true `wants_to_stop` in the last call, the same on every rank.
     """
 
     description: ModelDescription
@@ -81,7 +76,7 @@ class DistributedModel:
 
     @property
     def trained_parameters(self) -> int:
-        """Number of the whole model's parameters with a gradient."""
+        """Number of the whole model's trained parameters."""
         return parameter_count(entry for entry in self.description.tensors if entry.tensor.requires_grad)
 
     def neurons(self) -> list[tuple[str, NeuronLayer]]:
@@ -97,8 +92,8 @@ class DistributedModel:
     def run(self, micro_batches: Sequence[MicroBatchInput], global_batch_size: int) -> StepSums:
         """Runs forward and backward of this replica's micro-batches, and sums the step over all ranks. Collective.
 
-        Gradients of the global batch's mean loss are reduced over the replicas. The host does not wait for the device.
-        Norms record statistics; `merge_statistics` merges them.
+        Reduces gradients over the replicas. The host does not wait for the device. Norms record statistics for
+        `merge_statistics`.
         """
         self.loss.begin(global_batch_size)
         self.gradient_buckets.zero(len(micro_batches))
@@ -141,7 +136,7 @@ class DistributedModel:
         return figures
 
     def merge_statistics(self, most_micro_batches: int) -> None:
-        """Merges a step's recorded statistics into the norms' running statistics. Collective over the replicas.
+        """Merges recorded statistics into running statistics. Collective over the replicas.
 
         Args:
             most_micro_batches: largest number on any replica.

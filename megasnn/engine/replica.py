@@ -116,7 +116,7 @@ def _segments(chunks: Mapping[int, PipelineChunk], plan: PipelinePlan) -> Mappin
 
 
 def _first_segments(schedules: ScheduleChoice) -> list[int]:
-    """Number of each chunk's first segment, and at the end the number of all segments."""
+    """Each chunk's first segment, and at the end the number of segments."""
     return [0, *accumulate(schedules.segment_counts)]
 
 

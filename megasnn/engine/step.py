@@ -34,8 +34,8 @@ class TrainStep:
         rate: step, counted from 0 -> learning rate.
         iterations: length of the training in steps; a run sets it again after loading a checkpoint.
     Attributes:
-        optimizer: optimizer of this rank's parameters or shards.
-        average: moving average of this rank's weights or shards; None without `ema_decay`.
+        optimizer: optimizer over this rank's parameters or shards.
+        average: their moving average; None without `ema_decay`.
         iteration: steps done.
         consumed_samples: samples used in these steps.
     """
@@ -63,7 +63,7 @@ class TrainStep:
     def __call__(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
         """Takes one step on this replica's micro-batches. Collective.
 
-        A step that is not finite changes no weights, optimizer state, average or running statistics.
+        A step that is not finite changes nothing but the position.
 
         Raises:
             BatchError: all steps of the training are done.

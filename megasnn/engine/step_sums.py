@@ -1,4 +1,4 @@
-"""Sums of a training step over all ranks: one all-reduce, and one wait of the host for the device."""
+"""Sums of a training step over all ranks: one all-reduce, and one wait for the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepSums:
 
     Attributes:
         values: all sums, float64.
-        slices: slice of `values` for each name.
+        slices: slices in `values` by name.
         norm: gradient norm.
         is_void: True where the step must change nothing.
     """
@@ -34,9 +34,9 @@ class StepSums:
         """Sums this rank's parts over all ranks, in one all-reduce. Collective.
 
         Args:
-            parts: float64 vectors by name. `loss`, `findings`, `overflows` (values too large for their type) and
-                `squares` (gradient elements, from `GradientNorm`) decide whether the step is void.
-            largest: largest number of the weights' type, in which optimizers store the squares.
+            parts: float64 vectors by name. `loss`, `findings`, `overflows` (statistics too large for their type) and
+                `squares` (from `GradientNorm`) decide whether the step is void.
+            largest: largest number in the weights' type, in which optimizers store squares.
         """
         slices = {}
         end = 0
@@ -68,7 +68,6 @@ class StepFigures:
 
     Attributes:
         loss: mean over the global batch.
-        grad_norm: norm over all parameters.
         is_finite: False for a void step.
         values: all sums by name.
     """
