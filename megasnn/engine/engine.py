@@ -144,7 +144,7 @@ class Engine:
             loss, metrics, gradient norm and rate, the same on every rank. A step that is not finite is marked as
             skipped, and changes nothing.
         Raises:
-            ValueError: a wrong batch on any rank, no steps left, or the optimizer's learning rates changed from outside.
+            ValueError: a wrong batch on any rank, no steps left, or optimizer rates changed from outside.
             RuntimeError: an error has ended the Engine.
         """
         with self._running():

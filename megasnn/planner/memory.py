@@ -44,12 +44,18 @@ def states_of(
     owned: list[int] = []
     exchanges: list[int] = []
     for tensors in chunks:
-        buffers += sum(_bytes(each) for each in tensors if not each.is_parameter)
+        gradients = []
         # Backward finishes the last parameter first.
-        gradients = [_gradient(each) for each in reversed(tensors) if each.is_parameter]
-        whole += sum(each.size for each in gradients)
-        resident += [each.shard(weight) for each in gradients]
-        owned += [each.shard(weight * owners) for each in gradients]
+        for tensor in reversed(tensors):
+            if not tensor.is_parameter:
+                buffers += _bytes(tensor)
+                continue
+            rows = tensor.shape[0] if tensor.shape else 1
+            gradient = Gradient(_bytes(tensor), rows, tensor.itemsize)
+            gradients.append(gradient)
+            whole += gradient.size
+            resident.append(gradient.shard(weight))
+            owned.append(gradient.shard(weight * owners))
         exchanges += exchanges_of(gradients, weight if weight > 1 else owners, on_gpu)
     weights = sum(resident) + buffers
     if optimizer.ema_decay:
@@ -69,11 +75,6 @@ def states_of(
         reduced=sum(resident),
         updated=sum(owned),
     )
-
-
-def _gradient(tensor: ResidentTensor) -> Gradient:
-    rows = tensor.shape[0] if tensor.shape else 1
-    return Gradient(_bytes(tensor), rows, tensor.itemsize)
 
 
 def gathered_bytes(tensors: Iterable[ResidentTensor]) -> int:

@@ -90,8 +90,9 @@ class Predictor:
         stages = self._stages(layout)
         states = self.states(layout)
         count = self.micro_batches(layout)
-        longest = max(each.seconds for each in stages)
-        mean = sum(each.seconds for each in stages) / len(stages)
+        of_stages = [stage.seconds for stage in stages]
+        longest = max(of_stages)
+        mean = sum(of_stages) / len(of_stages)
         idle, held = self._equal_stages(layout, stages, mean)
         waits, gathered = self._gathers(layout, stages)
         # The pipeline fills and drains at the mean stage's pace; in between the longest stage decides.

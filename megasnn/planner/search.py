@@ -184,10 +184,11 @@ class Search:
         able = [each for each in able if self._preferred(each) == least]
         longest = AS_FAST * min(map(SECONDS, able), default=0.0)
         fastest = [each for each in able if each.seconds <= longest]
-        return min(fastest, key=self._simplicity, default=None)
 
-    def _simplicity(self, each: Candidate) -> tuple[float, ...]:
-        return each.layout.parts, -each.layout.micro_batch_size, each.seconds, each.bytes
+        def simplicity(each: Candidate) -> tuple[float, ...]:
+            return each.layout.parts, -each.layout.micro_batch_size, each.seconds, each.bytes
+
+        return min(fastest, key=simplicity, default=None)
 
     def _why_none(self, considered: Sequence[Candidate]) -> str:
         devices = f"no layout of {self._cluster.ranks} device(s)"

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
-from megasnn.pipeline.peak_memory import segment_memory
+from megasnn.pipeline.peak_memory import SegmentMemory, segment_memory
 from megasnn.schedule import ChunkCost, Kind, generate, per_stage, simulate
 from megasnn.schedule.actions import crosses
 from megasnn.schedule.partition import placed_bounds
@@ -57,40 +57,47 @@ def balanced_stages(layers: tuple[LayerCost, ...], placement: Placement, recompu
     stages = []
     for rank in range(max(placement) + 1):
         spans = tuple(span for span, owner in zip(bounds, placement, strict=True) if owner == rank)
-        mine = list(chain(*spans))
-        forward = sum(layers[i].forward for i in mine)
-        again = 0.0
-        if recomputes:
-            # The last layer of a chunk goes backward right after its forward.
-            again = sum(layers[i].forward for span in spans for i in span[:-1])
-        backward = again + sum(layers[i].seconds for i in mine) - forward
-        stashed = 0
-        largest = 0
         messages = 0
-        for i in mine:
-            memory = segments[i]
-            working = memory.working[Kind.BACKWARD]
-            if recomputes:
-                stashed += memory.entering
-                working += memory.resident
-            else:
-                stashed += memory.resident
-            largest = max(largest, working)
         for chunk in crossed:
             if rank in placement[chunk : chunk + 2]:
                 messages += segments[bounds[chunk].stop - 1].transfers
-        stages.append(
-            Stage(
-                spans=spans,
-                seconds=forward + backward,
-                backward=backward,
-                stashed=stashed,
-                deferred=sum(segments[i].deferred for i in mine),
-                working=largest + sum(segments[i].cast for i in mine),
-                messages=messages,
-            )
-        )
+        stages.append(_stage(spans, layers, segments, messages, recomputes))
     return stages
+
+
+def _stage(
+    spans: tuple[range, ...],
+    layers: Sequence[LayerCost],
+    segments: Sequence[SegmentMemory],
+    messages: int,
+    recomputes: bool,
+) -> Stage:
+    forward = 0.0
+    both = 0.0
+    stashed = 0
+    deferred = 0
+    largest = 0
+    cast = 0
+    for i in chain(*spans):
+        forward += layers[i].forward
+        both += layers[i].seconds
+        memory = segments[i]
+        working = memory.working[Kind.BACKWARD]
+        if recomputes:
+            stashed += memory.entering
+            working += memory.resident
+        else:
+            stashed += memory.resident
+        deferred += memory.deferred
+        largest = max(largest, working)
+        cast += memory.cast
+    again = 0.0
+    for span in spans if recomputes else ():
+        # The last layer of a chunk goes backward right after its forward.
+        for i in span[:-1]:
+            again += layers[i].forward
+    backward = again + both - forward
+    return Stage(spans, forward + backward, backward, stashed, deferred, largest + cast, messages)
 
 
 @cache
