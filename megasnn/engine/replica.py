@@ -24,7 +24,6 @@ from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.pipeline.p2p import Boundaries, Transfers
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.pipeline.ties import Ties
-from megasnn.schedule.plan import ScheduleChoice
 
 
 def build_replica(
@@ -61,8 +60,18 @@ def build_replica(
         tensors += [local_part(entry) for entry in chunk.sharded_tensors()]
         copies += [local_part(entry) for entry in chunk.copied_tensors()]
         modules += chunk.modules()
-    segments = _segments(chunks, plan)
-    buckets = _gradient_buckets(config, modules, chunks, segments, state, schedules, weights)
+    # The first segment of each chunk, and at the end the number of segments.
+    first = [0, *accumulate(schedules.segment_counts)]
+    segments = chunks
+    if schedules.segments_per_chunk is not None:
+        segments = _segments(chunks, plan, first)
+    # Gradients scattered after each micro-batch are reduced after each segment. Otherwise a chunk is reduced when its
+    # first segment, the last in backward, is complete.
+    scatters = schedules.weights is not None and bool(schedules.weights.scattered)
+    reduced = segments
+    if not scatters:
+        reduced = {first[index]: chunk for index, chunk in chunks.items()}
+    buckets = _gradient_buckets(config, modules, reduced, state, weights, scatters)
     # Layers add weight gradients outside of autograd, whose hooks do not see them.
     context.weight_gradients.on_added = buckets.accumulated
     owned = [buckets.owned(entry) for entry in tensors]
@@ -102,12 +111,10 @@ def build_replica(
     )
 
 
-def _segments(chunks: Mapping[int, PipelineChunk], plan: PipelinePlan) -> Mapping[int, PipelineChunk]:
-    """This rank's segments by number: its chunks, or their layers with a refined schedule."""
-    schedules = plan.schedules
-    if schedules.segments_per_chunk is None:
-        return chunks
-    first = _first_segments(schedules)
+def _segments(
+    chunks: Mapping[int, PipelineChunk], plan: PipelinePlan, first: Sequence[int]
+) -> dict[int, PipelineChunk]:
+    """This rank's segments by number, in a refined schedule: the layers of its chunks."""
     segments = {}
     for index, chunk in chunks.items():
         for number in range(first[index], first[index + 1]):
@@ -115,27 +122,14 @@ def _segments(chunks: Mapping[int, PipelineChunk], plan: PipelinePlan) -> Mappin
     return segments
 
 
-def _first_segments(schedules: ScheduleChoice) -> list[int]:
-    """Each chunk's first segment, and at the end the number of segments."""
-    return [0, *accumulate(schedules.segment_counts)]
-
-
 def _gradient_buckets(
     config: PretrainConfig,
     modules: Sequence[nn.Module],
-    chunks: Mapping[int, PipelineChunk],
-    segments: Mapping[int, PipelineChunk],
+    reduced: Mapping[int, PipelineChunk],
     state: ParallelState,
-    schedules: ScheduleChoice,
     weights: GatheredWeights | None,
+    scatters: bool,
 ) -> GradientBuckets:
-    # Gradients scattered after each micro-batch are reduced after each segment. Otherwise a chunk is reduced when its
-    # first segment, the last in backward, is complete.
-    scatters = schedules.weights is not None and bool(schedules.weights.scattered)
-    reduced = segments
-    if not scatters:
-        first = _first_segments(schedules)
-        reduced = {first[index]: chunk for index, chunk in chunks.items()}
     # A layer called several times in a forward adds as many gradients.
     additions = {}
     for module in modules:

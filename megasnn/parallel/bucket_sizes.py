@@ -11,17 +11,13 @@ GPU_BUCKET_BYTES = 32 << 20
 EXCHANGES_AT_ONCE = 2
 
 
-def bucket_bytes(on_gpu: bool) -> int:
-    """Bytes after which a bucket is closed."""
-    return GPU_BUCKET_BYTES if on_gpu else CPU_BUCKET_BYTES
-
-
-def pack(tensors: Sequence[tuple[int, Hashable]], limit: int) -> list[range]:
-    """Consecutive tensors of each bucket. A bucket is closed once it holds `limit` bytes.
+def pack(tensors: Sequence[tuple[int, Hashable]], on_gpu: bool) -> list[range]:
+    """Consecutive tensors of each bucket. A bucket is closed once it is full.
 
     Args:
         tensors: bytes and type of each; a bucket has one type.
     """
+    limit = GPU_BUCKET_BYTES if on_gpu else CPU_BUCKET_BYTES
     buckets: list[range] = []
     start = 0
     size = 0
@@ -76,7 +72,7 @@ def exchanges_of(gradients: Sequence[Gradient], ranks: int, on_gpu: bool) -> lis
     if ranks == 1:
         return []
     found = []
-    for span in pack([(each.size, each.kind) for each in gradients], bucket_bytes(on_gpu)):
+    for span in pack([(each.size, each.kind) for each in gradients], on_gpu):
         bucket = gradients[span.start : span.stop]
         own = sum(each.shard(ranks) for each in bucket)
         found.append(exchange_bytes(sum(each.size for each in bucket), own, ranks))

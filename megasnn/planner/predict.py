@@ -11,7 +11,7 @@ from itertools import chain
 from megasnn.common.grid import micro_batch_counts
 from megasnn.config import PretrainConfig
 from megasnn.config.training import PRECISIONS
-from megasnn.parallel.bucket_sizes import bucket_bytes
+from megasnn.parallel.bucket_sizes import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES
 from megasnn.pipeline.cost_model import LinkCost, PipelineCosts
 from megasnn.pipeline.memory_forecast import MemoryForecast, forecast, sample_bytes
 from megasnn.pipeline.peak_memory import peak_moments
@@ -275,7 +275,7 @@ class Predictor:
         link = self._cluster.link(layout.grid, "dp_replicate")
         reduced = max(each.reduced for each in states)
         updated = max(each.updated for each in states)
-        buckets = max(1, -(-reduced // bucket_bytes(self._on_gpu)))
+        buckets = max(1, -(-reduced // (GPU_BUCKET_BYTES if self._on_gpu else CPU_BUCKET_BYTES)))
         over_copies = 0.0
         sharing = 0.0
         if copies > 1 and layout.shards_optimizer:
