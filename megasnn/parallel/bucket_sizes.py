@@ -11,7 +11,7 @@ GPU_BUCKET_BYTES = 32 << 20
 EXCHANGES_AT_ONCE = 2
 
 
-def pack(tensors: Sequence[tuple[int, Hashable]], on_gpu: bool) -> list[range]:
+def bucket_spans(tensors: Sequence[tuple[int, Hashable]], on_gpu: bool) -> list[range]:
     """Consecutive tensors of each bucket. A bucket is closed once it is full.
 
     Args:
@@ -72,7 +72,7 @@ def exchanges_of(gradients: Sequence[Gradient], ranks: int, on_gpu: bool) -> lis
     if ranks == 1:
         return []
     found = []
-    for span in pack([(each.size, each.kind) for each in gradients], on_gpu):
+    for span in bucket_spans([(each.size, each.kind) for each in gradients], on_gpu):
         bucket = gradients[span.start : span.stop]
         own = sum(each.shard(ranks) for each in bucket)
         found.append(exchange_bytes(sum(each.size for each in bucket), own, ranks))

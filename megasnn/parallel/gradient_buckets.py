@@ -14,7 +14,7 @@ from weakref import WeakMethod
 
 from torch import Tensor
 
-from megasnn.parallel.bucket_sizes import EXCHANGES_AT_ONCE, pack, peak_exchange_bytes
+from megasnn.parallel.bucket_sizes import EXCHANGES_AT_ONCE, bucket_spans, peak_exchange_bytes
 from megasnn.parallel.collectives import all_reduce_sum, start_all_reduce_sum
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.sharding import ShardedTensor
@@ -278,5 +278,5 @@ def _weak(method: Callable[..., None]) -> Callable[..., None]:
 def _packed(parameters: list[Tensor]) -> list[list[Tensor]]:
     """Parameters of each bucket: of one type, and of a size that suits the device."""
     on_gpu = bool(parameters) and parameters[0].device.type != "cpu"
-    spans = pack([(each.nbytes, each.dtype) for each in parameters], on_gpu)
+    spans = bucket_spans([(each.nbytes, each.dtype) for each in parameters], on_gpu)
     return [parameters[span.start : span.stop] for span in spans]

@@ -19,7 +19,7 @@ from megasnn.planner.candidates import Layout
 from megasnn.planner.costs import Analysis, LayerShare, layer_costs, resident_tensors
 from megasnn.planner.machines import Cluster
 from megasnn.planner.memory import PlannedStates, gathered_bytes, states_of
-from megasnn.planner.stages import Placement, Stage, balanced_bounds, balanced_stages, equal_stages
+from megasnn.planner.stages import Placement, Stage, balanced_stages, bounds_by_seconds, equal_stages
 from megasnn.schedule import ChunkCost, ScheduleChoice, plan_schedule, simulate
 from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.passes import AT_ONCE, NEVER, SharedWeights
@@ -93,7 +93,7 @@ class Predictor:
         of_stages = [stage.seconds for stage in stages]
         longest = max(of_stages)
         mean = sum(of_stages) / len(of_stages)
-        idle, held = self._equal_stages(layout, stages, mean)
+        idle, stashes = self._equal_stages(layout, stages, mean)
         waits, gathered = self._gathers(layout, stages)
         # The pipeline fills and drains at the mean stage's pace; in between the longest stage decides.
         seconds = waits + max(count * longest, (count - 1) * longest + (1 + idle) * mean)
@@ -109,7 +109,7 @@ class Predictor:
             if splits:
                 # About half of the micro-batches under way wait for their weight gradients.
                 stashed = max(stashed, (stashed + stage.deferred) // 2)
-            peak = max(held[rank] * stashed + stage.working + stage.messages, of_rank.exchanged)
+            peak = max(stashes[rank] * stashed + stage.working + stage.messages, of_rank.exchanged)
             need = max(need, of_rank.resident + self.samples(layout, rank) + gathered + peak)
         return seconds, self.with_program(need)
 
@@ -154,7 +154,7 @@ class Predictor:
 
     def bounds(self, layout: Layout, placement: Placement | None = None) -> tuple[range, ...]:
         """Layers by chunk, balanced by seconds."""
-        return balanced_bounds(self._layers(*self._share(layout)), placement or layout.placement)
+        return bounds_by_seconds(self._layers(*self._share(layout)), placement or layout.placement)
 
     def states(self, layout: Layout) -> list[PlannedStates]:
         """States by pipeline rank."""
@@ -230,10 +230,10 @@ class Predictor:
         # More micro-batches than two a stage change neither idle time nor stashes, but for GPipe's.
         simulated = min(count, 2 * len(stages))
         recomputes = layout.recompute != NEVER
-        idle, held = equal_stages(layout.schedule, len(stages), simulated, layout.chunks, recomputes, relative)
+        idle, stashes = equal_stages(layout.schedule, len(stages), simulated, layout.chunks, recomputes, relative)
         if layout.schedule == "gpipe":
-            held = (float(count),) * len(stages)
-        return idle, held
+            stashes = (float(count),) * len(stages)
+        return idle, stashes
 
     def _gathers(self, layout: Layout, stages: Sequence[Stage]) -> tuple[float, int]:
         """Seconds a rank waits for sharded weights, and peak bytes while they are gathered."""

@@ -40,7 +40,7 @@ class Stage(NamedTuple):
 
 
 @cache
-def balanced_bounds(layers: tuple[LayerCost, ...], placement: Placement) -> tuple[range, ...]:
+def bounds_by_seconds(layers: tuple[LayerCost, ...], placement: Placement) -> tuple[range, ...]:
     """Layers by chunk, balanced by seconds."""
     return tuple(placed_bounds([layer.seconds for layer in layers], placement))
 
@@ -51,7 +51,7 @@ def balanced_stages(layers: tuple[LayerCost, ...], placement: Placement, recompu
     Args:
         recomputes: True with recompute.
     """
-    bounds = balanced_bounds(layers, placement)
+    bounds = bounds_by_seconds(layers, placement)
     segments = segment_memory(PipelineCosts(layers, LinkCost()), [range(i, i + 1) for i in range(len(layers))])
     crossed = [chunk for chunk in range(len(placement)) if crosses(placement, chunk)]
     stages = []
