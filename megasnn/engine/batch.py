@@ -182,12 +182,17 @@ class Batches:
             order = torch.channels_last
             inputs = {name: x.contiguous(memory_format=order) if x.ndim == 4 else x for name, x in inputs.items()}
         micro_batches = []
-        for start, size in (self.evaluated_share if evaluates else self.trained_share).spans(samples):
+        share = self.evaluated_share if evaluates else self.trained_share
+        for start, size in share.spans(samples):
             span = slice(start, start + size)
-            own_inputs = {name: x[span] for name, x in inputs.items()} if self._takes_images else None
-            own_targets = targets[span] if self._takes_labels else None
-            if own_targets is not None and not own_targets.is_floating_point():
-                own_targets = own_targets.long()
+            own_inputs = None
+            own_targets = None
+            if self._takes_images:
+                own_inputs = {name: x[span] for name, x in inputs.items()}
+            if self._takes_labels:
+                own_targets = targets[span]
+                if not own_targets.is_floating_point():
+                    own_targets = own_targets.long()
             positions = torch.arange(position + start, position + start + size)
             micro_batches.append(MicroBatch(start, size, positions, own_inputs, own_targets))
         return GlobalBatch(micro_batches, samples, position + samples)
@@ -202,7 +207,10 @@ class Batches:
     def evaluated_pairs(self, pairs: Iterable[Any]) -> Iterator[GlobalBatch]:
         """Yields `evaluated` for each (inputs, targets), or for inputs alone."""
         for pair in pairs:
-            inputs, targets = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, None)
+            inputs = pair
+            targets = None
+            if isinstance(pair, (tuple, list)) and len(pair) == 2:
+                inputs, targets = pair
             yield from self.evaluated(*self.checked(inputs, targets))
         self._agree("evaluate", 0)
 

@@ -34,7 +34,9 @@ class Checkpoints:
         for entry in self._distributed.tensors:
             if entry.name.startswith(BESIDE):
                 raise ValueError(f"{entry.name}: names that begin with {' or '.join(BESIDE)} are not for layers")
-        averages = None if step.average is None else step.average.tensors
+        averages = None
+        if step.average is not None:
+            averages = step.average.tensors
         self.state = LocalState(self._distributed.tensors, step.optimizer, self._distributed.owned, averages)
 
     def entries(self) -> list[ShardedTensor]:

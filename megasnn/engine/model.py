@@ -141,7 +141,9 @@ class DistributedModel:
         Args:
             most_micro_batches: largest number on any replica.
         """
-        of_owners = None if self.ties is None else self.ties.statistics_of_owners
+        of_owners = None
+        if self.ties is not None:
+            of_owners = self.ties.statistics_of_owners
         merge_running_statistics(self.norms, self.state.dp, most_micro_batches, of_owners)
 
     def refresh_copies(self) -> None:
@@ -204,7 +206,9 @@ class DistributedModel:
 
     def of_all_replicas(self, values: Tensor) -> Tensor:
         """Sums a tensor over the ranks with `reports`. May change it in place. Collective."""
-        return all_reduce_sum(values if self.reports else torch.zeros_like(values), self.state.world)
+        if not self.reports:
+            values = torch.zeros_like(values)
+        return all_reduce_sum(values, self.state.world)
 
 
 def _consume_whole(windows: WindowOutputs, consume: OutputConsumer, output: Bundle, targets: Any) -> None:

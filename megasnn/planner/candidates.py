@@ -88,19 +88,26 @@ class Layout:
             base: all other flags.
             bounds: layers by chunk; None leaves the choice to the run.
         """
-        pipeline = self.grid.pp > 1
+        cut: Literal["auto", "samples", "rows"] = "auto"
+        if self.grid.cp > 1:
+            cut = self.cut
+        schedule = "auto"
+        chunks = None
         sizes = None
-        if pipeline and bounds is not None:
-            sizes = layout_text([len(span) for span in bounds]).strip('"')
+        if self.grid.pp > 1:
+            schedule = self.schedule
+            chunks = self.chunks
+            if bounds is not None:
+                sizes = layout_text([len(span) for span in bounds]).strip('"')
         return replace(
             base,
             tensor_model_parallel_size=self.grid.tp,
             pipeline_model_parallel_size=self.grid.pp,
             context_parallel_size=self.grid.cp,
-            context_parallel_cut=self.cut if self.grid.cp > 1 else "auto",
+            context_parallel_cut=cut,
             weight_parallel_size=self.grid.dp_shard,
-            pipeline_schedule=self.schedule if pipeline else "auto",
-            num_virtual_stages_per_pipeline_rank=self.chunks if pipeline else None,
+            pipeline_schedule=schedule,
+            num_virtual_stages_per_pipeline_rank=chunks,
             pipeline_model_parallel_layout=sizes,
             recompute=self.recompute,
             use_distributed_optimizer=self.shards_optimizer,

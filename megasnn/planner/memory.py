@@ -43,6 +43,8 @@ def states_of(
     resident: list[int] = []
     owned: list[int] = []
     exchanges: list[int] = []
+    # Gradients go to the ranks that share weights first, and are smaller on their way to the owners.
+    receivers = weight if weight > 1 else owners
     for tensors in chunks:
         gradients = []
         # Backward finishes the last parameter first.
@@ -56,7 +58,7 @@ def states_of(
             whole += gradient.size
             resident.append(gradient.shard(weight))
             owned.append(gradient.shard(weight * owners))
-        exchanges += exchanges_of(gradients, weight if weight > 1 else owners, on_gpu)
+        exchanges += exchanges_of(gradients, receivers, on_gpu)
     weights = sum(resident) + buffers
     if optimizer.ema_decay:
         weights += sum(owned) + buffers

@@ -275,7 +275,8 @@ class Predictor:
         link = self._cluster.link(layout.grid, "dp_replicate")
         reduced = max(each.reduced for each in states)
         updated = max(each.updated for each in states)
-        buckets = max(1, -(-reduced // (GPU_BUCKET_BYTES if self._on_gpu else CPU_BUCKET_BYTES)))
+        bucket = GPU_BUCKET_BYTES if self._on_gpu else CPU_BUCKET_BYTES
+        buckets = max(1, -(-reduced // bucket))
         over_copies = 0.0
         sharing = 0.0
         if copies > 1 and layout.shards_optimizer:
