@@ -144,7 +144,7 @@ class _Trial:
         after = traffic.total()
         self._traffic = after.calls - before.calls, after.bytes - before.bytes
         parts = (part for each in collected for part in ([each] if isinstance(each, Tensor) else each))
-        self._found = sum(part.nbytes for part in parts)
+        self._found = sum(part.nbytes for part in parts if part is not None)
 
     def cost(self, rounds: int) -> LayerCost:
         """Costs of the layer, and of the boundary behind it. Args: rounds: as of `profile_layers`."""

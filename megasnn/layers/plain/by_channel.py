@@ -8,7 +8,7 @@ right for everything and costs more.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Self
 
@@ -168,10 +168,18 @@ class _UnseenOperators(TorchDispatchMode):
 
 
 def _has_own_backward(frame: FrameType | None) -> bool:
-    """Tells whether code is of the forward of an autograd function, whose backward may mix."""
-    while frame is not None and frame.f_globals.get("__name__") != torch.autograd.function.__name__:
+    """Whether code runs in the forward of an autograd function, whose backward may mix channels."""
+    # Since torch 2.14 `apply` itself has no frame, so the forwards are looked for.
+    forwards = {getattr(each.forward, "__code__", None) for each in _autograd_functions(torch.autograd.Function)}
+    while frame is not None and frame.f_code not in forwards:
         frame = frame.f_back
     return frame is not None
+
+
+def _autograd_functions(base: type[Any]) -> Iterator[type[Any]]:
+    for each in base.__subclasses__():
+        yield each
+        yield from _autograd_functions(each)
 
 
 def _meets(shape: torch.Size, result: torch.Size) -> bool:
