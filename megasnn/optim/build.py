@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -55,21 +55,6 @@ def takes_found_inf(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -
     """Whether `found_inf` on the device can skip a step; see `OptimizerRecipe`."""
     learning = [group for group in optimizer.param_groups if group["params"]]
     return OPTIMIZERS[config.optimizer].takes_found_inf and all(group.get("fused") for group in learning)
-
-
-def state_bytes(trained: Iterable[Tensor], config: OptimizerConfig) -> int:
-    """Bytes of the optimizer's state after a step."""
-    total = 0
-    for parameter in trained:
-        for kind in config.state_kinds:
-            total += 4 if kind == "step" else parameter.nbytes
-    return total
-
-
-def working_bytes(tensors: Sequence[ShardedTensor], config: OptimizerConfig) -> int:
-    """Bytes of a step's temporary tensors."""
-    trained = sum(entry.tensor.nbytes for entry in _trained(tensors))
-    return int(OPTIMIZERS[config.optimizer].working_copies * trained)
 
 
 def resident_state_bytes(optimizer: torch.optim.Optimizer) -> int:

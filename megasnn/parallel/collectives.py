@@ -22,9 +22,6 @@ from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, decode_into, encode
 from megasnn.parallel_state import Group
 
-# Bytes of one exchange on GPUs. Links reach full speed with messages of some megabytes (PyTorch's DDP: 25 MiB).
-EXCHANGE_BYTES = 32 << 20
-
 Exchange = Callable[[], list[Tensor]]
 
 # torch 2.13 renamed it.

@@ -12,13 +12,12 @@ from weakref import WeakMethod
 
 from torch import Tensor
 
-from megasnn.parallel.collectives import EXCHANGE_BYTES, all_reduce_sum, start_all_reduce_sum
+from megasnn.parallel.bucket_sizes import EXCHANGES_AT_ONCE, bucket_spans, peak_exchange_bytes
+from megasnn.parallel.collectives import all_reduce_sum, start_all_reduce_sum
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel.zero import ParameterShards, aligned, side_by_side
 from megasnn.parallel_state import Group
-
-BUCKET_BYTES = 8 * 1024 * 1024  # on a CPU; `EXCHANGE_BYTES` on a GPU
 
 
 class Bucket:
@@ -255,11 +254,11 @@ class GradientBuckets:
 
     @property
     def exchanged_bytes(self) -> int:
-        """Peak bytes of exchanges with owners, two at a time."""
-        sizes = []
+        """Peak bytes of exchanges with owners."""
+        exchanges = []
         for bucket in self._buckets:
-            sizes += [shards.exchange_bytes for shards in bucket.shards_of_rank]
-        return sum(sorted(sizes)[-2:])
+            exchanges += [shards.exchange_bytes for shards in bucket.shards_of_rank]
+        return peak_exchange_bytes(exchanges)
 
     def _reduce_complete(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].pending:
@@ -273,8 +272,8 @@ class GradientBuckets:
         """Starts sending gradients to the owners of `shards`, or summing them over the replicas."""
         if shards is not None:
             bucket.end()
-            # Two exchanges at a time bound the memory.
-            if len(self._in_flight) > 1:
+            # A bound on the exchanges in flight bounds their memory.
+            if len(self._in_flight) == EXCHANGES_AT_ONCE:
                 self._in_flight.popleft().end()
             bucket.await_sum = shards.start_sum()
             self._in_flight.append(bucket)
@@ -311,14 +310,7 @@ def _groups(entries: list[ShardedTensor], late: set[Tensor]) -> list[tuple[list[
 
 
 def _packed(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Parameters in groups of one type. A group closes at the bucket size of its device."""
-    groups: list[list[Tensor]] = []
-    size = 0
-    for parameter in parameters:
-        limit = BUCKET_BYTES if parameter.device.type == "cpu" else EXCHANGE_BYTES
-        if not groups or size >= limit or groups[-1][0].dtype != parameter.dtype:
-            groups.append([])
-            size = 0
-        groups[-1].append(parameter)
-        size += parameter.nbytes
-    return groups
+    """Parameters of each bucket, all of one type."""
+    on_gpu = bool(parameters) and parameters[0].device.type != "cpu"
+    spans = bucket_spans([(each.nbytes, each.dtype) for each in parameters], on_gpu)
+    return [parameters[span.start : span.stop] for span in spans]

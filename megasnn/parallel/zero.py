@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.kernels.layout import flat_in_memory
+from megasnn.parallel.bucket_sizes import exchange_bytes
 from megasnn.parallel.collectives import start_exchange, sum_in_rank_order
 from megasnn.parallel.sharding import own_span
 from megasnn.parallel_state import Group
@@ -83,11 +84,9 @@ class ParameterShards:
 
     @property
     def exchange_bytes(self) -> int:
-        """Peak bytes of an exchange: sent and received values, and as many again at the end."""
-        own = self._counts[self._holders.rank]
-        sent = sum(self._counts) - own
-        received = (self._holders.size - 1) * own
-        return 2 * self.sum.itemsize * (sent + received)
+        """Peak bytes of an exchange."""
+        bucket = self.sum.itemsize * sum(self._counts)
+        return exchange_bytes(bucket, self.sum.nbytes, self._holders.size)
 
 
 def send_shards(mine: Tensor, counts: Sequence[int], views: Sequence[list[Tensor]], group: Group) -> Callable[[], None]:
