@@ -12,6 +12,7 @@ from megasnn.config import PretrainConfig
 from megasnn.engine.loss import MicroBatchLoss
 from megasnn.engine.model import DistributedModel
 from megasnn.layers import BuildContext, ParallelBatchNorm, ParallelConv, ParallelLinear
+from megasnn.layers.facts import facts
 from megasnn.models.description import Built, ModelDescription
 from megasnn.optim.norms import GradientNorm
 from megasnn.parallel.fsdp import GatheredWeights
