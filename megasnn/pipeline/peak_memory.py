@@ -158,7 +158,9 @@ def peak_moments(
     return peaks
 
 
-def within_budget(schedule: Schedule, segments: Sequence[SegmentMemory], budget: float) -> frozenset[int]:
+def within_budget(
+    schedule: Schedule, segments: Sequence[SegmentMemory], budget: float, exchanged: Sequence[int] = ()
+) -> frozenset[int]:
     """Chooses segments to recompute, so that every rank keeps the budget.
 
     Greedy: segments that save most bytes per second come first.
@@ -166,6 +168,7 @@ def within_budget(schedule: Schedule, segments: Sequence[SegmentMemory], budget:
     Args:
         schedule: refined to segments, without recomputation.
         budget: bytes on each rank.
+        exchanged: bytes of gradient exchanges with the owners of shards, on each rank.
     Raises:
         ValueError: a rank exceeds the budget with all segments recomputed.
     """
@@ -180,10 +183,11 @@ def within_budget(schedule: Schedule, segments: Sequence[SegmentMemory], budget:
         useful = [segment for segment in schedule.segments_of(rank) if saved_per_second(segment) > 0]
         useful.sort(key=saved_per_second)
         added = frozenset[int]()
-        need = _need(schedule, rank, segments, added)
+        size = exchanged[rank] if exchanged else 0
+        need = _need(schedule, rank, segments, added, size)
         while need > budget and useful:
             added |= {useful.pop()}
-            need = _need(schedule, rank, segments, added)
+            need = _need(schedule, rank, segments, added, size)
         chosen |= added
         least = max(least, need)
     if least > budget:
@@ -195,9 +199,11 @@ def within_budget(schedule: Schedule, segments: Sequence[SegmentMemory], budget:
     return chosen
 
 
-def _need(schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], chosen: Collection[int]) -> int:
+def _need(
+    schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], chosen: Collection[int], exchanged: int
+) -> int:
     """Peak bytes on a rank that recomputes the chosen segments."""
     orders = list(schedule.actions)
     orders[rank] = with_recompute(schedule.actions[rank], lambda segment, m: segment in chosen)
     changed = replace(schedule, actions=tuple(orders))
-    return max((moment.total for moment in moments(changed, rank, segments)), default=0)
+    return max((moment.total for moment in moments(changed, rank, segments, exchanged)), default=0)

@@ -15,6 +15,7 @@ from megasnn.config import ParallelConfig, PretrainConfig
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import Built, ModelDescription
 from megasnn.parallel.agreement import broadcast_result
+from megasnn.parallel.bucket_sizes import Gradient, exchanges_of, peak_exchange_bytes
 from megasnn.parallel.fsdp import segment_bytes
 from megasnn.pipeline.cost_model import PipelineCosts
 from megasnn.pipeline.peak_memory import MB, segment_memory, within_budget
@@ -26,6 +27,8 @@ from megasnn.schedule.passes import NEVER, SharedWeights
 
 WeightsOf = Callable[[Sequence[range]], SharedWeights]
 """Layers of each segment -> weights to gather."""
+ExchangedOf = Callable[[Sequence[range]], int]
+"""Layers of a rank's chunks -> peak bytes of the exchange of their gradients."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ def plan_pipeline(
     bounds = None
     costs = None
     weights_of = None
+    exchanged_of = None
     if parallel.layout is not None:
         bounds = tuple(layout_to_bounds(parallel.layout, [layer.layer_group for layer in description.layers]))
     elif stages == 1 and parallel.chunks_per_rank in (1, None):
@@ -116,7 +120,12 @@ def plan_pipeline(
         scatters = parallel.weight_gradients == "scattered"
         layers = [each.module for each in built]
         weights_of = partial(shared_weights, layers, ranks=state.dp_shard.size, scatters=scatters)
-    choice = partial(choose, parallel, stages, len(description.layers), counts, bounds, costs, weights_of)
+    if parallel.memory_budget is not None:
+        ranks = state.dp_shard.size
+        if ranks == 1 and parallel.use_distributed_optimizer:
+            ranks = state.dp_replicate_cp.size
+        exchanged_of = partial(_exchanged_bytes, built, ranks=ranks, on_gpu=state.device.type != "cpu")
+    choice = partial(choose, parallel, stages, len(description.layers), counts, bounds, costs, weights_of, exchanged_of)
     try:
         return broadcast_result(state.world.handle, choice)
     except CheckpointError as error:
@@ -132,6 +141,7 @@ def choose(
     bounds: tuple[range, ...] | None,
     costs: PipelineCosts | None,
     weights_of: WeightsOf | None = None,
+    exchanged_of: ExchangedOf | None = None,
 ) -> PipelinePlan:
     """Chooses the schedule of a run.
 
@@ -139,6 +149,7 @@ def choose(
         counts: possible numbers of micro-batches in a replica's step, the usual one first.
         bounds: layers in each chunk; None to balance them by cost.
         weights_of: weights shared by replicas. Segments are then single layers.
+        exchanged_of: bytes of gradient exchanges between replicas, for a memory budget.
     Raises:
         ValueError: layers that the schedule cannot place, or a budget that it cannot keep.
     """
@@ -168,12 +179,37 @@ def choose(
     if parallel.memory_budget is not None and costs is not None:
         refined = choice.in_segments(cut, NEVER)
         memory = segment_memory(costs, refined.segment_bounds(cut))
-        recomputed = within_budget(refined.training(counts[0]), memory, MB * parallel.memory_budget)
+        exchanged = []
+        if exchanged_of is not None:
+            for rank in range(stages):
+                spans = [span for span, owner in zip(cut, choice.placement, strict=True) if owner == rank]
+                exchanged.append(exchanged_of(spans))
+        recomputed = within_budget(refined.training(counts[0]), memory, MB * parallel.memory_budget, exchanged)
         if recomputed:
             choice = replace(refined, chosen=recomputed)
     if weights_of is not None:
         choice = choice.sharing(weights_of(choice.segment_bounds(cut)), counts)
     return PipelinePlan(cut, choice, counts[0], costs)
+
+
+def _exchanged_bytes(built: Sequence[Built], spans: Sequence[range], ranks: int, on_gpu: bool) -> int:
+    """Peak bytes of the exchange of gradients between the ranks that own shards.
+
+    Args:
+        spans: layers of each chunk of a pipeline rank.
+        ranks: ranks that own shards of the same parameters; 1 without shards.
+    """
+    exchanges: list[int] = []
+    for span in spans:
+        gradients = []
+        for layer in built[span.start : span.stop]:
+            for parameter in layer.module.parameters():
+                if parameter.requires_grad:
+                    rows = len(parameter) if parameter.ndim else 1
+                    gradients.append(Gradient(parameter.nbytes, rows, parameter.dtype))
+        gradients.reverse()
+        exchanges += exchanges_of(gradients, ranks, on_gpu)
+    return peak_exchange_bytes(exchanges)
 
 
 def shared_weights(

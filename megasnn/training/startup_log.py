@@ -106,6 +106,7 @@ def _summary(config: PretrainConfig, engine: Engine) -> list[str]:
         else f"{length.iterations} iterations of {training.global_batch_size} samples ({training.micro_batches} "
         f"micro-batches of {training.micro_batch_size}): {epochs:.1f} epochs of {length.epoch_samples} samples"
         + (f"; {done} iterations are done, {to_go} to go" if done else "")
+        + (f"; the last {length.left_over} samples fill no global batch and are left out" if length.left_over else "")
     )
     data = (training.evaluate_only and config.data.valid_data_path) or config.data.data_path
     if data == SAMPLE:

@@ -37,7 +37,7 @@ from tests.distributed.whole import everybody, random, spikes
 from tests.models.networks import between
 from tests.models.test_bundles import Meeting
 
-CPU, PAIR = torch.device("cpu"), Group("pp", (0, 1), made=mock.Mock())
+CPU, PAIR = torch.device("cpu"), Group("pp", (0, 1), process_group=mock.Mock())
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 SIZE = {Content.DENSE: lambda t: t.nbytes, Content.SPIKES: lambda t: -(-t.numel() // 8), Content.COUNTS: torch.numel}
 
