@@ -12,8 +12,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from megasnn.checkpoint.folder import first_legible
-from megasnn.common.files import in_message
+from megasnn.checkpoint.folder import choose_checkpoint
+from megasnn.common.files import CheckpointError, in_message
 from megasnn.common.launcher import take_ranks
 from megasnn.config import ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.checks import refusal
@@ -161,10 +161,10 @@ def _saved_values(model: type[Model], flags: PretrainConfig) -> Values:
     if options.load is None or options.loads_weights:
         return {}
     try:
-        found = first_legible(Path(options.load), options.ckpt_step)
-    except OSError:  # a folder that may not be read, a name that is too long
+        found = choose_checkpoint(Path(options.load), options.ckpt_step).metadata
+    except (CheckpointError, OSError):  # a folder that may not be read, a name that is too long
         return {}
-    if found is None or found.config is None or found.model not in (None, model.name):
+    if found.config is None or found.model not in (None, model.name):
         return {}
     values: dict[str, Any] = {part: found.config.get(part) for part in ("model", "neuron")}
     if flags.training.evaluate_only or options.finetune:

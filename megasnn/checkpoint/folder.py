@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints, in Megatron's shape, and its lock. Nothing here knows tensors.
+"""The folder of a run's checkpoints, in Megatron's shape. Nothing here knows tensors.
 
     checkpoints/
         latest_checkpointed_iteration.txt      "200", for people
@@ -11,32 +11,23 @@
 A checkpoint is written aside, synced to disk and renamed. Those of its iteration and later ones get another name
 before, so that every iter_NNNNNNN is this run's, and the latest is the last of them. A removed one is renamed first, so
 that half of it is not taken for a checkpoint.
-
-The lock tells whether a restarted job finds checkpoints of its own in the folder. torchrun starts all ranks anew when
-one is lost (--max-restarts) or when nodes come and go, with the same command line. The job then goes on from its own
-checkpoints, not from the one of --load.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from megasnn.checkpoint.format import METADATA, STEP_FOLDER, Metadata, read_metadata, size_problem, to_text
-from megasnn.common.files import CheckpointError, NoCheckpointError, read_regular, sync, write_whole
+from megasnn.common.files import CheckpointError, DamagedError, NoCheckpointError, read_regular, sync, write_whole
 
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
-LOCK = ".lock"
-NOTE = ".job"
-_PATIENCE_SECONDS = 20.0  # a restarted run may be faster than the end of the one before
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -172,13 +163,63 @@ def resolve(folder: Path, step: int | None) -> list[Path]:
     return [*reversed(found.values())]
 
 
-def first_legible(folder: Path, step: int | None) -> Metadata | None:
-    """Description of the first checkpoint to try, or of the next one that can be read; None when none can."""
-    with suppress(CheckpointError):
-        for path in resolve(folder, step):
-            with suppress(CheckpointError):
-                return read_metadata(path)
-    return None
+@dataclass(frozen=True)
+class ChosenCheckpoint:
+    """A checkpoint to load, with its description.
+
+    Attributes:
+        folder: where it was looked for.
+        older: checkpoints to try in this order where files of this one are damaged.
+        remarks: for the user: newer checkpoints that were passed over, and why.
+        by_step: it was asked for by its iteration, so that no other one may take its place.
+    """
+
+    folder: Path
+    path: Path
+    metadata: Metadata
+    older: tuple[Path, ...] = ()
+    remarks: tuple[str, ...] = ()
+    by_step: bool = False
+
+
+def choose_checkpoint(folder: Path, step: int | None) -> ChosenCheckpoint:
+    """Chooses the checkpoint of iteration `step`, or the latest one with an intact description.
+
+    Raises:
+        NoCheckpointError, CheckpointError: as `resolve`.
+        DamagedError: the description is damaged; without a `step`, all descriptions are.
+    """
+    paths = resolve(folder, step)
+    if step is not None:
+        return ChosenCheckpoint(folder, paths[0], read_metadata(paths[0]), by_step=True)
+    return _newest_described(folder, paths, ())
+
+
+def choose_older(damaged: ChosenCheckpoint, error: DamagedError) -> ChosenCheckpoint:
+    """Chooses the next older checkpoint with an intact description.
+
+    Raises:
+        DamagedError: the same `error` where the damaged one was asked for by its iteration; or no other one is intact.
+    """
+    if damaged.by_step:
+        raise error
+    remarks = (*damaged.remarks, _passed_over(damaged.path, error))
+    return _newest_described(damaged.folder, damaged.older, remarks)
+
+
+def _newest_described(folder: Path, paths: Sequence[Path], remarks: tuple[str, ...]) -> ChosenCheckpoint:
+    for position, path in enumerate(paths):
+        try:
+            metadata = read_metadata(path)
+        except DamagedError as error:
+            remarks = (*remarks, _passed_over(path, error))
+        else:
+            return ChosenCheckpoint(folder, path, metadata, tuple(paths[position + 1 :]), remarks)
+    raise DamagedError(f"{folder} holds no checkpoint that is intact:", *remarks)
+
+
+def _passed_over(path: Path, error: DamagedError) -> str:
+    return f"{path} is damaged and was passed over: {error}"
 
 
 # --- retention
@@ -218,67 +259,3 @@ def _best(folder: Path) -> int | None:
     with suppress(OSError, ValueError):
         return int(read_regular(folder / BEST))
     return None
-
-
-class FolderLock:
-    """Lock of a folder of checkpoints by the first rank of a run, until `release` or the end of the process.
-
-    Args:
-        continues: the run goes on from what it finds.
-    Attributes:
-        resumes: the job was here before, and there are checkpoints: they are its own.
-        notice: for the user; "" when there is nothing to say.
-    Raises:
-        CheckpointError: another run holds it (names its process), the folder cannot be written, or it holds checkpoints
-            that this run does not continue.
-    """
-
-    def __init__(self, folder: Path, continues: bool = True) -> None:
-        restarts, job = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), os.environ.get("TORCHELASTIC_RUN_ID")
-        self._lock = FileLock(folder / LOCK, timeout=_PATIENCE_SECONDS * (restarts > 0), thread_local=False)
-        self.notice = ""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / LOCK).touch()
-        except OSError as error:
-            raise CheckpointError(f"cannot write into the folder {folder}, check --save: {error}") from None
-        before, named = _read(folder / NOTE)
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise CheckpointError(
-                f"another run ({before}) saves its checkpoints in {folder}: end it, or choose another --save"
-            ) from None
-        except (OSError, NotImplementedError):  # of file systems without flock
-            self.notice = f"WARNING: no locks on the file system of {folder}: use it for one run"
-        else:
-            clean(folder)  # only where no other run can be writing
-        # With a rendezvous of fixed addresses torchrun calls every job "none".
-        own = job is not None and named == job and (job != "none" or restarts > 0)
-        there = list_checkpoints(folder)
-        self.resumes = own and bool(there)
-        accepted = self.resumes or continues or not there
-        # A job that was refused is started once more by torchrun: it finds by this that nothing here is its own.
-        holder = f"process {os.getpid()} on {socket.gethostname()}"
-        write_whole(folder / NOTE, f"{holder}\n{job or '' if accepted else ''}\n")
-        if not accepted:
-            self.release()
-            raise CheckpointError(
-                f"{folder} holds checkpoints up to iteration {there[-1]} that this run does not continue: give --load "
-                f"{folder}, or another folder to --save"
-            )
-        if self.resumes:
-            resumed = f"the job was here before: it goes on from its own latest checkpoint in {folder}"
-            self.notice = "\n".join(filter(None, (resumed, self.notice)))
-
-    def release(self) -> None:
-        self._lock.release()
-
-
-def _read(file: Path) -> tuple[str, str]:
-    """Last holder of the lock, and torchrun's name of its job; "" where it was refused."""
-    try:
-        holder, job = read_regular(file).decode().splitlines()
-        return holder, job
-    except (OSError, ValueError):  # there is none
-        return "unknown", ""

@@ -218,4 +218,3 @@ class Batches:
         zeros = {name: torch.zeros_like(each.empty(1, self._dtype), device=self._state.device) for name, each in specs}
         padding = MicroBatchInput(zeros if self._takes_images else None, None, 1, range(1), is_padding=True)
         return missing * [padding]
-

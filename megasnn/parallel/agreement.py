@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megasnn.common.files import CheckpointError, DamagedError, raise_problems
 
 _T = TypeVar("_T")
+_Report = TypeVar("_Report")
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:
@@ -76,13 +77,27 @@ def run_on_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], _T], ti
 
     It is a DamagedError when all that failed is one.
     """
+    return run_and_gather(group, lambda: (work(), None), title)[0]
+
+
+def run_and_gather(
+    group: dist.ProcessGroup | None, work: Callable[[], tuple[_T, _Report]], title: str
+) -> tuple[_T, list[_Report]]:
+    """`run_on_all_ranks` of work with two results: the first stays on its rank, the second reaches every rank.
+
+    Returns:
+        this rank's first result; the second results in rank order.
+    """
     value, error = _attempt(work)
-    mine = None if error is None else (isinstance(error, DamagedError), _problems(error))
-    failures = [failure for failure in gather(group, mine) if failure is not None]
+    failure = None if error is None else (isinstance(error, DamagedError), _problems(error))
+    report = None if value is None else value[1]
+    of_ranks = gather(group, (failure, report))
+    failures = [failed for failed, _ in of_ranks if failed is not None]
     damaged = all(is_damaged for is_damaged, _ in failures)
     problems = (problem for _, listed in failures for problem in listed)
     raise_problems(title, problems, DamagedError if damaged else CheckpointError)
-    return value  # type: ignore[return-value]
+    reports = [reported for _, reported in of_ranks]
+    return value[0], reports  # type: ignore[index, return-value]
 
 
 def _attempt(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:

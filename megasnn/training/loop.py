@@ -33,7 +33,9 @@ from megasnn.training.data import RunData
 from megasnn.training.memory import announce, compare, forecast_memory
 from megasnn.training.metrics import Metrics, Pictures, StepTrace
 from megasnn.training.operations import Operations
-from megasnn.training.resume import Saves, claim, load_start, require_checkpoint
+from megasnn.training.resume import load_start
+from megasnn.training.saving import Saves
+from megasnn.training.start import agree_on_start
 from megasnn.training.startup_log import introduce, log_folder
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -66,29 +68,29 @@ class TrainingRun:
         self._started, self._in_evaluation = time.monotonic(), False
         self.saved = self.has_evaluated = True
         self._skipped_samples = self._skipped_steps = self._skipped_in_a_row = 0  # steps: since the last save
-        require_checkpoint(config, state)
-        self.data = RunData(config, state)
-        self.engine = engine = Engine(config, length=self.data.length, wants_to_stop=self._wants_to_stop)
-        with ExitStack() as undo, error_context("while starting the run"):
+        start, lock = agree_on_start(config, state)
+        with ExitStack() as undo:
+            if lock is not None:
+                undo.callback(lock.release)
+            self.data = data = RunData(config, state)
+            self.engine = engine = Engine(config, length=data.length, wants_to_stop=self._wants_to_stop)
             undo.callback(engine.close)
-            claimed = claim(config, state)
-            if claimed is not None:
-                undo.callback(claimed.release)
-            begin = load_start(config, engine, self.data, claimed is not None and claimed.resumes)
-            epoch = self.data.length.epoch_samples
-            engine.length = config.training.length(epoch, engine.iteration, engine.consumed_samples)
-            engine.step.iterations = engine.length.iterations
-            self.iterations = engine.length.iterations
-            self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
-            self.saves = Saves(config, engine, claimed, self.data, begin, reporter)
-            self.metrics = Metrics(engine)
-            self.operations = Operations(engine.distributed)
-            self.pictures = Pictures(config, engine, self.data.datasets, self.metrics.rasters, reporter)
-            introduce(config, engine, reporter)
-            self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
-            announce(self._memory, reporter)
-            of_folder = claimed.notice if claimed is not None else ""
-            self._introduce_start(begin.averaged, [of_folder, begin.notice, *self.data.notices])
+            with error_context("while starting the run"):
+                loaded = load_start(config, engine, data, start, lock)
+                engine.length = config.training.length(
+                    data.length.epoch_samples, engine.iteration, engine.consumed_samples
+                )
+                engine.step.iterations = engine.length.iterations
+                self.iterations = engine.length.iterations
+                self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
+                self.saves = Saves(config, engine, data, reporter, lock, loaded.best, loaded.saved)
+                self.metrics = Metrics(engine)
+                self.operations = Operations(engine.distributed)
+                self.pictures = Pictures(config, engine, data.datasets, self.metrics.rasters, reporter)
+                introduce(config, engine, reporter)
+                self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
+                announce(self._memory, reporter)
+                self._introduce_start(loaded.averaged, [*start.notices, *loaded.notices, *data.notices])
             undo.pop_all()
 
     def _outline(self) -> RunOutline:

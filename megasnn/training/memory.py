@@ -26,22 +26,25 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
 
     Counts the layers' memory where the plan has not; see `megasnn.pipeline.profile_layers`.
     """
-    distributed, plan, state = engine.distributed, engine.plan, engine.state
-    problem, costs = "", None
+    distributed, state = engine.distributed, engine.state
+    problem = ""
+    costs = None
     try:
-        costs = costs_of_run(config, distributed, plan)
+        costs = costs_of_run(config, distributed, engine.plan)
     except Exception as error:
-        if state.tp.size > 1 or state.cp.size > 1:  # others wait for this rank in the middle of a layer
+        # Ranks that share layers wait for this one in the middle of a layer: only an error ends them.
+        if state.tp.size > 1 or state.cp.size > 1:
             raise
         problem = f"{type(error).__name__}: {error}"
-    problems = [each for each in gather(state.world.handle, problem) if each]
-    if costs is None or problems:
+    forecast = None if costs is None else _forecast(config, engine, costs)
+    of_ranks = gather(state.world.handle, (problem, forecast))
+    problems = [text for text, _ in of_ranks if text]
+    if problems:
         reporter.line(f"memory is not predicted: {problems[0]}")
         return []
     if any(chunk.graphs is not None for chunk in distributed.chunks.values()):
         reporter.line("memory is predicted without CUDA graphs, which take more")
-    mine = _forecast(config, engine, costs)
-    return gather(state.world.handle, mine)
+    return [found for _, found in of_ranks if found is not None]
 
 
 def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> MemoryForecast:

@@ -87,8 +87,7 @@ def decode_aedat2(data: bytes, sensor: SensorSize | None = None, transpose_dvs12
     if (outside := (column >= sensor.width) | (row >= sensor.height)).any():
         index = int(outside.argmax())
         raise ValueError(
-            f"column {column[index]} and row {row[index]} at event {index} "
-            f"are outside {sensor} (--sensor-size)"
+            f"column {column[index]} and row {row[index]} at event {index} are outside {sensor} (--sensor-size)"
         )
     x = sensor.width - 1 - column
     y = sensor.height - 1 - row
