@@ -1,4 +1,4 @@
-"""Memory that every rank will need, predicted before the first step and compared with the peak at the end."""
+"""Memory of every rank: predicted before the first step, compared with the measured peak at the end."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megasnn.telemetry.reporter import Reporter
 
 
 def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) -> list[MemoryForecast]:
-    """Returns the forecast of every rank, on all of them; none where a layer cannot be tried out. Collective.
+    """Forecasts of all ranks, in their order; empty if a layer cannot be tried out. Collective.
 
-    Counts the layers' memory where the plan has not; see `megasnn.pipeline.profile_layers`.
+    Counts the layers' memory unless the plan has (`megasnn.pipeline.profile_layers`).
     """
     distributed, state = engine.distributed, engine.state
     problem = ""
@@ -32,7 +32,7 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
     try:
         costs = costs_of_run(config, distributed, engine.plan)
     except Exception as error:
-        # Ranks that share layers wait for this one in the middle of a layer: only an error ends them.
+        # Ranks that share layers wait for this one inside a layer: only an error ends them.
         if state.tp.size > 1 or state.cp.size > 1:
             raise
         problem = f"{type(error).__name__}: {error}"
@@ -48,44 +48,61 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
 
 
 def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> MemoryForecast:
-    """Returns this rank's forecast."""
-    distributed, plan, state = engine.distributed, engine.plan, engine.state
-    peak, owned, gradient_buckets = peak_of(costs, distributed, plan), distributed.owned, distributed.gradient_buckets
-    # Copies of a chunk's own tensors have the same memory; each has a gradient of its own.
-    held = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in (*distributed.copies, *distributed.tensors)}
-    averages = 0 if not config.optimizer.ema_decay else sum(entry.tensor.nbytes for entry in owned)
-    weights = sum(held.values()) + averages
-    shared, schedule = plan.schedules.weights, plan.schedules.training(plan.micro_batches)
-    gathered, buffers = (0, 0) if shared is None else shared.gathered_and_buffers(schedule, state.pp.rank)
-    on_host = state.device.type == "cpu"  # on a GPU, its memory is predicted: the host's copies are not in it
-    written = [entry for entry in owned if entry.shard.is_primary()]
-    values = sum(entry.tensor.nbytes for entry in written)
-    snapshot = values + values * (averages > 0) + _state_bytes(written, config)
-    samples = 0  # stages behind the first see none
+    """Forecast of this rank."""
+    distributed = engine.distributed
+    plan = engine.plan
+    state = engine.state
+    owned = distributed.owned
+    gradients = distributed.gradient_buckets.resident_bytes
+    on_host = state.device.type == "cpu"  # on a GPU, its memory is predicted: copies on the host are not in it
+    peak = peak_of(costs, distributed, plan)
+    weights, averages = _weight_bytes(config, distributed)
+    gathered, buffers = 0, 0
+    if plan.schedules.weights is not None:
+        schedule = plan.schedules.training(plan.micro_batches)
+        gathered, buffers = plan.schedules.weights.gathered_and_buffers(schedule, state.pp.rank)
+    snapshot = 0
+    if on_host and config.checkpoint.async_save:
+        written = [entry for entry in owned if entry.shard.is_primary()]
+        values = sum(entry.tensor.nbytes for entry in written)
+        snapshot = values + _state_bytes(written, config)
+        if averages:
+            snapshot += values
+    samples = 0
     if distributed.takes_images:
         size = config.training.micro_batch_size
         share = size if config.data.mixes else distributed.context.largest_share(size)
         batches = plan.micro_batches // config.windows
         samples = sample_bytes(config, distributed.context.dtype.itemsize, batches, share, on_host)
     release_free_memory()
-    program = resident_memory_mb(state.device)
+    resident = weights + averages + gradients + resident_state_bytes(engine.optimizer)
     return MemoryForecast(
-        program=program - 1e-6 * (weights + gradient_buckets.resident_bytes + resident_state_bytes(engine.optimizer)),
-        weights=1e-6 * (weights + buffers),
-        gradients=1e-6 * gradient_buckets.resident_bytes,
+        program=resident_memory_mb(state.device) - 1e-6 * resident,
+        weights=1e-6 * (weights + averages + buffers),
+        gradients=1e-6 * gradients,
         optimizer=1e-6 * _state_bytes(owned, config),
         kept=1e-6 * peak.stashed,
         working=1e-6 * peak.working,
         messages=1e-6 * peak.messages,
         samples=1e-6 * samples,
         gathered=1e-6 * gathered,
-        snapshot=1e-6 * snapshot * (on_host and config.checkpoint.async_save),
+        snapshot=1e-6 * snapshot,
         update=1e-6 * max(0, working_bytes(owned, config.optimizer) - gathered - peak.total),
     )
 
 
+def _weight_bytes(config: PretrainConfig, distributed: DistributedModel) -> tuple[int, int]:
+    """Bytes of the tensors of this rank's chunks, and of their moving average."""
+    # Copies of a chunk's own tensors share its memory: each address counts once.
+    by_address = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in (*distributed.copies, *distributed.tensors)}
+    averages = 0
+    if config.optimizer.ema_decay:
+        averages = sum(entry.tensor.nbytes for entry in distributed.owned)
+    return sum(by_address.values()), averages
+
+
 def costs_of_run(config: PretrainConfig, distributed: DistributedModel, plan: PipelinePlan) -> PipelineCosts:
-    """Costs of the plan, or of the layers' memory alone."""
+    """Costs that the plan was made with; otherwise the layers' memory alone, counted now."""
     return plan.costs or count_memory(
         distributed.description,
         distributed.context.largest_share(config.training.micro_batch_size),
@@ -95,6 +112,7 @@ def costs_of_run(config: PretrainConfig, distributed: DistributedModel, plan: Pi
 
 
 def peak_of(costs: PipelineCosts, distributed: DistributedModel, plan: PipelinePlan) -> Moment:
+    """Moment of a training step when this rank's activations and messages take most memory."""
     schedule = plan.schedules.training(plan.micro_batches)
     exchanged = [distributed.gradient_buckets.exchanged_bytes] * schedule.ranks
     return peak_moments(schedule, plan.segment_bounds, costs, exchanged)[distributed.state.pp.rank]
@@ -116,7 +134,7 @@ def announce(forecasts: Sequence[MemoryForecast], reporter: Reporter) -> None:
 
 
 def compare(forecasts: Sequence[MemoryForecast], state: ParallelState, reporter: Reporter) -> None:
-    """Logs the measured peak of each rank at the end, beside its forecast if there is one. Collective."""
+    """Logs the measured peaks of all ranks at the end, beside their forecasts. Collective."""
     peaks = gather(state.world.handle, peak_memory_mb(state.device))
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     reporter.entry("memory", {"peak_mb": peaks, "predicted_mb": [each.total for each in forecasts]})
