@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megasnn.checkpoint.lock import FolderLock
-from megasnn.checkpoint.save import Writer
+from megasnn.checkpoint.writer import Writer
 from megasnn.config import PretrainConfig
 from megasnn.config.values import SAMPLES_KEY, samples
 from megasnn.engine import Engine
