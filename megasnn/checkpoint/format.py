@@ -250,7 +250,7 @@ def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Seque
     boxes = list(boxes)
     if boxes == [((0,) * len(shape), tuple(shape))]:  # nearly always
         return True
-    spans = []
+    spans: list[tuple[Sequence[int], Sequence[int]]] = []
     edges = [{0, length} for length in shape]
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
@@ -267,7 +267,7 @@ def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Seque
     counts = np.zeros([len(lines) - 1 for lines in grid], dtype=np.int32)
     for offsets, ends in spans:
         cells = []
-        for lines, first, end in zip(grid, offsets, ends, strict=True):
-            cells.append(slice(bisect_left(lines, first), bisect_left(lines, end)))
+        for dim, lines in enumerate(grid):
+            cells.append(slice(bisect_left(lines, offsets[dim]), bisect_left(lines, ends[dim])))
         counts[tuple(cells)] += 1
     return bool((counts == 1).all())
