@@ -47,9 +47,12 @@ class Group:
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
-        """The torch process group; None when the size is 1. Raises RuntimeError when it is freed."""
+        """The torch process group; None when the size is 1. Raises RuntimeError where there is none, or it is freed."""
         if self.made is None and self.size > 1:  # None would be the world to torch
-            raise RuntimeError("the grid of ranks is gone, and its process groups with it; make another one")
+            raise RuntimeError(
+                f"the group {self.name} has no process group: its grid of ranks was freed, or never made; call "
+                "initialize_model_parallel"
+            )
         return self.made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
@@ -125,6 +128,16 @@ class ParallelState:
     world: Group
     device: torch.device
 
+    @classmethod
+    def without_process_groups(cls, grid: Grid | None = None, rank: int = 0) -> ParallelState:
+        """State of one rank of a grid, by default of one rank, whose groups cannot communicate.
+
+        It describes the rank's part of a model, or runs a model on one rank.
+        """
+        grid = grid or Grid()
+        groups = {name: _group_of(grid, axes, rank, label) for name, (label, axes) in _GROUPS.items()}
+        return cls(grid=grid, coordinates=grid.coordinates(rank), device=torch.device("cpu"), **groups)
+
     @property
     def rank(self) -> int:
         return self.world.rank
@@ -193,14 +206,22 @@ def _make_groups(grid: Grid, rank: int, timeout: datetime.timedelta | None) -> d
     found: dict[str, Group] = {}
     for field, (name, axes) in _GROUPS.items():
         partition = grid.groups(*axes)
-        mine = next(ranks for ranks in partition if rank in ranks)
-        key = field if field in _APART else str(partition)
-        if len(mine) > 1 and key not in made_of:
-            made = [dist.new_group(ranks, timeout, group_desc=name) for ranks in partition]
-            made_of[key] = made[partition.index(mine)]
-        sizes = tuple(grid.size(axis) for axis in AXES if axis in axes)
-        found[field] = Group(name, tuple(mine), mine.index(rank), made_of.get(key) if len(mine) > 1 else None, sizes)
+        group = _group_of(grid, axes, rank, name)
+        if group.size > 1:
+            key = field if field in _APART else str(partition)
+            if key not in made_of:
+                made = [dist.new_group(ranks, timeout, group_desc=name) for ranks in partition]
+                made_of[key] = made[partition.index([*group.ranks])]
+            group.made = made_of[key]
+        found[field] = group
     return found
+
+
+def _group_of(grid: Grid, axes: tuple[Axis, ...], rank: int, name: str) -> Group:
+    """The group of a rank along some axes, without a process group."""
+    ranks = next(each for each in grid.groups(*axes) if rank in each)
+    sizes = tuple(grid.size(axis) for axis in AXES if axis in axes)
+    return Group(name, tuple(ranks), ranks.index(rank), sizes=sizes)
 
 
 def let_computing_go_first() -> None:

@@ -40,11 +40,12 @@ make_venv() {
     return 1
 }
 
-# install_project VENV [EXTRA]: shows the large downloads as they begin; all that pip says is in VENV/install.log.
+# install_project VENV [EXTRA]: installs the versions of tested.txt where pyproject.toml allows several. It shows the large
+# downloads as they begin; all that pip says is in VENV/install.log.
 install_project() {
     local log=$1/install.log target=$ROOT${2:+[$2]} word file size unit
     say "Installing MegaSNN and what pyproject.toml pins into $1: PyTorch is large, this takes some minutes."
-    if ! "$1/bin/python" -m pip install --disable-pip-version-check -e "$target" 2>&1 | tee "$log" |
+    if ! "$1/bin/python" -m pip install --disable-pip-version-check -c "$ROOT/scripts/tested.txt" -e "$target" 2>&1 | tee "$log" |
         while read -r word file size unit; do
             if [[ $word == Downloading && $unit == [MG]B\) ]]; then say "  $file $size $unit"; fi
         done; then

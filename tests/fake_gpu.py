@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megasnn.kernels.triton.launch import Launch
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.weight_grad import CastWeights
 from tests.recorded_graphs import READS
@@ -72,9 +73,9 @@ class _Counting(TorchDispatchMode):
             self.count(name, (args, kwargs))
         return result
 
-    def launch(self, kernel: Any, *args: Any, **constants: Any) -> None:
-        """Takes the place of that of the kernels."""
-        self.count(kernel.fn.__name__, (args, constants))
+    def start(self, launch: Launch, *tensors: Tensor | None) -> None:
+        """Takes the place of `Launch.__call__`."""
+        self.count(launch.kernel.fn.__name__, (tensors, launch.numbers, launch.constants))
 
     def count(self, name: str, given: Any) -> None:
         unit, is_backward = self.label
@@ -117,7 +118,8 @@ def fake_gpu(names: dict[ConvNormNeuron, str] | None = None) -> Iterator[Counted
     of = CastWeights.of
     forward = marks.marked(ConvNormNeuron.forward, lambda unit: (names or {}).get(unit, OUTSIDE))
     with ExitStack() as stack:
-        stack.enter_context(as_on_gpu(counting.launch))
+        # A bound method would not be given the launch that it is called of.
+        stack.enter_context(as_on_gpu(lambda launch, *tensors: counting.start(launch, *tensors)))
         stack.enter_context(mock.patch.object(ConvNormNeuron, "forward", forward))
         stack.enter_context(mock.patch("torch.autograd.backward", backward))
         stack.enter_context(mock.patch.object(CastWeights, "of", cast))

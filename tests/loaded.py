@@ -25,7 +25,7 @@ def _load_kernels(dtype: torch.dtype) -> None:
         x, of_channels = torch.ones(1, 1, 2, 2, 2, dtype=dtype), torch.ones(2, dtype=dtype)
         x, neuron = x.movedim(2, -1).contiguous().movedim(-1, 2), NormNeuron(NeuronSpec(), 1e-5, pool, 1)
         kernels = NumbaKernels()
-        norm = Norm(*kernels.statistics(x), of_channels, of_channels)
+        norm = Norm(*kernels.statistics(x).values, of_channels, of_channels)
         inputs = NormNeuronInput(x, norm, None, neuron)
         spikes, _ = kernels.fire(inputs)
         backward = kernels.backward_sums(inputs, spikes, False)

@@ -1,4 +1,4 @@
-"""Random changes of a sample, keyed by seed, epoch and sample: no layout or worker count alters them."""
+"""Random changes to samples, keyed by seed, epoch and sample: equal on any layout."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from megasnn.common.registry import Registry
 
 __all__ = ["AUGMENTATIONS", "FRAMES", "IMAGES", "Augmentation", "crop_and_flip", "flip_and_one_more", "flip_and_roll"]
 
-IMAGES, FRAMES = "images", "event frames"  # kinds of samples
+IMAGES = "images"
+FRAMES = "event frames"
 SampleKey = tuple[int, int, int]
-"""Key of a random change: seed, epoch, number of the sample."""
+"""Key of a random change: seed, epoch, sample number."""
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random change of decoded samples.
+    """A random change to decoded samples.
 
     Attributes:
         summary: for --help.
-        change: (sample, seed, epoch, number of the sample) -> another one of the same shape.
-        samples: the kinds that it is for.
-        normalisation: the name of the constants by which RGB images are normalised with it.
-        crops: a random part of the image as its file has it is scaled to the model's size, not its middle.
+        change: (sample, seed, epoch, sample number) -> changed sample, same shape.
+        samples: IMAGES, FRAMES or both.
+        normalisation: default constants for RGB images.
+        crops: use a random part, not the image's middle.
     """
 
     summary: str
@@ -50,7 +51,7 @@ AUGMENTATIONS: Registry[Augmentation] = Registry(
         "none": Augmentation("", unchanged, (IMAGES, FRAMES)),
         "cifar": Augmentation("crop and flip images", crop_and_flip, (IMAGES,), normalisation="cifar10"),
         "cifar2": Augmentation(
-            "the same, by 2 pixels at most and not 4: for short trainings",
+            "the same by at most 2 pixels instead of 4, for short trainings",
             partial(crop_and_flip, margin=2),
             (IMAGES,),
             normalisation="cifar10",

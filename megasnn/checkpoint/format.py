@@ -265,9 +265,9 @@ def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Seque
             lines.update((offsets[dim], ends[dim]))
     grid = [sorted(lines) for lines in edges]
     counts = np.zeros([len(lines) - 1 for lines in grid], dtype=np.int32)
-    for offsets, ends in spans:
+    for first, last in spans:
         cells = []
-        for dim, lines in enumerate(grid):
-            cells.append(slice(bisect_left(lines, offsets[dim]), bisect_left(lines, ends[dim])))
+        for dim, ordered in enumerate(grid):
+            cells.append(slice(bisect_left(ordered, first[dim]), bisect_left(ordered, last[dim])))
         counts[tuple(cells)] += 1
     return bool((counts == 1).all())

@@ -39,7 +39,7 @@ class DataConfig:
     """The order of samples depends on the seed only, never on the layout or the number of workers."""
 
     data_path: FileName = SAMPLE
-    """Training shards, "dir/train-{00000..00009}.tar", or a URL; "sample" is scikit-learn's bundled digits."""
+    """Training shards: "dir/train-{00000..00009}.tar", a folder, or a URL; "sample" is scikit-learn's digits."""
     valid_data_path: FileName | None = None
     """Validation shards; with --data-path sample, its held-out part by default."""
     shuffle: bool = True

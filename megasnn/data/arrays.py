@@ -1,6 +1,6 @@
-"""Samples of a model with its own inputs or target: several files of a shard each, `.npy` arrays or `.png` of classes.
+"""Samples with several files, for models with named inputs: images, `.npy` arrays, and `.png` class maps.
 
-They lie side by side in the shard, and are read together: ``<key>.jpg`` and ``<key>.seg.png``, or ``<key>.npy`` alone.
+A sample's files are adjacent in the shard and read together.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 class ArrayFile(NamedTuple):
-    """Array of every sample, in a file of its own.
+    """A named array in every sample; shape, dtype, below and void as in `megasnn.ArraySpec`.
 
     Attributes:
-        ending: of the file; "" for the image of the sample.
-        shape, dtype, below, void: of one sample, as of `megasnn.ArraySpec`.
+        ending: of the file; "" for the sample's image.
     """
 
     name: str
@@ -42,11 +41,12 @@ class ArrayFile(NamedTuple):
 
 @dataclass(frozen=True)
 class ArrayFormat(SampleFormat):
-    """Samples of several arrays by name. Nothing is changed at random: what belongs together would not be alike.
+    """Samples with named arrays, without random changes.
 
     Attributes:
-        target: the array that is learned; "" where it is the class of the sample. inputs: those that layers take.
-        image: format of the image, where one is among them.
+        inputs: names for the layers.
+        target: name for the loss; "" for the class.
+        image: format of the image, if any.
     """
 
     arrays: tuple[ArrayFile, ...]
@@ -57,13 +57,15 @@ class ArrayFormat(SampleFormat):
     reads_all = True
 
     def decoded(self, data: bytes, key: SampleKey | None) -> Any:
-        """Decodes the part of a shard with all files of a sample."""
-        with tarfile.open(fileobj=io.BytesIO(data + bytes(2 * tarfile.BLOCKSIZE)), mode="r:") as archive:
-            files = {
-                split_name(member.name)[1]: content.read()
-                for member in archive
-                if member.isreg() and (content := archive.extractfile(member))
-            }
+        """Arrays by name from a sample's part of a tar."""
+        end_mark = bytes(2 * tarfile.BLOCKSIZE)  # without it, tarfile reports a cut file
+        files: dict[str, bytes] = {}
+        with tarfile.open(fileobj=io.BytesIO(data + end_mark), mode="r:") as archive:
+            for member in archive:
+                content = archive.extractfile(member) if member.isreg() else None
+                if content is not None:
+                    _, ending = split_name(member.name)
+                    files[ending] = content.read()
         return {each.name: self._array(each, files) for each in self.arrays}
 
     def _array(self, array: ArrayFile, files: Mapping[str, bytes]) -> NDArray[Any]:
@@ -71,62 +73,76 @@ class ArrayFormat(SampleFormat):
             assert self.image is not None
             return self.image.decode(_image_of(files, array.name))
         if array.ending not in files:
-            raise FormatMismatch(f"has no .{array.ending} for {array.name!r}, but {', '.join(files)}")
-        content = files[array.ending]
-        is_classes = array.ending.endswith("png")
-        found = self._classes(content, array, files) if is_classes else read_array(content)
+            raise FormatMismatch(f"has no .{array.ending} for {array.name!r}, only {', '.join(files)}")
+        if array.ending.endswith("png"):
+            values = self._classes(array, files)
+        else:
+            values = read_array(files[array.ending])
         is_whole = array.dtype == "int"
-        if found.shape != array.shape or found.dtype.kind not in ("biu" if is_whole else "f"):
+        kinds = "biu" if is_whole else "f"
+        # Another shape or type means another model, not a broken sample: it is never skipped.
+        if values.shape != array.shape or values.dtype.kind not in kinds:
             raise FormatMismatch(
-                f"has {found.dtype} {list(found.shape)} in .{array.ending}, and {array.name!r} is {array.dtype} "
+                f"has {values.dtype} {list(values.shape)} in .{array.ending}, and {array.name!r} is {array.dtype} "
                 f"{list(array.shape)}"
             )
-        classes = found if array.void is None else found[found != array.void]
-        if array.below is not None and classes.size and not 0 <= classes.min() <= classes.max() < array.below:
-            raise FormatMismatch(
-                f"has {classes.min()} to {classes.max()} in .{array.ending}, and {array.name!r} is below {array.below}"
-                f"{'' if array.void is None else f' or {array.void}'} (`below`, and `void` for pixels of no class)"
-            )
+        _require_below(array, values)
         if not is_whole:
-            return require_finite(found, f"{array.name!r}, in .{array.ending},").astype(np.float32)
-        if found.dtype == np.uint64 and found.max(initial=0) > np.iinfo(np.int64).max:
-            raise ValueError(f"{array.name!r} holds {found.max()} in .{array.ending}, and int64 ends at 2^63 - 1")
-        return found.astype(np.int64)
+            return require_finite(values, f"{array.name!r}, in .{array.ending},").astype(np.float32)
+        if values.dtype == np.uint64 and values.max(initial=0) > np.iinfo(np.int64).max:
+            raise ValueError(f"{array.name!r} holds {values.max()} in .{array.ending}, above int64's 2^63 - 1")
+        return values.astype(np.int64)
 
-    def _classes(self, content: bytes, array: ArrayFile, files: Mapping[str, bytes]) -> NDArray[Any]:
-        """Classes of pixels, turned, cut and scaled as the image is, to the nearest pixel. Raises ValueError for
-        another size than the image's."""
-        file = open_image(content)
+    def _classes(self, array: ArrayFile, files: Mapping[str, bytes]) -> NDArray[Any]:
+        """Pixel classes, turned, cropped and scaled like the image, by nearest neighbour."""
+        file = open_image(files[array.ending])
         if file.mode not in ("L", "P", "1"):
-            raise FormatMismatch(
-                f"has colours (mode {file.mode}) in .{array.ending}, which should hold a class a pixel"
-            )
-        if (turn := orientation(file)) is not None:
+            raise FormatMismatch(f"has colours (mode {file.mode}) in .{array.ending}, which should hold pixel classes")
+        turn = orientation(file)
+        if turn is not None:
             file = file.transpose(turn)
+        center = 1.0
         if self.image is not None:
+            center = self.image.center
             image = open_image(_image_of(files, array.name))
             size = upright_size(image, orientation(image))
             if file.size != size:
                 raise ValueError(
                     f".{array.ending} has {file.width} x {file.height} pixels, and its image {size[0]} x {size[1]}"
                 )
-        side = (1.0 if self.image is None else self.image.center) * min(file.size)
-        left, top = (file.width - side) / 2, (file.height - side) / 2
-        box = left, top, left + side, top + side
+        # The crop of `ImageFormat`, so that classes stay on their pixels.
+        side = center * min(file.size)
+        left = (file.width - side) / 2
+        top = (file.height - side) / 2
         height, width = array.shape
+        box = (left, top, left + side, top + side)
         return np.asarray(file.resize((width, height), Image.Resampling.NEAREST, box=box))
 
     def batch(self, samples: Sequence[Any]) -> Any:
-        """Joins samples to arrays by name."""
+        """Joins samples into named arrays."""
         joined: dict[str, NDArray[Any]] = {}
         for each in self.arrays:
             parts = [sample[each.name] for sample in samples]
-            joined[each.name] = np.stack(parts) if each.ending or self.image is None else self.image.batch(parts)
+            if each.ending or self.image is None:
+                joined[each.name] = np.stack(parts)
+            else:
+                joined[each.name] = self.image.batch(parts)
         return joined
 
 
+def _require_below(array: ArrayFile, values: NDArray[Any]) -> None:
+    if array.below is None:
+        return
+    classes = values if array.void is None else values[values != array.void]
+    if classes.size and not 0 <= classes.min() <= classes.max() < array.below:
+        or_void = "" if array.void is None else f" or {array.void}"
+        raise FormatMismatch(
+            f"has {classes.min()} to {classes.max()} in .{array.ending}, and {array.name!r} is below {array.below}"
+            f"{or_void} (`below`, and `void` for pixels of no class)"
+        )
+
+
 def _image_of(files: Mapping[str, bytes], name: str) -> bytes:
-    """The only image of a sample, for the array `name`."""
     images = [content for ending, content in files.items() if ending in IMAGE_SUFFIXES]
     if len(images) != 1:
         raise FormatMismatch(f"has {len(images)} images, and the model takes one for {name!r}")

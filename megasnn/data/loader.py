@@ -1,12 +1,7 @@
-"""Global batches for one rank: its own micro-batches, or its share of them, read ahead by worker processes.
+"""Global batches for one rank, read ahead by worker processes.
 
-Nothing here depends on the layout but the choice of micro-batches, and of samples in them: the order is a function of
-the position (`megasnn.data.order`), the cut of the global batch follows its sizes (`megasnn.common.grid`), and the
-augmentation the sample. A `torch.utils.data.DataLoader` reads micro-batches in order, so the number of its workers
-changes nothing.
-
-Samples are decoded, augmented, replaced where they are broken, and joined to micro-batches. An evaluation counts no
-sample that stands in for a broken one.
+The layout only decides which samples a rank reads. Order (`megasnn.data.order`), micro-batches (`megasnn.common.grid`)
+and augmentation do not depend on it.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, repeat, tee
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,22 +27,20 @@ from megasnn.data.workers import STEP_SECONDS, WorkerWatch, start_worker
 from megasnn.parallel.sharding import own_span
 
 LoadedMicroBatch = tuple[Tensor | dict[str, Tensor] | None, dict[int, int]]
-"""Images of a micro-batch, or arrays by name, and of each that stands in for a broken one its place and sample."""
+"""A micro-batch's images or named arrays, and substitutes for broken samples by position."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples that are computed together, or this rank's share of them.
+    """Samples computed together, or this rank's share.
 
     Attributes:
-        start: place of its first sample in the global batch.
-        sample_ids: int64 `[size]`, the samples of the order, the same on every rank of a pipeline: a broken sample
-            that was replaced keeps its number here.
-        inputs: float32 `[size, C, H, W]`, channels last in memory, or event frames `[size, T, 2, H, W]`; or inputs by
-            name.
+        start: position of the first sample in the global batch.
+        sample_ids: int64 `[size]`, equal on all ranks of a pipeline: a replaced sample keeps its number.
+        inputs: float32 `[size, C, H, W]`, channels last; event frames `[size, T, 2, H, W]`; or named inputs.
         targets: classes `[size]`, or other targets.
-        skipped: number of broken samples that were replaced; 0 on ranks that read nothing.
-        left_out: places in this micro-batch of samples that an evaluation does not count.
+        skipped: broken samples replaced on this rank.
+        left_out: positions excluded from an evaluation.
     """
 
     start: int
@@ -61,14 +54,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """This rank's micro-batches of a global batch of `size` samples.
-
-    It may have none, or fewer than others: on the last batch of a validation pass, when that has fewer micro-batches
-    than there are data parallel ranks, or one of them fewer samples than there are ranks to share it.
-
-    Attributes:
-        consumed_samples: the position after this batch.
-    """
+    """This rank's part of a global batch of `size` samples; `consumed_samples` is the position after it."""
 
     micro_batches: list[MicroBatch]
     size: int
@@ -80,9 +66,9 @@ class BatchShare:
     """This rank's part of every global batch.
 
     Attributes:
-        dp_size, dp_rank: the replicas, which share the micro-batches of a global batch.
-        cp_size, cp_rank: the ranks that share the samples of a micro-batch.
-        inputs, targets: what the rank's stage takes. A rank that takes neither reads nothing.
+        dp_size, dp_rank: replicas share the micro-batches.
+        cp_size, cp_rank: ranks share each micro-batch's samples.
+        inputs, targets: whether the rank's stage uses them; a rank without either reads nothing.
     """
 
     global_batch_size: int
@@ -95,30 +81,42 @@ class BatchShare:
     targets: bool = True
 
     def spans(self, samples: int) -> Iterator[tuple[int, int]]:
-        """Yields the first sample, and the number of samples, of each of its micro-batches of a batch. There may be
-        none: at the end of a validation pass there are too few for everybody."""
+        """Yields first sample and size for each micro-batch here; perhaps none in a small last batch."""
+        # An evaluation's last batch may be smaller than a micro-batch.
         sizes = micro_batch_sizes(samples, min(self.micro_batch_size, samples))
         for index in micro_batches_of(len(sizes), self.dp_size, self.dp_rank):
             if span := own_span(sizes[index], [self.cp_size], self.cp_rank):
                 yield index * sizes[0] + span.start, len(span)
 
 
-class BatchLoader:
-    """Cuts the sequence of samples into global batches and loads this rank's share of them.
+class UpcomingMicroBatch(NamedTuple):
+    """A micro-batch before it is read."""
 
-    In training the sequence is endless, shuffled by `seed` and augmented. Otherwise it is one pass in file order, every
-    sample once, the last batch as small as the rest is; `shuffle` and `last_batch` are then without effect.
+    start: int
+    spans: list[Span]
+
+
+class UpcomingBatch(NamedTuple):
+    """A global batch before it is read."""
+
+    micro_batches: list[UpcomingMicroBatch]
+    size: int
+    consumed_samples: int
+
+
+class BatchLoader:
+    """Cuts the sequence of samples into global batches and loads this rank's share.
+
+    Training: an endless sequence, shuffled by `seed` and augmented. Evaluation: one pass in file order; the last batch
+    may be smaller.
 
     Args:
-        config: `last_batch`: "continue" fills the last batch of an epoch with the beginning of the next one, "drop"
-            leaves its samples out (others in each epoch). `skip_broken_samples`: the next sample of the epoch's order
-            that decodes takes the place of one that does not, so that sizes and the places of all others stay.
-        pin_memory: hand over inputs in pinned memory, from which a GPU copies them without the host waiting.
-        timeout: seconds after which workers that give nothing end the run.
+        pin_memory: return inputs in pinned memory, for copies to a GPU without waiting.
+        timeout: seconds without data from any worker that end the run.
     Attributes:
-        skipped: number of broken samples that were replaced on this rank in the last `batches`.
+        skipped: broken samples this rank replaced in the last `batches`.
     Raises:
-        ValueError: an epoch would have no batch.
+        ValueError: an epoch has no full batch.
     """
 
     def __init__(
@@ -131,103 +129,128 @@ class BatchLoader:
         pin_memory: bool = False,
         timeout: float = 60.0,
     ) -> None:
-        self.dataset, self.skipped = dataset, 0
-        self._share, self._workers, self._training = share, config.num_workers, training
-        self._pin_memory, self._timeout, samples = pin_memory, timeout, len(dataset)
-        epoch = epoch_samples(samples, share.global_batch_size, config.last_batch) if training else samples
+        self.dataset = dataset
+        self.skipped = 0
+        self._share = share
+        self._workers = config.num_workers
+        self._training = training
+        self._pin_memory = pin_memory
+        self._timeout = timeout
+        samples = len(dataset)
+        epoch = samples
+        if training:
+            epoch = epoch_samples(samples, share.global_batch_size, config.last_batch)
         self._order = SampleOrder(samples, seed, config.shuffle and training, epoch)
-        self._format = format = dataset.format if isinstance(dataset.format, ArrayFormat) else None
-        of_target = format is not None and format.target
-        self._reads = share.inputs or (share.targets and bool(config.skip_broken_samples or of_target))
+        self._arrays = dataset.format if isinstance(dataset.format, ArrayFormat) else None
+        reads_target = self._arrays is not None and bool(self._arrays.target)
+        # Classes come from the index. But only reading finds broken samples, whose substitutes have other classes.
+        self._reads = share.inputs or (share.targets and (config.skip_broken_samples or reads_target))
         augments = training and share.inputs
         self._reader = SpanDataset(dataset, self._order, augments, config.skip_broken_samples)
-        self._sampler = UpcomingBatches()
+        self._sampler = SpanSampler()
         self._watch: WorkerWatch | None = None
         self._loader: DataLoader[Any] | None = None
 
     def batches(self, consumed_samples: int = 0, limit: int | None = None) -> Generator[GlobalBatch]:
-        """Global batches from a position on, at most `limit` of them.
-
-        Errors of a batch are raised when that batch is asked for, with any number of workers. Workers stay for the next
-        pass, unless this one is closed before its end.
+        """Yields at most `limit` global batches from a position on. Raises a batch's errors when it is due.
 
         Raises:
-            BrokenSample, ValueError: as `ShardDataset.sample`; not one sample can be decoded.
-            ChildProcessError: a worker has ended, or gives nothing for too long.
+            BrokenSample, ValueError: as `ShardDataset.sample`, or no sample is sound.
+            ChildProcessError: a worker ended, or all were silent.
         """
-        due = self._plans(consumed_samples, limit)
-        read: Iterator[LoadedMicroBatch] = repeat((None, {}))
+        upcoming = self._upcoming(consumed_samples, limit)
+        loaded: Iterator[LoadedMicroBatch] = repeat((None, {}))
         if self._reads:
-            ahead, due = tee(due)
-            self._sampler.upcoming = (spans for _, _, parts in ahead for _, spans in parts)
-            read = self._read()
+            # Workers read ahead of the batch that is due, from a copy of the same sequence.
+            ahead, upcoming = tee(upcoming)
+            self._sampler.upcoming = (each.spans for batch in ahead for each in batch.micro_batches)
+            loaded = self._read()
         self.skipped = 0
         try:
-            for size, position, parts in due:
-                micro_batches = [self._micro_batch(start, spans, *next(read)) for start, spans in parts]
-                self.skipped += sum(each.skipped for each in micro_batches)
-                yield GlobalBatch(micro_batches, size, position)
+            for batch in upcoming:
+                micro_batches = []
+                for each in batch.micro_batches:
+                    inputs, substitutes = next(loaded)
+                    micro_batches.append(self._micro_batch(each, inputs, substitutes))
+                    self.skipped += len(substitutes)
+                yield GlobalBatch(micro_batches, batch.size, batch.consumed_samples)
         except BaseException:
+            # Also GeneratorExit: workers of an unfinished pass hold its samples. After a whole pass they stay.
             self.close()
             raise
 
     def close(self) -> None:
-        """Ends the workers, also in the middle of a micro-batch. Batches that were given stay valid."""
+        """Ends the workers; returned batches stay valid."""
         if self._watch is not None:
             self._watch.end()
-        self._watch = self._loader = None
+        self._watch = None
+        self._loader = None
 
-    def _plans(self, position: int, limit: int | None) -> Iterator[tuple[int, int, list[tuple[int, list[Span]]]]]:
-        """Yields of each global batch the size, the position after it, and the start and spans of micro-batches."""
-        for _ in count() if limit is None else range(limit):
+    def _upcoming(self, position: int, limit: int | None) -> Iterator[UpcomingBatch]:
+        numbers = count() if limit is None else range(limit)
+        for _ in numbers:
             size = self._share.global_batch_size
             if not self._training:
                 size = min(size, len(self.dataset) - position)
             if size <= 0:
                 return
-            own = self._share.spans(size)
-            yield size, position + size, [(start, self._order.spans(position + start, number)) for start, number in own]
+            # The order counts positions from the start of training, a share from the start of the batch.
+            micro_batches = []
+            for start, number in self._share.spans(size):
+                spans = self._order.spans(position + start, number)
+                micro_batches.append(UpcomingMicroBatch(start, spans))
             position += size
+            yield UpcomingBatch(micro_batches, size, position)
 
     def _micro_batch(
         self,
-        start: int,
-        spans: list[Span],
+        upcoming: UpcomingMicroBatch,
         inputs: torch.Tensor | dict[str, torch.Tensor] | None,
-        replaced: dict[int, int],
+        substitutes: dict[int, int],
     ) -> MicroBatch:
-        due = np.concatenate([span.samples for span in spans])
-        used = due.copy()
-        for position, sample in replaced.items():
-            used[position] = sample
-        targets = torch.from_numpy(self.dataset.labels[used]) if self._share.targets else None
-        if isinstance(inputs, dict) and self._format is not None:
-            targets = inputs[self._format.target] if self._share.targets and self._format.target else targets
-            inputs = {name: inputs[name] for name in self._format.inputs}
-        inputs = inputs if self._share.inputs else None
-        left_out = frozenset() if self._training else frozenset(replaced)
-        return MicroBatch(start, len(due), torch.from_numpy(due), inputs, targets, len(replaced), left_out)
+        sample_ids = np.concatenate([span.samples for span in upcoming.spans])
+        targets = None
+        if self._share.targets:
+            used = sample_ids.copy()
+            for position, sample in substitutes.items():
+                used[position] = sample
+            targets = torch.from_numpy(self.dataset.labels[used])
+        if isinstance(inputs, dict) and self._arrays is not None:
+            if self._share.targets and self._arrays.target:
+                targets = inputs[self._arrays.target]
+            inputs = {name: inputs[name] for name in self._arrays.inputs}
+        if not self._share.inputs:
+            inputs = None
+        return MicroBatch(
+            upcoming.start,
+            len(sample_ids),
+            torch.from_numpy(sample_ids),
+            inputs,
+            targets,
+            skipped=len(substitutes),
+            left_out=frozenset() if self._training else frozenset(substitutes),
+        )
 
     def _read(self) -> Iterator[LoadedMicroBatch]:
-        """Inputs of each of the upcoming micro-batches."""
         if self._loader is None:
             self._loader = self._start()
-        for found in self._watch.iterate(self._loader) if self._watch else self._loader:
-            if isinstance(found, Exception):
-                raise found
-            yield found
+        for loaded in self._watch.iterate(self._loader) if self._watch else self._loader:
+            if isinstance(loaded, Exception):
+                raise loaded
+            yield loaded
 
     def _start(self) -> DataLoader[Any]:
         workers = dict[str, Any]()
         if self._workers:
             self._watch = WorkerWatch(self._timeout)
             micro_batches = -(-self._share.global_batch_size // self._share.micro_batch_size)
-            own = -(-micro_batches // self._share.dp_size)
+            # The whole next global batch is read while one computes.
+            ahead = -(-micro_batches // self._share.dp_size)
             workers = {
                 "num_workers": self._workers,
                 "multiprocessing_context": "forkserver",
                 "persistent_workers": True,
-                "prefetch_factor": max(2, -(-own // self._workers)),  # the next global batch, while one computes
+                "prefetch_factor": max(2, -(-ahead // self._workers)),
                 "worker_init_fn": start_worker,
                 "timeout": min(STEP_SECONDS, self._timeout),
             }
@@ -236,17 +259,14 @@ class BatchLoader:
             sampler=self._sampler,
             batch_size=None,
             pin_memory=self._pin_memory,
-            generator=torch.Generator(),  # otherwise torch's global one would move on by a number
+            # Without one, a DataLoader draws from torch's global generator, and weights or dropout would change.
+            generator=torch.Generator(),
             **workers,
         )
 
 
-class UpcomingBatches:
-    """Sampler of a DataLoader: spans of each micro-batch that is to be read.
-
-    Attributes:
-        upcoming: set before each pass.
-    """
+class SpanSampler:
+    """A DataLoader's sampler: spans for each micro-batch. `upcoming` is set before each pass."""
 
     upcoming: Iterator[list[Span]] = iter(())
 
@@ -255,68 +275,66 @@ class UpcomingBatches:
 
 
 def epoch_samples(samples: int, global_batch_size: int, last_batch: str) -> int:
-    """Number of samples that an epoch trains on.
-
-    Raises:
-        ValueError: none, since not one batch is full and the last one is dropped.
-    """
+    """Number of samples an epoch trains on. Raises ValueError if --last-batch drop leaves none."""
     if last_batch != "drop":
         return samples
     if samples < global_batch_size:
         raise ValueError(
-            f"--last-batch drop leaves nothing of {samples} training samples: --global-batch-size is "
-            f"{global_batch_size}; lower it, or take another --last-batch"
+            f"--last-batch drop leaves none of the {samples} training samples, since --global-batch-size is "
+            f"{global_batch_size}; lower --global-batch-size or use --last-batch continue"
         )
     return samples - samples % global_batch_size
 
 
 def order_identity(dataset: ShardDataset, global_batch_size: int, last_batch: str) -> str:
-    """Identity of an order of samples, beside seed and shuffling: equal where a position means the same.
-
-    Raises:
-        ValueError: as `epoch_samples`.
-    """
+    """Identifies a sample order, without seed and shuffling. Raises ValueError as `epoch_samples`."""
     epoch = epoch_samples(len(dataset), global_batch_size, last_batch)
-    return dataset.fingerprint() + (f" in epochs of {epoch}" if epoch < len(dataset) else "")
+    identity = dataset.fingerprint()
+    if epoch < len(dataset):
+        identity += f" in epochs of {epoch}"
+    return identity
 
 
 class SpanDataset(Dataset[LoadedMicroBatch | Exception]):
-    """Map-style data set for a DataLoader, from the spans of a micro-batch to its images.
-
-    Errors of the data are returned as exceptions: a DataLoader would raise them with a traceback for their text.
+    """Map-style data set: a micro-batch's spans -> joined samples, or an error in the data.
 
     Args:
-        augments: changes samples by the keys of their positions.
-        skip_broken: replaces a sample that cannot be decoded by the next one of the epoch's order.
+        augments: change samples by their keys.
+        skip_broken: replace a broken sample by the next sound one in the epoch.
     """
 
     def __init__(self, dataset: ShardDataset, order: SampleOrder, augments: bool, skip_broken: bool) -> None:
-        self._dataset, self._order = dataset, order
-        self._augments, self._skip_broken = augments, skip_broken
+        self._dataset = dataset
+        self._order = order
+        self._augments = augments
+        self._skip_broken = skip_broken
 
     def __getitem__(self, spans: list[Span]) -> LoadedMicroBatch | Exception:
         images: list[Any] = []
-        replaced: dict[int, int] = {}
+        substitutes: dict[int, int] = {}
         try:
             for epoch, first, samples in spans:
                 for position, sample in enumerate(samples.tolist(), first):
+                    # Neither rank nor position is in the key, so that every layout changes a sample alike.
                     key = (self._order.seed, epoch, sample) if self._augments else None
                     try:
                         image = self._dataset.sample(sample, key)
                     except BrokenSample:
                         if not self._skip_broken:
                             raise
-                        replaced[len(images)], image = self._substitute(epoch, position, key)
+                        substitute, image = self._substitute(epoch, position, key)
+                        substitutes[len(images)] = substitute
                     images.append(image)
             joined = self._dataset.format.batch(images)
-            if isinstance(joined, dict):
-                return {name: torch.from_numpy(each) for name, each in joined.items()}, replaced
-            return torch.from_numpy(joined), replaced
         except (ValueError, OSError) as error:
+            # A DataLoader would raise it anew with a whole traceback as its message.
             return error
+        if isinstance(joined, dict):
+            return {name: torch.from_numpy(each) for name, each in joined.items()}, substitutes
+        return torch.from_numpy(joined), substitutes
 
     def _substitute(self, epoch: int, position: int, key: SampleKey | None) -> tuple[int, Any]:
-        """The next sample that can be decoded, which is augmented by the key of the place that it takes."""
+        """The next sound sample and its value, augmented by the broken sample's key."""
         for sample in self._order.substitutes(epoch, position):
             with suppress(BrokenSample):
                 return sample, self._dataset.sample(sample, key)

@@ -1,9 +1,6 @@
-"""Shards of a data path: braces, globs, lists, and URLs that are fetched into the cache once a host.
+"""Shards of a data path: folders, braces, globs, lists, and URLs, fetched into the cache once per host.
 
-``http(s)`` goes by requests, a command after ``pipe:`` by webdataset's gopen, and all other schemes (s3, gs, hf, ...)
-by fsspec, which names the package that it needs for one.
-
-A fetched shard is named by its URL, its size, and the version that its source tells.
+requests fetches ``http(s)``, webdataset's gopen runs commands after ``pipe:``, and fsspec fetches all other schemes.
 """
 
 from __future__ import annotations
@@ -31,26 +28,27 @@ from megasnn.common.files import MOST_SHARDS, build_once, cache_folder, name_in_
 from megasnn.config.data import PIPE, names_command
 from megasnn.data.shards import TarFile, open_shard
 
+Address = Path | str
+"""A shard: a file, or a URL."""
 _HTTP = ("http://", "https://")
 _AT_A_TIME = 4
-_TRIES, _PAUSE_SECONDS = 3, 1.0
+_TRIES = 3
+_PAUSE_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0  # of an http server
 _FINAL = (FileNotFoundError, ImportError, ValueError)  # not tried again
 _T = TypeVar("_T")
-Address = Path | str
-"""A shard: a file, or the text of a URL."""
 
 
 class FetchError(ValueError):
-    """A URL cannot be fetched. The message names the URL and what to do."""
+    """A URL cannot be fetched. The message names it."""
 
 
 class RemoteShard(NamedTuple):
     """A shard behind a URL.
 
     Attributes:
-        size: in bytes; None where its source does not say it.
-        version: of its content, as its source tells it: an ETag or a time of change; "" where it tells none.
+        size: in bytes; None if unknown.
+        version: ETag or time of change; "" if unknown.
     """
 
     url: str
@@ -59,71 +57,73 @@ class RemoteShard(NamedTuple):
 
     @property
     def target(self) -> Path:
-        """Place in the cache; another one where the size or the version has changed."""
-        name = "pipe" if self.url.startswith(PIPE) else PurePosixPath(urlsplit(self.url).path).name
+        """Path in the cache, by URL, size and version."""
+        name = "pipe"
+        if not self.url.startswith(PIPE):
+            name = PurePosixPath(urlsplit(self.url).path).name
         return cache_folder("shards") / name_in_cache(name, ".tar", self.url, str(self.size), self.version)
 
 
 def describe_remote(urls: Sequence[str]) -> list[RemoteShard]:
-    """Asks for the sizes and versions of shards. Raises FetchError: one is not there, or its source does not answer."""
+    """Asks for sizes and versions. Raises FetchError for a missing shard or no answer."""
     with ThreadPoolExecutor(4 * _AT_A_TIME) as pool:
         return list(pool.map(lambda url: _persist(url, partial(_describe, url)), urls))
 
 
 def open_remote(shards: Sequence[RemoteShard]) -> list[TarFile]:
-    """Fetches the shards that the cache lacks, a few at a time, and opens all.
-
-    Raises:
-        FetchError: one cannot be fetched. ValueError: as `open_shard`.
-        CacheError: it cannot be written.
-    """
+    """Fetches shards into the cache and opens them. Raises FetchError, CacheError, and ValueError as `open_shard`."""
     missing = [each for each in shards if not each.target.exists()]
 
     def fetch(remote: RemoteShard) -> None:
         build_once(remote.target, lambda path: _persist(remote.url, lambda: _download(remote, path)))
 
-    quiet = True if not missing or os.environ.get("LOCAL_RANK", "0") != "0" else None  # None: where no terminal is
-    thread_map(fetch, missing, max_workers=_AT_A_TIME, desc="fetching shards", unit=" shards", disable=quiet)
-    return [_opened(each) for each in shards]
-
-
-def _opened(remote: RemoteShard) -> TarFile:
-    try:
-        return open_shard(remote.target, shown_url(remote.url))
-    except ValueError:
-        remote.target.unlink(missing_ok=True)  # the next run fetches it anew
-        raise
+    # One progress bar for a host, not for each of its ranks.
+    quiet = not missing or os.environ.get("LOCAL_RANK", "0") != "0"
+    disable = True if quiet else None  # None: show the bar on a terminal only
+    thread_map(fetch, missing, max_workers=_AT_A_TIME, desc="fetching shards", unit=" shards", disable=disable)
+    opened = []
+    for remote in shards:
+        try:
+            opened.append(open_shard(remote.target, shown_url(remote.url)))
+        except ValueError:
+            # A damaged shard would stay in the cache; so the next run fetches it anew.
+            remote.target.unlink(missing_ok=True)
+            raise
+    return opened
 
 
 def _persist(url: str, action: Callable[[], _T]) -> _T:
-    """Result of an action on a URL, tried up to three times. Raises FetchError, without passwords and keys of URLs."""
-    for attempt in range(1, _TRIES + 1):
+    """Tries an action on a URL three times. Raises FetchError without passwords and keys."""
+    attempt = 1
+    while True:
         try:
             return action()
-        except Exception as error:  # each of the packages behind fsspec has its own
+        except Exception as error:  # packages behind fsspec have no common class
             if isinstance(error, _FINAL) or attempt == _TRIES:
-                reason = re.sub(r"//[^/@\s]*@", "//", str(error).replace(url, shown_url(url)))
+                shown = shown_url(url)
+                # Messages of the packages contain URLs with user names, passwords and keys.
+                reason = re.sub(r"//[^/@\s]*@", "//", str(error).replace(url, shown))
                 reason = re.sub(r"[?][^\s)]+", "?...", reason)[:300]
-                raise FetchError(f"cannot fetch {shown_url(url)}: {type(error).__name__}: {reason}") from error
-            time.sleep(attempt * _PAUSE_SECONDS)
-    raise AssertionError
+                raise FetchError(f"cannot fetch {shown}: {type(error).__name__}: {reason}") from error
+        time.sleep(attempt * _PAUSE_SECONDS)
+        attempt += 1
 
 
 def _download(remote: RemoteShard, path: Path) -> None:
     with closing(_open(remote.url)) as stream, open(path, "wb") as file:
         shutil.copyfileobj(stream, file, 1 << 20)
-    if remote.size is not None and (found := path.stat().st_size) != remote.size:
-        raise OSError(f"{found} bytes have come, and there should be {remote.size}: it was cut or changed")
+    received = path.stat().st_size
+    if remote.size is not None and received != remote.size:
+        raise OSError(f"received {received} bytes of {remote.size}: the shard was cut or changed")
 
 
 def _open(url: str) -> Any:
-    """Stream of the bytes behind a URL."""
     if url.startswith(PIPE):
         from webdataset.gopen import gopen  # imports torch
 
         return gopen(url, "rb")
     if url.startswith(_HTTP):
-        return _http(url).raw  # ends with an error where less comes than the server has announced
+        return _http(url).raw  # raises at its end if the server announced more bytes
     return fsspec.open(url, "rb").open()
 
 
@@ -137,17 +137,13 @@ def _describe(url: str) -> RemoteShard:
             return RemoteShard(url, None if length is None else int(length), version)
     system, path = fsspec.core.url_to_fs(url)
     version = ""
-    with suppress(NotImplementedError, KeyError):  # not every file system knows the time of a change
+    with suppress(NotImplementedError, KeyError):  # some file systems have no time of change
         version = str(system.modified(path))
     return RemoteShard(url, system.size(path), version)
 
 
 def _http(url: str) -> requests.Response:
-    """An answer of http(s) whose content has not been read; redirects are followed to http(s) only.
-
-    Raises:
-        FileNotFoundError: the server refuses. OSError: it has an error, or is silent for too long.
-    """
+    """Response without its content. Raises FileNotFoundError if the server refuses, OSError for other errors."""
     response = requests.get(url, stream=True, timeout=_SILENCE_SECONDS, headers={"Accept-Encoding": "identity"})
     if 400 <= response.status_code < 500:
         response.close()
@@ -157,7 +153,7 @@ def _http(url: str) -> requests.Response:
 
 
 def is_url(text: str) -> bool:
-    """Returns True for what is fetched, False for a path."""
+    """True for an address to fetch."""
     return text.startswith(PIPE) or re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
 
 
@@ -170,27 +166,29 @@ def shown_url(url: str) -> str:
 
 
 def shown_path(data_path: str) -> str:
-    """A data path for messages, without passwords and keys."""
+    """A data path for messages, as `shown_url`."""
     return "::".join(shown_url(part) if is_url(part) else part for part in data_path.split("::"))
 
 
 def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:
-    """Shards of a data path, in the order that ``--no-shuffle`` reads them.
+    """Shards of a data path, ordered as ``--no-shuffle`` reads them.
 
-    A path is one of: a file; braces (``dir/train-{00000..00009}.tar``, in the order written); a glob (sorted); a URL,
-    with braces. Several are joined with ``::``, as in webdataset.
+    A path is a file, a folder (its ``*.tar``, sorted), braces (``dir/train-{00000..00009}.tar``), a glob (sorted), or a
+    URL with or without braces. ``::`` joins paths, as in webdataset.
 
     Raises:
-        ValueError: a shard is missing or named twice, nothing matches, more than MOST_SHARDS are named, or what is no
-            command becomes one.
+        ValueError: a shard is missing or named twice, there are none or too many, or a command is hidden.
     """
-    parts = [part for pattern in data_path.split("::") for part in _expand_pattern(pattern, flag)]
+    parts: list[str] = []
+    for pattern in data_path.split("::"):
+        parts += _expand_pattern(pattern, flag)
     shards: list[Address] = []
     for part in parts:
         part = part.removeprefix("file://").removeprefix("file:")
         shards += [part] if is_url(part) else _expand_files(part, flag)
     commands = [each for each in shards if isinstance(each, str) and each.startswith(PIPE)]
-    if commands and not names_command(data_path):  # a file of --config has been searched for commands by its text
+    # A file of --config may name no command: its text was searched for `pipe:`, before this expansion.
+    if commands and not names_command(data_path):
         raise ValueError(
             f"{flag} {data_path!r} becomes the command {commands[0]!r}: write {PIPE} out on the command line, and not "
             "by a variable, braces or file:"
@@ -201,14 +199,14 @@ def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:
 
 
 def _expand_pattern(pattern: str, flag: str) -> list[str]:
-    """Paths and URLs of a pattern, its variables and braces expanded as webdataset does it."""
+    """Expands variables and braces by webdataset's rules."""
     from webdataset import shardlists  # imports torch
 
     for name in re.findall(r"\$\{(\w+)\}", pattern):
         if f"WDS_{name}" not in os.environ:
             raise ValueError(
                 f"{flag} {shown_path(pattern)!r} names ${{{name}}}, and the environment variable WDS_{name} is not "
-                "set: set it (webdataset puts WDS_ before the name), or have the shell put in its own variables"
+                "set: set it (webdataset puts WDS_ before the name), or let the shell expand its own variables"
             )
     expanded = shardlists.envsubst(pattern)
     too_many = f"{flag} {shown_path(pattern)!r} names more than {MOST_SHARDS:,} shards; make larger ones"
@@ -224,7 +222,7 @@ def _expand_pattern(pattern: str, flag: str) -> list[str]:
 
 
 def _longest_range(pattern: str) -> int:
-    """Numbers in the longest ``{first..last}`` or ``{first..last..step}``, all of which braceexpand makes at once."""
+    # braceexpand makes all numbers of {first..last} or {first..last..step} at once.
     longest = 0
     for first, last, step in re.findall(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}", pattern):
         longest = max(longest, abs(int(last) - int(first)) // max(int(step or 1), 1) + 1)
@@ -233,13 +231,34 @@ def _longest_range(pattern: str) -> int:
 
 def _expand_files(path: str, flag: str) -> list[Path]:
     path = os.path.expanduser(path)
-    is_glob = glob.has_magic(path) and not os.path.exists(path)
-    found = sorted(map(Path, glob.glob(path))) if is_glob else [Path(path)]
+    if os.path.isdir(path):
+        return _shards_in(Path(path), flag)
+    found = [Path(path)]
+    if glob.has_magic(path) and not os.path.exists(path):
+        found = sorted(Path(each) for each in glob.glob(path))
     if not found:
         raise ValueError(f"{flag} {path!r} matches no file")
     for shard in found:
         if shard.is_dir():
-            raise ValueError(f"{flag}: {shard} is a folder; name its shards, {shard}/train-*.tar")
-        if not shard.is_file():
-            raise ValueError(f"{flag}: {shard} does not exist, or is no file")
+            raise ValueError(f"{flag}: {path!r} matches the folder {shard}; name shards, {shard}/*.tar")
+        _require_shard(shard, flag)
     return found
+
+
+def _shards_in(folder: Path, flag: str) -> list[Path]:
+    names = sorted(glob.glob("*.tar", root_dir=folder))  # without hidden files
+    if not names:
+        raise ValueError(
+            f"{flag}: the folder {folder} holds no shards (*.tar); tools/preprocess_data.py makes them from a data set"
+        )
+    found = [folder / name for name in names]
+    for shard in found:
+        _require_shard(shard, flag)
+    return found
+
+
+def _require_shard(shard: Path, flag: str) -> None:
+    if not shard.exists():
+        raise ValueError(f"{flag}: {shard} does not exist")
+    if not shard.is_file():  # a pipe would wait for its other end, and a device may never end
+        raise ValueError(f"{flag}: {shard} is no regular file; a shard is a tar file")

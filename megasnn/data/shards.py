@@ -1,12 +1,8 @@
-"""Shards: webdataset tars whose samples are found by one seek, and their index.json.
+"""Shards: webdataset tars whose samples are read by one seek, and their index.json.
 
-A sample is the files that share a name up to the first dot, here an image (``<key>.jpg``) or events
-(``<key>.frames.npz`` or ``<key>.events.npz``) and its class (``<key>.cls``, an integer as text), or arrays for a model
-with its own inputs or target (``<key>.npy``, ``<key>.mask.npy``, ``<key>.seg.png``). Offsets come from the index.json
-beside the shard; where there is none, from the tar's headers, read once and kept in the cache.
-A ``.tar.gz`` has no random access: it is unpacked into the cache, once a host.
-
-index.json names the contents of a folder of shards. It is written last: a folder without it is not finished.
+Files with one name up to the first dot are a sample: an image (``<key>.jpg``) or events (``<key>.frames.npz``,
+``<key>.events.npz``) with a class (``<key>.cls``, an integer as text), or arrays (``<key>.npy``, ``<key>.seg.png``).
+Offsets come from the index.json beside a shard, otherwise from its headers, once.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ import re
 import shutil
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -41,24 +37,26 @@ from megasnn.data.images import IMAGE_SUFFIXES
 
 INDEX_NAME = "index.json"
 VERSION: Literal[1] = 1
-_ADVICE = "make the shards again, or remove it"
+"""Version of index.json. A folder without one is unfinished, or another program's."""
 LABEL = "cls"
 SAMPLE_SUFFIXES = (*IMAGE_SUFFIXES, FRAMES, EVENTS)
-"""Endings of a sample's data."""
-_INDEX_VERSION = "8"
-_LABEL_BYTES = 32
-_AGAIN = "copy or download it again"
+"""Endings of a sample's image or events."""
 FileState = tuple[int, int, int]
+"""Size in bytes, time of change in ns, and inode."""
+_INDEX_VERSION = "8"  # of the index in the cache; raise it when `scan` changes
+_LABEL_BYTES = 32
+_INDEX_ADVICE = "make the shards again, or remove it"
+_COPY_ADVICE = "copy or download it again"
 
 
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Members:
-    """Samples of a shard in file order: keys and classes, and offsets and sizes of their data in the tar, in bytes.
+    """A shard's samples in file order: keys, classes, and their data's offsets and sizes in bytes.
 
     Attributes:
-        suffixes: endings of the samples' data that occur.
-        starts, ends: of all files of each sample, where these lie side by side; otherwise, and in old folders, empty.
+        suffixes: all endings of the data.
+        starts, ends: around each sample's files; empty if these are not adjacent, and in old indexes.
     """
 
     keys: list[Annotated[str, Field(max_length=NAME_BYTES)]]
@@ -71,7 +69,8 @@ class Members:
 
     def __post_init__(self) -> None:
         lengths = {len(each) for each in (self.keys, self.labels, self.offsets, self.sizes)}
-        lengths |= {len(each) for each in (self.starts, self.ends) if each or self.starts}
+        if self.starts or self.ends:
+            lengths |= {len(self.starts), len(self.ends)}
         if len(lengths) > 1:
             raise ValueError(f"lists of one shard have different lengths, {sorted(lengths)}")
 
@@ -79,7 +78,7 @@ class Members:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard: file name, split, size in bytes, samples, and the sources left out."""
+    """A shard in index.json: file name, split, size in bytes, broken sources, samples."""
 
     file: Annotated[str, Field(pattern="^[^/]+$")]
     split: str
@@ -96,7 +95,7 @@ class ShardRecord:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Index:
-    """A folder of shards: class names by number, shards, version."""
+    """An index.json: class names by number, shards, version."""
 
     classes: list[str]
     shards: list[ShardRecord]
@@ -107,19 +106,21 @@ class Index:
 
 
 def read_index(folder: Path) -> Index | None:
-    """Index of a folder of shards; None where there is none. Raises ValueError, naming the first wrong field."""
+    """A folder's index, or None. Raises ValueError naming the first wrong field."""
     path = folder / INDEX_NAME
-    return described(Index, read_regular(path), path, advice=_ADVICE) if path.exists() else None
+    if not path.exists():
+        return None
+    return described(Index, read_regular(path), path, advice=_INDEX_ADVICE)
 
 
 @dataclass(frozen=True)
 class TarFile:
-    """A shard that can be read.
+    """A shard ready to be read.
 
     Attributes:
-        name: as the user named it, for messages.
-        state: of `tar` when it was indexed, see `file_state`.
-        classes: names by number, from the index.json beside it; empty where there is none.
+        name: the user's path or URL, for messages.
+        state: `file_state` when `tar` was indexed.
+        classes, split: from index.json; may be empty.
     """
 
     name: str
@@ -127,72 +128,84 @@ class TarFile:
     state: FileState
     members: Members
     classes: tuple[str, ...] = ()
+    split: str = ""
 
 
 def file_state(status: os.stat_result) -> FileState:
-    """Size, time of change (ns) and inode of a file: another file in its place, or a change, has others."""
+    """A file's state, which changes with its content."""
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def open_shard(source: Path, name: str | None = None) -> TarFile:
-    """Opens a tar, or one packed by gzip; messages call it `name`, by default its path.
-
-    Raises ValueError, as `scan`, and where it is not the one that index.json lists.
-    """
-    name, tar = name or str(source), source
+    """Opens a tar or .tar.gz; `name` is for messages. Raises ValueError as `scan`, or if index.json differs."""
+    name = name or str(source)
+    tar = source
     record, classes = _record_beside(source)
+    split = "" if record is None else record.split
     state = file_state(source.stat())
     if _is_packed(source):
+        # gzip has no random access.
         tar = cache_folder("unpacked") / cached_name(source, ".tar")
         build_once(tar, lambda path: _unpack(source, path, name))
         state = file_state(tar.stat())
-    elif record is not None and _is_older(source):
-        return TarFile(name, tar, state, record.members, classes)
+    elif record is not None and _is_older_than_index(source):
+        # Unchanged since index.json was written, so its headers need not be read.
+        return TarFile(name, tar, state, record.members, classes, split)
     target = cache_folder("index") / cached_name(tar, ".json", _INDEX_VERSION)
     build_once(target, lambda path: path.write_bytes(to_json(asdict(scan(tar, name)))))
     members = described(Members, target.read_bytes(), target)
     if record is not None and tar == source and not _agree(members, record.members):
         raise ValueError(
-            f"shard {name} was changed after {INDEX_NAME} beside it was written, and holds other samples or classes "
-            f"than that says; make the folder again, or remove {INDEX_NAME}"
+            f"shard {name} was changed after {INDEX_NAME} beside it was written, and its samples or classes differ "
+            f"from the index; make the folder again, or remove {INDEX_NAME}"
         )
-    return TarFile(name, tar, state, members, classes)
+    return TarFile(name, tar, state, members, classes, split)
 
 
 def scan(tar: Path, name: str) -> Members:
-    """Reads the headers and the classes of a tar.
-
-    Raises ValueError where it is cut, damaged, empty or no tar, or a sample is incomplete; names shard and sample.
-    """
+    """Reads a tar's headers and classes. Raises ValueError for a damaged or empty tar or sample."""
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     for member, key, suffix in _members(tar, name):
         _check_member(member, key, name)
         if suffix in samples.setdefault(key, {}):
-            raise ValueError(f"shard {name} holds {member.name!r} twice; keys must be unique in it")
+            raise ValueError(f"shard {name} holds {member.name!r} twice; keys must be unique in a shard")
         samples[key][suffix] = member
     if not samples:
         raise ValueError(f"shard {name} holds no samples; leave it out or write it again")
-    labels, data, seen = [], [], set()
-    starts, ends = [], []
+    suffixes = set()
+    labels = []
+    offsets = []
+    sizes = []
+    starts = []
+    ends = []
     with open(tar, "rb") as file:
         for key, files in samples.items():
-            found = [suffix for suffix in SAMPLE_SUFFIXES if suffix in files]
-            arrays = [suffix for suffix in files if _is_array(suffix)]
-            if (len(found) != 1 or LABEL not in files) and not arrays:
-                raise ValueError(
-                    f"sample {key!r} of shard {name} has the files {', '.join(sorted(files))}; it needs a label "
-                    f"({key}.{LABEL}) and exactly one of {', '.join(SAMPLE_SUFFIXES)}"
-                )
+            suffix = _data_suffix(key, files, name)
+            suffixes.add(suffix)
+            # Arrays need no class: a model may have another target.
             labels.append(_label(file.fileno(), files[LABEL], name) if LABEL in files else -1)
-            first = (found or arrays)[0]
-            data.append(files[first])
-            seen.add(first)
+            offsets.append(files[suffix].offset_data)
+            sizes.append(files[suffix].size)
             starts.append(min(each.offset for each in files.values()))
             ends.append(max(each.offset_data + each.size for each in files.values()))
-    offsets, sizes = [each.offset_data for each in data], [each.size for each in data]
-    if any(start < end for start, end in zip(starts[1:], ends, strict=False)):  # between the files of another sample
-        starts, ends = [], []
-    return Members(list(samples), labels, offsets, sizes, sorted(seen), starts, ends)
+    # Files of one sample may lie between another's: then no single read has a whole sample.
+    overlap = any(start < end for start, end in zip(starts[1:], ends, strict=False))
+    if overlap:
+        starts = []
+        ends = []
+    return Members(list(samples), labels, offsets, sizes, sorted(suffixes), starts, ends)
+
+
+def _data_suffix(key: str, files: Mapping[str, tarfile.TarInfo], name: str) -> str:
+    """Ending for a sample's image, events or first array. Raises ValueError for an incomplete sample."""
+    found = [suffix for suffix in SAMPLE_SUFFIXES if suffix in files]
+    arrays = [suffix for suffix in files if _is_array(suffix)]
+    if (len(found) != 1 or LABEL not in files) and not arrays:
+        raise ValueError(
+            f"sample {key!r} of shard {name} has the files {', '.join(sorted(files))}; it needs a label "
+            f"({key}.{LABEL}) and exactly one of {', '.join(SAMPLE_SUFFIXES)}"
+        )
+    return (found or arrays)[0]
 
 
 def _is_array(suffix: str) -> bool:
@@ -200,7 +213,7 @@ def _is_array(suffix: str) -> bool:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Key and ending of a file's name, as webdataset splits it; the ending of a file of no sample is empty."""
+    """Key and ending in a file name, by webdataset's rule; both empty for other files."""
     from webdataset.tariterators import base_plus_ext  # imports torch
 
     key, suffix = base_plus_ext(name)
@@ -208,13 +221,13 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]:
-    """Files of samples in a tar, each with its key and suffix, as webdataset splits names."""
+    """Yields samples' files with key and ending."""
     length = tar.stat().st_size
     try:
         with tarfile.open(tar, mode="r:") as archive:
             for member in archive:
-                is_stored_whole = not member.issparse()  # a sparse one's size counts its holes; it is refused by name
-                if is_stored_whole and member.offset_data + member.size > length:
+                # The size of a sparse file counts its holes. `_check_member` refuses it by name.
+                if not member.issparse() and member.offset_data + member.size > length:
                     raise tarfile.ReadError(f"member {member.name!r} ends behind byte {length}")
                 key, suffix = split_name(member.name)
                 if not member.isreg() or not (suffix in (*SAMPLE_SUFFIXES, LABEL) or _is_array(suffix)):
@@ -222,31 +235,36 @@ def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]
                 yield member, key, suffix
             end = archive.offset
     except (tarfile.TarError, OverflowError, ValueError) as error:
-        raise ValueError(f"shard {name} is cut, packed, or no tar file ({error}); {_AGAIN}, or gunzip it") from error
-    # A tar that is cut between two members looks whole to tarfile, and so does the first of two that were joined.
+        problem = f"shard {name} is cut, compressed, or no tar file ({error})"
+        raise ValueError(f"{problem}; {_COPY_ADVICE}, or decompress it") from error
+    # tarfile accepts a tar that was cut between two members, and the first of two joined tars.
     with open(tar, "rb") as file:
         file.seek(end)
         rest = file.read(1 << 20)
     if len(rest) < tarfile.BLOCKSIZE or any(rest):
-        raise ValueError(f"shard {name} has no end mark at byte {end}: it was cut, or joined to another; {_AGAIN}")
+        raise ValueError(
+            f"shard {name} has no end mark at byte {end}: it was cut, or joined to another; {_COPY_ADVICE}"
+        )
 
 
 def _check_member(member: tarfile.TarInfo, key: str, name: str) -> None:
-    """Raises ValueError for a file whose name, or whose content by one seek, is not what it seems."""
     if not member.name.isprintable():
         raise ValueError(f"shard {name}: the name {member.name[:NAME_BYTES]!r} is not UTF-8; rename it")
     if len(os.fsencode(key)) > NAME_BYTES:
         raise ValueError(f"shard {name}: the name {key[:40]!r}... has more than {NAME_BYTES} bytes; shorten it")
-    if member.issparse():  # its bytes are not those of the file: holes are left out
+    # Its bytes in the tar lack the holes.
+    if member.issparse():
         raise ValueError(f"shard {name}: {member.name!r} is stored as a sparse file; pack it without tar's --sparse")
 
 
 def _label(file: int, member: tarfile.TarInfo, name: str) -> int:
+    # One byte more than allowed shows that a file is too long, whatever its size.
     text = os.pread(file, min(member.size, _LABEL_BYTES + 1), member.offset_data)
-    number = int(text) if len(text) <= _LABEL_BYTES and re.fullmatch(rb"\s*[+-]?[0-9]+\s*", text) else None
-    if number is None or not -(1 << 31) <= number < 1 << 31:
-        raise ValueError(f"{member.name} in shard {name} holds {text!r}; it must hold a class number alone")
-    return number
+    if len(text) <= _LABEL_BYTES and re.fullmatch(rb"\s*[+-]?[0-9]+\s*", text):
+        number = int(text)
+        if -(1 << 31) <= number < 1 << 31:
+            return number
+    raise ValueError(f"{member.name} in shard {name} holds {text!r}; it must hold a class number alone")
 
 
 def _is_packed(path: Path) -> bool:
@@ -259,45 +277,42 @@ def _unpack(packed: Path, target: Path, name: str) -> None:
         with gzip.open(packed) as content, open(target, "wb") as plain:
             shutil.copyfileobj(content, plain, 1 << 20)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"shard {name} is cut or damaged ({error}); {_AGAIN}") from error
+        raise ValueError(f"shard {name} is cut or damaged ({error}); {_COPY_ADVICE}") from error
 
 
 def _record_beside(source: Path) -> tuple[ShardRecord | None, tuple[str, ...]]:
-    """Record of a shard in the index.json of its folder, and the classes there, if any.
-
-    Raises ValueError where the sizes differ.
-    """
+    """A shard's record and classes in the index.json beside it. Raises ValueError for another size."""
     index = source.parent / INDEX_NAME
     if not index.exists():
         return None, ()
-    status, size = index.stat(), source.stat().st_size
-    records, classes = _records(source.parent, file_state(status))
+    records, classes = _records(source.parent, file_state(index.stat()))
     record = records.get(source.name)
-    if record is not None and size != record.size:
+    if record is None:
+        return None, ()
+    size = source.stat().st_size
+    if size != record.size:
         raise ValueError(
-            f"shard {source} has {size} bytes, {INDEX_NAME} beside it says {record.size}: it was cut or changed; make "
-            "it again"
+            f"shard {source} has {size} bytes, and {INDEX_NAME} beside it says {record.size}: it was cut or changed; "
+            "make it again"
         )
-    return record, classes if record is not None else ()
+    return record, classes
 
 
 def _agree(found: Members, listed: Members) -> bool:
-    """True where a shard holds the listed samples. Old folders say no starts and ends."""
+    # An old index has no starts and ends.
     if not listed.starts:
         found = replace(found, starts=[], ends=[])
     return found == listed
 
 
-def _is_older(source: Path) -> bool:
-    """True where a shard is as it was when the index.json beside it was written.
-
-    The inode's time of change tells it: no program sets it, other than the time of the content.
-    """
+def _is_older_than_index(source: Path) -> bool:
+    # Programs can set the time of the content (mtime), but not the time of the inode's change (ctime).
     return source.stat().st_ctime_ns < (source.parent / INDEX_NAME).stat().st_ctime_ns
 
 
 @lru_cache(maxsize=8)  # read once for all shards of a folder
 def _records(folder: Path, state: FileState) -> tuple[dict[str, ShardRecord], tuple[str, ...]]:
-    """Records by file, and classes, of the index.json of a folder."""
     index = read_index(folder)
-    return ({record.file: record for record in index.shards}, tuple(index.classes)) if index else ({}, ())
+    if index is None:
+        return {}, ()
+    return {record.file: record for record in index.shards}, tuple(index.classes)

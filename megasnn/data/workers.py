@@ -1,4 +1,4 @@
-"""Worker processes of a DataLoader: started without what the rank holds, watched, and ended with the rank."""
+"""A DataLoader's worker processes: started clean, watched, and ended with their rank."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from torch.utils.data import DataLoader
 from megasnn.common.memory import keep_free_memory
 
 STEP_SECONDS = 5.0
-"""Interval in which a waiting rank looks after its workers."""
-_FOR_THE_RANK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Interval at which a waiting rank checks its workers."""
+_RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def start_worker(number: int) -> None:
-    """Prepares a worker: one thread, and an end as soon as the rank is gone, however that has ended."""
-    # By name: a descriptor is asked for at the worker, and a stopped one never answers.
+    """Prepares a worker: one thread, and an exit with its rank."""
+    # Share memory by name: the rank would request a descriptor from the worker, and a stopped worker never answers.
     torch.multiprocessing.set_sharing_strategy("file_system")
     keep_free_memory()
     threadpool_limits(1)
@@ -39,18 +39,18 @@ def start_worker(number: int) -> None:
 
 
 def _end_worker(error: BaseException, batch: object) -> None:
-    """Ends a worker whose batch cannot be handed over, as where /dev/shm is full: the rank would wait for it."""
+    # The batch cannot be passed on (/dev/shm is full), and the rank would wait for it.
     print(f"data worker {os.getpid()}: {error}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 def end_with_parent() -> None:
-    """Ends this process as soon as the one that started it has ended."""
+    """Ends this process with its parent."""
     threading.Thread(target=_wait_for_parent, name="megasnn-parent", daemon=True).start()
 
 
 def _wait_for_parent() -> None:
-    # torch's own watchdog looks at the process that forks, which lives as long as its copies.
+    # torch's watchdog watches the fork server instead, which lives as long as its workers.
     if parent := parent_process():
         parent.join()
     os._exit(1)
@@ -58,64 +58,62 @@ def _wait_for_parent() -> None:
 
 @contextmanager
 def _starting() -> Iterator[None]:
-    """Starts processes that are copies of one that has imported torch and this package.
-
-    They do not run the user's script once more, which may lack a guard, or be no file at all. A rank that is a daemon
-    of multiprocessing may start them too. A launcher or a terminal signals all processes of a job, but the rank needs
-    its workers until it has saved: these signals are blocked in the process that is copied, and so in its copies.
-    """
-    main, options = sys.modules["__main__"], multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    """Starts processes from a fork server, which has imported torch and this package."""
+    # Without a `__main__`, they do not run the user's script: it may lack a guard, or be no file.
+    main = sys.modules["__main__"]
+    options = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     forkserver.set_forkserver_preload(["megasnn.data.loader", "megasnn.data.workers"])
-    resource_tracker.ensure_running()  # which would unblock the signals
+    resource_tracker.ensure_running()  # its start would unblock the signals
+    # multiprocessing forbids a daemon to start processes, and a rank may be one.
     daemon = options.pop("daemon", None)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANK)
+    # A launcher or terminal signals every process of a job, but the rank needs its workers until it has saved: the fork
+    # server starts with these signals blocked, and its copies inherit that.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _RANK_SIGNALS)
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
         sys.modules["__main__"] = main
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        options.update({} if daemon is None else {"daemon": daemon})
+        if daemon is not None:
+            options["daemon"] = daemon
 
 
 class WorkerWatch:
-    """Workers of one DataLoader, which end with this object at the latest.
+    """One DataLoader's workers, which end with this object.
 
     Args:
-        seconds: of silence of all workers after which the run ends.
+        seconds: silence from all workers that ends the run.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._iterators: list[Any] = []
-        # At exit too, before multiprocessing waits for its children, which do not take SIGTERM.
+        # At exit this must run before multiprocessing waits for its children, which ignore SIGTERM.
         self.end = Finalize(self, _end, args=(self._iterators,), exitpriority=100)
 
     def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Items of a DataLoader.
-
-        Raises:
-            ChildProcessError: a worker has ended, or none gives anything for too long; stopped ones are named before.
-        """
+        """Yields a DataLoader's items; warns of stopped workers. Raises ChildProcessError for dead or silent ones."""
         with _starting():
             iterator = iter(loader)
-        self._iterators[:] = [iterator]  # the same in each pass, since workers persist
-        workers, silent = iterator._workers, 0.0  # type: ignore[attr-defined]
+        self._iterators[:] = [iterator]  # the same one in each pass, since workers persist
+        workers = iterator._workers  # type: ignore[attr-defined]
+        silent = 0.0
         while True:
             try:
                 item = next(iterator, None)
-            except (RuntimeError, EOFError, OSError) as error:  # EOFError: it died while it handed memory over
+            except (RuntimeError, EOFError, OSError) as error:  # EOFError: a worker died while passing memory on
                 silent += loader.timeout
-                stopped = _stopped(workers)
-                # After each timeout torch looks for workers that have ended.
+                stopped = _describe_stopped(workers)
+                # torch itself looks for dead workers after each timeout.
                 if "timed out" in str(error) and silent < self._seconds:
                     if stopped and silent == loader.timeout:
                         warnings.warn(f"no data for {silent:g} s: {stopped}", stacklevel=2)
                     continue
                 raise ChildProcessError(
                     f"no data for {silent:g} s: {stopped or error}. If memory ran out, lower --num-workers or "
-                    "--micro-batch-size; if /dev/shm is full, raise it (docker run --shm-size=2g); if the workers are "
-                    "silent, a file system hangs"
+                    "--micro-batch-size; if /dev/shm is full, enlarge it (docker run --shm-size=2g); if the workers "
+                    "are silent, a file system hangs"
                 ) from error
             if item is None:
                 return
@@ -123,25 +121,22 @@ class WorkerWatch:
             yield item
 
 
-def _stopped(workers: list[BaseProcess]) -> str:
-    """Names workers that a signal has stopped."""
-    found = []
-    for each in workers:
+def _describe_stopped(workers: list[BaseProcess]) -> str:
+    stopped = []
+    for worker in workers:
         with suppress(OSError):  # it has ended
-            if Path(f"/proc/{each.pid}/stat").read_text().rpartition(") ")[2][0] == "T":
-                found.append(str(each.pid))
-    return f"data worker {', '.join(found)} is stopped, and goes on by kill -CONT" if found else ""
+            state = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(") ")[2][0]
+            if state == "T":
+                stopped.append(str(worker.pid))
+    return f"data worker {', '.join(stopped)} is stopped; kill -CONT continues it" if stopped else ""
 
 
 def _end(iterators: list[Any]) -> None:
-    """Ends the workers of an iterator, and then the iterator.
-
-    Left to the garbage collector, it would start the thread of a queue that was never used, and the pipe that this
-    thread closes could be closed by the collector once more: a file opened in between would be gone from the rank.
-    """
+    # Left to the garbage collector, an iterator starts the thread of an unused queue. The collector may close this
+    # thread's pipe a second time, and with it a file that the rank opened in between.
     for iterator in iterators:
         for worker in iterator._workers:
-            worker.kill()  # also where it is stopped
+            worker.kill()  # SIGKILL also ends stopped ones
         for worker in iterator._workers:
             worker.join()
         iterator._shutdown_workers()

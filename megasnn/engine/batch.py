@@ -42,12 +42,12 @@ class Batches:
     def __init__(self, config: PretrainConfig, distributed: DistributedModel, mixing: Mixing | None) -> None:
         self._config, self._mixing = config, mixing
         self._state = distributed.state
-        self._dtype = distributed.context.dtype
+        self._dtype = distributed.context.numerics.dtype
         self._windows = config.windows
         self._takes_images, self._takes_labels = distributed.takes_images, distributed.gives_logits
         self._task = task_of(config.model)
         self._takes_soft = self._task.loss is None and LOSSES[config.training.loss].mixes and mixing is None
-        self._samples = samples = distributed.context.sharing_samples
+        self._samples = samples = distributed.context.sample_group
         part = BatchShare(
             config.training.global_batch_size,
             config.training.micro_batch_size,

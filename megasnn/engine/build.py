@@ -20,8 +20,7 @@ from megasnn.config.values import build_part, to_dict, with_keywords
 from megasnn.engine.model import DistributedModel
 from megasnn.engine.replica import build_replica
 from megasnn.kernels.backends import BACKENDS, backend_for
-from megasnn.kernels.products import can_be_sparse
-from megasnn.layers import BuildContext
+from megasnn.layers.context import BuildContext, Numerics
 from megasnn.layers.weight_grad import CastWeights
 from megasnn.models.build import building_problems, describe_model
 from megasnn.models.description import ModelDescription
@@ -120,29 +119,22 @@ def build_model(
     config: PretrainConfig, description: ModelDescription, state: ParallelState, wants_to_stop: Callable[[], bool]
 ) -> DistributedModel:
     """Plans the pipeline, and builds this rank's part of the model. Collective."""
-    training, types = config.training, PRECISIONS[config.training.precision]
+    training = config.training
     graphs = capture_on(state.device) if training.cuda_graphs == "on" else None
-    products = getattr(torch, types.products)
     context = BuildContext(
-        tp=state.tp,
-        dtype=getattr(torch, types.weights),
-        compute_dtype=products,
-        neuron_backend=config.neuron.neuron_backend,
-        seed=training.seed,
-        dp=state.dp,
-        dp_shard=state.dp_shard,
-        cp=state.cp,
+        state=state,
+        numerics=Numerics.of_run(config, state.device),
         cut=config.parallel.context_cut(training.micro_batch_size),
-        carries=config.windows > 1,
+        stateful=config.windows > 1,
+        seed=training.seed,
         cast_weights=CastWeights(stay=graphs is not None),
-        sparse_products=training.sparse_products == "auto" and can_be_sparse(state.device, products),
     )
     with error_context("while building the model"):
         built = description.build(context)
     with error_context("while planning the pipeline"):
-        plan = plan_pipeline(config, description, context, state, built)
+        plan = plan_pipeline(config, description, context, built)
     with error_context("while building the model"):
-        made = build_replica(config, description, built, context, state, plan, wants_to_stop)
+        made = build_replica(config, description, built, context, plan, wants_to_stop)
         for chunk in made.chunks.values():
             if graphs is not None:
                 chunk.capture_graphs(graphs)

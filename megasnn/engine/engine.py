@@ -194,7 +194,7 @@ class Engine:
         """
         with self._running():
             named, _, samples = self.batches.checked(inputs, predicts=True)
-            task, dtype = self.distributed.description.task, self.distributed.context.dtype
+            task, dtype = self.distributed.description.task, self.distributed.context.numerics.dtype
             answers = torch.zeros_like(task.answer.empty(samples, dtype), device=self.state.device)
 
             def keep(output: Bundle, positions: Tensor) -> None:

@@ -52,7 +52,6 @@ class DistributedModel:
 
     description: ModelDescription
     context: BuildContext
-    state: ParallelState
     plan: PipelinePlan
     chunks: Mapping[int, PipelineChunk]
     takes_images: bool
@@ -70,6 +69,11 @@ class DistributedModel:
     checks: DeviceChecks
     wants_to_stop: Callable[[], bool] = lambda: False
     stop_votes: float = field(default=0.0, init=False)
+
+    @property
+    def state(self) -> ParallelState:
+        """Grid of ranks and process groups."""
+        return self.context.state
 
     @property
     def parameters(self) -> int:
@@ -106,7 +110,7 @@ class DistributedModel:
             loss = self.executor.run(schedule, micro_batches).reshape(1)
         if self.ties is not None:
             self.ties.sum_gradients()
-        largest = torch.finfo(self.context.dtype).max
+        largest = torch.finfo(self.context.numerics.dtype).max
         parts = {
             "loss": loss if self.reports else torch.zeros_like(loss),
             "stop_votes": torch.full_like(loss, float(self.wants_to_stop())),
@@ -115,7 +119,7 @@ class DistributedModel:
             "squares": self.gradient_norm.squares(),
             "metrics": self.loss.metrics if self.reports else torch.zeros_like(self.loss.metrics),
         }
-        return StepSums.over_ranks(parts, largest, self.state.world)
+        return StepSums.over_ranks(parts, largest, self.context.state.world)
 
     def _overflows(self, largest: float, like: Tensor) -> Tensor:
         """Number of recorded statistics that running statistics of the weights' type cannot take, `[1]`."""
@@ -141,7 +145,7 @@ class DistributedModel:
             most_micro_batches: of the step, on any replica.
         """
         of_owners = None if self.ties is None else self.ties.statistics_of_owners
-        merge_running_statistics(self.norms, self.state.dp, most_micro_batches, of_owners)
+        merge_running_statistics(self.norms, self.context.state.dp, most_micro_batches, of_owners)
 
     def refresh_copies(self) -> None:
         """Gives changed values from their owners to the replicas and to tied layers. Collective."""
@@ -163,14 +167,14 @@ class DistributedModel:
                 self.executor.run(schedule, micro_batches, consume)
         findings = self.checks.count()
         vote = torch.full_like(findings, float(self.wants_to_stop()))
-        self.stop_votes, found = all_reduce_sum(torch.cat([vote, findings]), self.state.world).tolist()
+        self.stop_votes, found = all_reduce_sum(torch.cat([vote, findings]), self.context.state.world).tolist()
         if found:
             self._raise_findings()
 
     def run_again(self, micro_batches: Sequence[MicroBatchInput]) -> None:
         """Repeats the forward of the last step for its outputs; changes nothing that training keeps. Collective."""
         for norm in self.norms:
-            norm.recording = False
+            norm.record_statistics(False)
         with self.checks.collecting():  # these findings were those of the step
             schedule = self.plan.schedules.evaluation(len(micro_batches))
             self.executor.run(schedule, micro_batches, lambda output, targets: None)
@@ -181,7 +185,7 @@ class DistributedModel:
         for chunk in self.chunks.values():
             chunk.train(trains)
         for norm in self.norms:
-            norm.recording = trains
+            norm.record_statistics(trains)
         with self.checks.collecting(), self.context.cast_weights.caching():
             yield
         if self.loss.windows is not None:
@@ -191,14 +195,14 @@ class DistributedModel:
 
     def _raise_findings(self) -> None:
         """Raises ValueError on every rank, with the first finding of any."""
-        of_ranks = gather(self.state.world.handle, self.checks.findings())
+        of_ranks = gather(self.context.state.world.handle, self.checks.findings())
         first, *others = [each for findings in of_ranks for each in findings]
         with error_context(first.context):
             raise ValueError(f"{first.text}; and {len(others)} more" if others else first.text)
 
     def of_all_replicas(self, values: Tensor) -> Tensor:
         """Sum over all replicas of a tensor that is where their logits are. It may be changed in place. Collective."""
-        return all_reduce_sum(values if self.reports else torch.zeros_like(values), self.state.world)
+        return all_reduce_sum(values if self.reports else torch.zeros_like(values), self.context.state.world)
 
 
 def _consume_whole(windows: WindowOutputs, consume: OutputConsumer, output: Bundle, targets: Any) -> None:

@@ -32,7 +32,6 @@ def build_replica(
     description: ModelDescription,
     built: Sequence[Built],
     context: BuildContext,
-    state: ParallelState,
     plan: PipelinePlan,
     wants_to_stop: Callable[[], bool],
 ) -> DistributedModel:
@@ -41,6 +40,7 @@ def build_replica(
     Args:
         built: the layers of the whole model, with this context; only those of this rank get memory.
     """
+    state = context.state
     schedules = plan.schedules
     weights = None
     if state.dp_shard.size > 1:
@@ -57,7 +57,7 @@ def build_replica(
     modules = [module for chunk in chunks.values() for module in chunk.modules()]
     segments = _segments(chunks, plan)
     buckets = _gradient_buckets(config, modules, chunks, segments, state, schedules, weights)
-    context.weight_gradients.on_added = buckets.accumulated
+    context.weight_gradients.report_to(buckets.accumulated)
     owned = [buckets.owned(entry) for entry in tensors]
     ties = None
     if description.ties:
@@ -74,7 +74,6 @@ def build_replica(
     return DistributedModel(
         description=description,
         context=context,
-        state=state,
         plan=plan,
         chunks=chunks,
         takes_images=0 in chunks,

@@ -78,7 +78,7 @@ class TrainStep:
         if not 0 <= rate < math.inf:
             raise ValueError(f"the learning rate of step {self.iteration} is {rate}: lr_schedule must give 0 or more")
         # A GPU updates before the host has read the step, and leaves the weights as they are where it is void.
-        updates_unread = self._masks and checks.runs_ahead(distributed.state.device)
+        updates_unread = self._masks and checks.runs_ahead(distributed.context.state.device)
         with self.timers("forward_backward"):
             # Zeroes gradients; forward, backward and reductions by schedule.
             sums = distributed.run(micro_batches, batch.size)

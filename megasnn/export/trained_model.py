@@ -34,7 +34,7 @@ from megasnn.common.files import (
 )
 from megasnn.config.values import CLASS_NAMES, SAMPLES_KEY
 from megasnn.data.images import NORMALISATIONS
-from megasnn.layers import BuildContext
+from megasnn.layers.context import BuildContext, Numerics
 from megasnn.models.arrays import not_finite
 from megasnn.models.model import Model
 from megasnn.models.registry import MODELS, saved_model
@@ -93,9 +93,8 @@ class TrainedModel(nn.Module):
         is_double = any(value.dtype == torch.float64 for value in values.values())
         dtype = torch.float64 if is_double else torch.float32
         self.about, self.config, self._built_in = about, run.model, dtype
-        context = BuildContext(
-            dtype=dtype, compute_dtype=dtype, neuron_backend="torch", neuron=run.neuron.spec, traceable=True
-        )
+        numerics = Numerics(dtype, dtype, neuron_backend="torch", traceable=True)
+        context = BuildContext(numerics=numerics, neuron=run.neuron.spec)
         bounds = [range(len(self.description.layers))]
         (self.chunk,) = build_chunks(self.description, bounds, [0], context, torch.device("cpu"), 0).values()
         load_globals_into(self.chunk.sharded_tensors(), values)

@@ -15,11 +15,13 @@ from megasnn.kernels.backends import AUTO_BACKEND, backend_for
 from megasnn.kernels.layout import channels_last
 from megasnn.kernels.neuron import check_neuron
 from megasnn.kernels.norm_neuron_kernels import (
+    Affine,
     Norm,
     NormNeuron,
     NormNeuronInput,
     NormNeuronKernels,
     ParameterGradients,
+    Statistics,
     gradient_of_w,
 )
 from megasnn.kernels.spike_codec import remember_bits
@@ -54,7 +56,7 @@ class NormNeuronOutput(NamedTuple):
     """
     Attributes:
         spikes: `[time_steps, N, C, ...]` in the type of the input.
-        mean, variance: `[C]` of the norm; without gradient.
+        mean, variance: `[C]` of the norm in double precision, without gradient.
         values: number of values per channel behind them; a scalar on the device where ranks share them.
     """
 
@@ -102,7 +104,7 @@ def norm_pool_neuron(
         return NormNeuronOutput(x.new_empty(norm_neuron.shape_of_spikes(x)), of_channels, of_channels, own_values)
     x = channels_last(x)
     kernels = backend_for(backend, x, spec).norm_neuron_kernels()
-    statistics, count = _statistics(kernels, x.detach(), norm)
+    statistics, count = _statistics(kernels, x.detach(), norm, norm_neuron.eps)
     options = _CallOptions(
         norm_neuron,
         kernels,
@@ -115,39 +117,52 @@ def norm_pool_neuron(
     )
     # For backward only the input and the statistics are stored; the kernels compute everything else again.
     spikes, bits = _NormNeuronFunction.apply(x, above, norm.weight, norm.bias, w, options)
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    mean, variance = statistics.to(dtype).unbind()
+    mean, variance = statistics.values.unbind()
     return NormNeuronOutput(remember_bits(spikes, bits), mean, variance, count)
 
 
-def _statistics(kernels: NormNeuronKernels[Any], x: Tensor, norm: BatchNorm) -> tuple[Tensor, int | Tensor]:
-    """Mean and variance to normalise with, `[2, C]` in double precision, and the number of values per channel."""
+def _statistics(
+    kernels: NormNeuronKernels[Any], x: Tensor, norm: BatchNorm, eps: float
+) -> tuple[Statistics, int | Tensor]:
+    """Statistics to normalise with, and the number of values per channel behind them."""
     own_values = x.numel() // x.shape[2]
     shared = norm.shared
     if norm.running is not None:
-        return torch.stack([each.detach().double() for each in norm.running]), own_values
+        running = torch.stack([each.detach().double() for each in norm.running])
+        return _with_coefficients(kernels, running, norm, eps, x.dtype), own_values
     if shared is None:
-        return cached_collective(partial(kernels.statistics, x)), own_values
+        affine = Affine(norm.weight, norm.bias, eps)
+        return cached_collective(partial(kernels.statistics, x, affine)), own_values
 
     def over_ranks() -> tuple[Tensor, int | Tensor]:
-        own = kernels.statistics(x) if own_values else x.new_zeros((2, x.shape[2]), dtype=torch.float64)
+        if own_values:
+            own = kernels.statistics(x).values
+        else:
+            own = x.new_zeros((2, x.shape[2]), dtype=torch.float64)
         return shared.statistics(own, own_values)
 
-    return cached_collective(over_ranks)
+    values, count = cached_collective(over_ranks)
+    return _with_coefficients(kernels, values, norm, eps, x.dtype), count
+
+
+def _with_coefficients(
+    kernels: NormNeuronKernels[Any], values: Tensor, norm: BatchNorm, eps: float, dtype: torch.dtype
+) -> Statistics:
+    mean, variance = values.unbind()
+    return Statistics(values, kernels.coefficients(Norm(mean, variance, norm.weight, norm.bias), eps, dtype))
 
 
 class _CallOptions(NamedTuple):
     """Options of a forward and its backward.
 
     Attributes:
-        statistics: mean and variance `[2, C]`.
         values: number of values per channel behind them; None where they do not depend on the input.
         fires, packed: the spikes are wanted; their bits are wanted, too.
     """
 
     norm_neuron: NormNeuron
     kernels: NormNeuronKernels[Any]
-    statistics: Tensor
+    statistics: Statistics
     values: int | Tensor | None
     shared: Shared | None
     fires: bool
@@ -166,7 +181,8 @@ class _NormNeuronFunction(torch.autograd.Function):
         options: _CallOptions,
     ) -> tuple[Tensor, Tensor | None]:
         norm_neuron = options.norm_neuron
-        mean, variance = options.statistics.unbind()
+        values, coefficients = options.statistics
+        mean, variance = values.unbind()
         ctx.empty_above = None
         if above is not None and above.shape[3]:
             norm_neuron = replace(norm_neuron, above=1)
@@ -175,7 +191,7 @@ class _NormNeuronFunction(torch.autograd.Function):
             ctx.empty_above = above
         bits = None
         if options.fires and x.numel():
-            inputs = NormNeuronInput(x, Norm(mean, variance, weight, bias), w, norm_neuron)
+            inputs = NormNeuronInput(x, Norm(mean, variance, weight, bias, coefficients), w, norm_neuron)
             spikes, bits = options.kernels.fire(inputs, options.packed)
         else:
             spikes = x.new_zeros(()).expand(norm_neuron.shape_of_spikes(x))
@@ -184,7 +200,7 @@ class _NormNeuronFunction(torch.autograd.Function):
         ctx.kernels = options.kernels
         ctx.values = options.values
         ctx.shared = options.shared
-        ctx.save_for_backward(x, weight, bias, w, mean, variance)
+        ctx.save_for_backward(x, weight, bias, w, mean, variance, coefficients)
         if bits is not None:
             ctx.mark_non_differentiable(bits)
         return spikes, bits
@@ -194,15 +210,16 @@ class _NormNeuronFunction(torch.autograd.Function):
     def backward(ctx: Any, g_spikes: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if g_spikes is None:
             return (None,) * 6
-        x, weight, bias, w, mean, variance = ctx.saved_tensors
+        x, weight, bias, w, mean, variance, coefficients = ctx.saved_tensors
         need_x, need_above, _, _, need_w, _ = ctx.needs_input_grad
-        inputs = NormNeuronInput(x, Norm(mean, variance, weight, bias), w, ctx.norm_neuron)
+        inputs = NormNeuronInput(x, Norm(mean, variance, weight, bias, coefficients), w, ctx.norm_neuron)
         g_spikes = channels_last(g_spikes)
         own_values = x.numel() // x.shape[2]
         carried = None
         of_norm = None
         if own_values:
-            sums, carried, of_norm = ctx.kernels.backward_sums(inputs, g_spikes, need_w)
+            count = own_values if ctx.values is not None and ctx.shared is None else None
+            sums, carried, of_norm = ctx.kernels.backward_sums(inputs, g_spikes, need_w, count)
         else:
             sums = x.new_zeros((3, x.shape[2]), dtype=torch.float64)
         if of_norm is None:

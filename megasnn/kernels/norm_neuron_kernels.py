@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from megasnn.kernels.neuron_spec import NeuronSpec
@@ -49,12 +50,39 @@ class NormNeuron:
 
 
 class Norm(NamedTuple):
-    """Tensors `[C]` of a norm: mean and biased variance in double precision; scale and shift, or None."""
+    """Tensors of a norm.
+
+    Attributes:
+        mean, variance: `[C]`, the biased variance, in double precision.
+        weight, bias: scale and shift `[C]`, or None.
+        coefficients: the others as a backend's kernels read them; None where its kernels work them out.
+    """
 
     mean: Tensor
     variance: Tensor
     weight: Tensor | None
     bias: Tensor | None
+    coefficients: Tensor | None = None
+
+
+class Affine(NamedTuple):
+    """Scale and shift of a norm, `[C]` or None, and the number added to its variance."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+
+class Statistics(NamedTuple):
+    """Statistics of a norm's input.
+
+    Attributes:
+        values: mean and biased variance of each channel, `[2, C]` in double precision.
+        coefficients: see `Norm`; None where they were not asked for, or the backend has none.
+    """
+
+    values: Tensor
+    coefficients: Tensor | None = None
 
 
 class NormNeuronInput(NamedTuple):
@@ -111,16 +139,28 @@ class NormNeuronKernels(ABC, Generic[Carried]):
     """Kernels of one backend. Inputs and spikes are channels-last in memory."""
 
     @abstractmethod
-    def statistics(self, x: Tensor) -> Tensor:
-        """Mean and biased variance of each channel, `[2, C]` in double precision."""
+    def statistics(self, x: Tensor, affine: Affine | None = None) -> Statistics:
+        """Statistics of x; with `affine`, a backend that has coefficients works them out in the same pass."""
+
+    def coefficients(self, norm: Norm, eps: float, dtype: torch.dtype) -> Tensor | None:
+        """Coefficients for an input of this type, of statistics that are not this rank's alone; see `Norm`."""
+        return None
 
     @abstractmethod
     def fire(self, inputs: NormNeuronInput, packed: bool = False) -> tuple[Tensor, Tensor | None]:
         """Spikes `[T, N, C, ...]` in the type of x; with `packed` also their bits (`spike_codec.pack_bits`)."""
 
     @abstractmethod
-    def backward_sums(self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool) -> BackwardSums[Carried]:
-        """Sums from the gradient of the spikes. learn: the gradient of w is wanted."""
+    def backward_sums(
+        self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool, count: int | None = None
+    ) -> BackwardSums[Carried]:
+        """Sums from the gradient of the spikes.
+
+        Args:
+            learn: the gradient of w is wanted.
+            count: number of values a channel where `input_gradient` takes these sums as they are; None where other
+                ranks add to them, or it takes none.
+        """
 
     @abstractmethod
     def input_gradient(

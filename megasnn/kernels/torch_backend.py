@@ -16,7 +16,15 @@ from torch.autograd.function import once_differentiable
 
 from megasnn.kernels.layout import channels_last
 from megasnn.kernels.neuron_spec import NEURONS, SURROGATES, NeuronSpec
-from megasnn.kernels.norm_neuron_kernels import BackwardSums, Norm, NormNeuron, NormNeuronInput, NormNeuronKernels
+from megasnn.kernels.norm_neuron_kernels import (
+    Affine,
+    BackwardSums,
+    Norm,
+    NormNeuron,
+    NormNeuronInput,
+    NormNeuronKernels,
+    Statistics,
+)
 from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
 
 REDUCED = (torch.bfloat16, torch.float16)
@@ -185,11 +193,11 @@ def batch_norm(
 class TorchKernels(NormNeuronKernels[Tensor]):
     """The reference. Carries the gradient of the normalised input."""
 
-    def statistics(self, x: Tensor) -> Tensor:
+    def statistics(self, x: Tensor, affine: Affine | None = None) -> Statistics:
         frames = _frames(x)
         over = [dim for dim in range(frames.ndim) if dim != 1]
         variance, mean = torch.var_mean(frames, dim=over, correction=0)
-        return torch.stack((mean, variance)).double()
+        return Statistics(torch.stack((mean, variance)).double())
 
     def fire(self, inputs: NormNeuronInput, packed: bool = False) -> tuple[Tensor, Tensor | None]:
         x, norm, w, norm_neuron = inputs
@@ -199,7 +207,9 @@ class TorchKernels(NormNeuronKernels[Tensor]):
             spikes = channels_last(_spikes(normalised, q, norm_neuron).to(x.dtype))
         return spikes, pack_bits(spikes) if packed else None
 
-    def backward_sums(self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool) -> BackwardSums[Tensor]:
+    def backward_sums(
+        self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool, count: int | None = None
+    ) -> BackwardSums[Tensor]:
         x, norm, w, norm_neuron = inputs
         y = _normalised(x, norm, norm_neuron.eps).requires_grad_()
         q = None if w is None else w.detach().to(y.dtype).sigmoid().requires_grad_(learn)
@@ -246,7 +256,10 @@ class TorchKernels(NormNeuronKernels[Tensor]):
 
 def _normalised(x: Tensor, norm: Norm, eps: float) -> Tensor:
     dtype = computed_in(x)
-    mean, variance, weight, bias = (None if each is None else each.detach().to(dtype) for each in norm)
+    mean = norm.mean.to(dtype)
+    variance = norm.variance.to(dtype)
+    weight = None if norm.weight is None else norm.weight.detach().to(dtype)
+    bias = None if norm.bias is None else norm.bias.detach().to(dtype)
     y = F.batch_norm(_frames(x).detach(), mean, variance, weight, bias, training=False, eps=eps)
     return y.unflatten(0, x.shape[:2])
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megasnn.common.bundle import Bundle, entries_of, logits_of, shapes_text
-from megasnn.common.grid import ContextCut
+from megasnn.common.grid import ContextCut, Grid
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import ParallelConv, ParallelLinear
 from megasnn.layers.context import BuildContext, building
@@ -49,7 +49,7 @@ from megasnn.models.description import (
 from megasnn.models.model import Model
 from megasnn.models.task import Task, mean_over_time
 from megasnn.parallel.sharding import described_tensors, parameter_count, sharded_tensors
-from megasnn.parallel_state import Group
+from megasnn.parallel_state import ParallelState
 
 _LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 
@@ -111,9 +111,9 @@ def building_problems(
     context-parallel ranks."""
     try:
         described = describe_model(model, neuron)
-        tp, cp = Group("tp", tuple(range(tensor_parallel))), Group("cp", tuple(range(context_parallel)))
-        if tp.size * cp.size > 1:
-            described.build(BuildContext(tp=tp, cp=cp, cut=cut))
+        grid = Grid(tp=tensor_parallel, cp=context_parallel)
+        if grid.world_size > 1:
+            described.build(BuildContext(ParallelState.without_process_groups(grid), cut=cut))
     except ValueError as error:
         return [f"{model.name}: {error}"]
     return []
@@ -176,7 +176,7 @@ def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence
         _refuse_made_before(one, layers)
     task, outputs, built = task_of(model), dict[int, tuple[Bundle, Sequence[bool]]](), list[Built]()
     for number, spec in enumerate(task.inputs.values()):
-        outputs[-1 - number] = spec.frames(spec.empty(DRY_SAMPLES, context.compute_dtype)), [False]
+        outputs[-1 - number] = spec.frames(spec.empty(DRY_SAMPLES, context.numerics.compute_dtype)), [False]
     for number, sources in enumerate(_inputs_of(layers, [*task.inputs])):
         each, inputs = layers[number], [outputs[source][0] for source in sources]
         cuts = [cut for source in sources for cut in outputs[source][1]]

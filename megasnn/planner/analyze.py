@@ -24,9 +24,8 @@ from megasnn.common.grid import ContextCut
 from megasnn.common.memory import keep_free_memory, processor_name, release_free_memory, resident_memory_mb
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError
-from megasnn.config.training import PRECISIONS
-from megasnn.kernels.products import can_be_sparse
-from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
+from megasnn.layers import ParallelConv, ParallelLinear
+from megasnn.layers.context import BuildContext, Numerics
 from megasnn.models.build import building_problems, describe_model
 from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.parallel.agreement import broadcast_result
@@ -149,7 +148,7 @@ def _exchange(received: Tensor, *_: Any, **__: Any) -> Any:
 
 def context_of(state: ParallelState, config: PretrainConfig, cut: ContextCut, on_cpu: bool) -> BuildContext:
     """Context that layers are built with on a rank of a grid."""
-    return replace(one_rank(config, on_cpu), tp=state.tp, cp=state.cp, cut=cut)
+    return replace(one_rank(config, on_cpu), state=state, cut=cut)
 
 
 def one_rank(config: PretrainConfig, on_cpu: bool) -> BuildContext:
@@ -158,10 +157,8 @@ def one_rank(config: PretrainConfig, on_cpu: bool) -> BuildContext:
     Args:
         on_cpu: products are formed as runs form them on a CPU; otherwise all are dense.
     """
-    types, backend = PRECISIONS[config.training.precision], config.neuron.neuron_backend
-    weights, products = getattr(torch, types.weights), getattr(torch, types.products)
-    sparse = on_cpu and config.training.sparse_products == "auto" and can_be_sparse(CPU, products)
-    return BuildContext(dtype=weights, compute_dtype=products, neuron_backend=backend, sparse_products=sparse)
+    device = CPU if on_cpu else torch.device("cuda")
+    return BuildContext(numerics=Numerics.of_run(config, device))
 
 
 def _refusal(config: PretrainConfig, tensor: int, context: int, cut: ContextCut) -> str | None:
@@ -202,7 +199,8 @@ def measured(description: ModelDescription, config: PretrainConfig, known: Analy
         timed.append(_timed(profile_layers(description, samples, context, device), samples, 1))
     if ranks > 1:
         try:  # stages, whose link is measured
-            costs = profile_pipeline(description, samples, context, initialize_model_parallel(pp=ranks, device=device))
+            context = replace(context, state=initialize_model_parallel(pp=ranks, device=device))
+            costs = profile_pipeline(description, samples, context)
         finally:
             destroy_model_parallel()
         timed.append(_timed(costs.layers, samples, ranks))

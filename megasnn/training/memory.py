@@ -73,7 +73,7 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
         size = config.training.micro_batch_size
         share = size if config.data.mixes else distributed.context.largest_share(size)
         batches = plan.micro_batches // config.windows
-        samples = sample_bytes(config, distributed.context.dtype.itemsize, batches, share, on_host)
+        samples = sample_bytes(config, distributed.context.numerics.dtype.itemsize, batches, share, on_host)
     release_free_memory()
     resident = weights + averages + gradients + resident_state_bytes(engine.optimizer)
     return MemoryForecast(

@@ -122,7 +122,7 @@ def _summary(config: PretrainConfig, engine: Engine) -> list[str]:
         data = config.data.valid_data_path
     if data == SAMPLE:
         data = "scikit-learn's digits, because there is no --data-path"
-    sample = torch.empty(1, 1, 1, dtype=distributed.context.compute_dtype, device=state.device)
+    sample = torch.empty(1, 1, 1, dtype=distributed.context.numerics.compute_dtype, device=state.device)
     backend = backend_for(config.neuron.neuron_backend, sample, config.neuron.spec)
     kinds = ", ".join(sorted({each.kind for each in description.neurons})) or "of the model's own"
     return [

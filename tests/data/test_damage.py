@@ -153,6 +153,13 @@ def test_an_array_that_cannot_be_decoded_is_a_broken_sample(tmp_path, name):
         dataset.sample(1)
 
 
+@pytest.mark.parametrize("suffix", ["frames.npz", "events.npz"])
+def test_an_npy_under_the_name_of_an_npz_is_named(tmp_path, suffix):
+    shard = write_shard(tmp_path / "a.tar", {"a": {suffix: npy(np.zeros((4, 2, 8, 8))), "cls": b"0"}})
+    with pytest.raises(BrokenSample, match=rf"'a' of shard .*\.npy array under the name .*\.{suffix}"):
+        ShardDataset([open_shard(shard)], EVENTS, 3).sample(0)
+
+
 def test_a_mask_that_is_cut_is_a_broken_sample_too(tmp_path):
     picture = image_file(np.arange(64, dtype=np.uint8).reshape(8, 8) % 4)
     shard = write_shard(tmp_path / "a.tar", {"a": array_sample(npy(np.arange(2.0)), picture[:-30])})

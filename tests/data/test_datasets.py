@@ -16,13 +16,15 @@ from tests.data.shard_files import CLASSES, numbered, open_datasets, write_shard
 SHAPE = (1, 8, 8)
 
 
-def folder(path: Path, classes: list[str], numbers: range = range(6)) -> Path:
-    """A folder with one shard and an index; returns the shard."""
+def folder(path: Path, classes: list[str], numbers: range = range(6), splits: tuple[str, ...] = ("train",)) -> Path:
+    """A folder with an index and a shard for each split; returns the first shard."""
     path.mkdir()
-    shard = write_shard(path / "a.tar", numbered(numbers))
-    index = Index(classes, [ShardRecord(shard.name, "train", shard.stat().st_size, [], scan(shard, "a"))])
-    (path / INDEX_NAME).write_bytes(to_json(asdict(index)))
-    return shard
+    records = []
+    for split in splits:
+        shard = write_shard(path / f"{split}.tar", numbered(numbers))
+        records.append(ShardRecord(shard.name, split, shard.stat().st_size, [], scan(shard, "a")))
+    (path / INDEX_NAME).write_bytes(to_json(asdict(Index(classes, records))))
+    return path / records[0].file
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -64,3 +66,15 @@ def test_a_shard_that_is_used_twice_is_told(tmp_path):
     for name in ("link.tar", "hard.tar", f"../{tmp_path.name}/a.tar"):
         (told,) = warnings(f"{shard}::{tmp_path}/{name}", other)
         assert told == f"WARNING: {shard} of --data-path and {tmp_path}/{name} of --data-path are one shard"
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_folder_of_several_splits_is_taken_whole_and_told(tmp_path, evaluates):
+    one = folder(tmp_path / "one", ["cat"]).parent
+    both = folder(tmp_path / "both", ["cat"], range(3), splits=("train", "test")).parent
+    config = DataConfig(data_path=str(one), valid_data_path=str(both))
+    found = open_datasets(config, SHAPE, CLASSES, evaluates=evaluates)
+    assert len(found.train) == 6 and found.valid is not None and len(found.valid) == 6
+    (told,) = found.warnings
+    assert told.startswith("WARNING: --valid-data-path holds the splits test, train; ")
+    assert open_datasets(DataConfig(data_path=str(one)), SHAPE, CLASSES).warnings == ()

@@ -219,6 +219,25 @@ def test_braces_keep_their_order_and_globs_are_sorted(folder):
     assert names("https://host/a-{0..1}.tar?x=1::pipe:cat {1..0}.tar") == urls
 
 
+def test_a_folder_stands_for_its_tars_in_order(folder):
+    (folder / "._train-00000.tar").touch()
+    (folder / "index.json").touch()
+    assert names(str(folder)) == names(f"file:{folder}/") == ["train-00000.tar", "train-00001.tar"]
+    assert names(f"{folder}::{folder}/train-00002.tgz")[2:] == ["train-00002.tgz"]
+
+
+@pytest.mark.parametrize("path", ["{folder}", "{folder}/train-9.tar", "{folder}/train-[9].tar"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_is_no_shard(folder, path, kind):
+    other = folder / "train-9.tar"
+    if kind == "pipe":
+        os.mkfifo(other)
+    else:
+        other.symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=f"--data-path: {other} is no regular file"):
+        expand_shards(path.format(folder=folder))
+
+
 @pytest.mark.parametrize(
     ("path", "named"),
     [
@@ -227,7 +246,9 @@ def test_braces_keep_their_order_and_globs_are_sorted(folder):
         ("{folder}/train-{{00000..00001.tar", "unbalanced"),
         ("{folder}/train-00000.tar::{folder}/train-00000.tar", "train-00000.tar"),
         ("http://me:secret@host/1.tar::http://me:secret@host/1.tar", "--data-path http://host/1.tar"),
-        ("{folder}", "is a folder"),
+        ("{folder}/empty", "the folder .*/empty holds no shards.*tools/preprocess_data.py"),
+        ("{folder}/e*", "matches the folder .*/empty"),
+        ("{folder}/none.tar", "none.tar does not exist"),
         ("{folder}/${{NOT_SET}}/1.tar", r"--data-path .*\$\{NOT_SET\}.*WDS_NOT_SET is not set"),
         ("http://me:secret@host/{{0..9999999}}.tar", "--data-path 'http://host/.*more than 100,000 shards"),
         ("a-{{0..999999999999}}.tar", "more than 100,000 shards"),
@@ -242,5 +263,6 @@ def test_paths_that_cannot_be_meant_are_refused(folder, path, named, monkeypatch
     monkeypatch.chdir(folder)
     monkeypatch.setenv("WDS_COMMAND", "pipe:")
     (folder / "a.tar").touch()
+    (folder / "empty").mkdir()
     with pytest.raises(ValueError, match=named):
         expand_shards(path.format(folder=folder))

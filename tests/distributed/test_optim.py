@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -12,14 +11,14 @@ from torch import Tensor, nn
 
 from megasnn.config.optimizer import OPTIMIZERS, OptimizerConfig
 from megasnn.kernels import NeuronSpec
-from megasnn.layers import BuildContext, ConvNormNeuron, ParallelLinear
+from megasnn.layers import BuildContext, ConvNormNeuron, Numerics, ParallelLinear
 from megasnn.optim.build import build_optimizer, resident_state_bytes, state_bytes
 from megasnn.optim.norms import GradientNorm
 from megasnn.optim.rates import learning_rate, require_schedule
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from tests.distributed.whole import build, context, nothing, random
+from tests.distributed.whole import build, nothing, random
 from tests.parts import assemble, gradients
 
 
@@ -42,7 +41,7 @@ def _gradient(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _all_names() -> list[str]:
-    tensors = build(_layers(BuildContext(dtype=torch.float64)), {})
+    tensors = build(_layers(BuildContext(numerics=Numerics(torch.float64))), {})
     return [e.name for e in tensors if e.is_parameter]
 
 
@@ -51,7 +50,8 @@ def _norm_and_clip(tensor: int, pipeline: int) -> tuple:
     try:
         first, last = state.pp.rank == 0, state.pp.rank == pipeline - 1
         home = {"stem": first, "block": first if pipeline < 3 else state.pp.rank == 1, "head": last}
-        layers = {name: layer for name, layer in _layers(replace(context(state.tp), dp=state.dp)).items() if home[name]}
+        own = BuildContext(state, Numerics(torch.float64, torch.float64))
+        layers = {name: layer for name, layer in _layers(own).items() if home[name]}
         tensors = build(layers, {})
         frozen = [e for e in tensors if e.name == "stem.conv.weight"]
         for entry in tensors:
@@ -86,7 +86,7 @@ def _poison(tensors: list[ShardedTensor], rank: int) -> None:
 @pytest.mark.parametrize("tensor, pipeline, size", [(1, 1, 1), (2, 1, 4), (1, 3, 3), (2, 2, 4)])
 def test_every_parameter_counts_once(ranks, tensor, pipeline, size) -> None:
     trained = [name for name in _all_names() if name != "stem.conv.weight"]
-    whole = {e.name: e.shard.global_shape for e in build(_layers(BuildContext(dtype=torch.float64)), {})}
+    whole = {e.name: e.shard.global_shape for e in build(_layers(BuildContext(numerics=Numerics(torch.float64))), {})}
     gradients = {name: _gradient(name, whole[name]) for name in trained}
     expected = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
     scale = 0.5 / (expected + 1e-6)  # as torch and Megatron-LM clip
@@ -102,7 +102,7 @@ def test_every_parameter_counts_once(ranks, tensor, pipeline, size) -> None:
 
 
 def test_only_kernels_and_matrices_decay() -> None:
-    tensors = build(_layers(BuildContext(dtype=torch.float64)), {})
+    tensors = build(_layers(BuildContext(numerics=Numerics(torch.float64))), {})
     tensors[0].tensor.requires_grad_(False)
     decayed, others = build_optimizer(tensors, OptimizerConfig(weight_decay=0.3)).param_groups
     names = {id(e.tensor): e.name for e in tensors}
@@ -146,7 +146,7 @@ def test_warm_up_and_cool_down_in_epochs() -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_table_says_what_state_an_optimizer_keeps(optimizer: str) -> None:
     config = OptimizerConfig(optimizer)
-    tensors = build(_layers(BuildContext(dtype=torch.float64)), {})
+    tensors = build(_layers(BuildContext(numerics=Numerics(torch.float64))), {})
     trained = [entry.tensor for entry in tensors if entry.is_parameter]
     built = build_optimizer(tensors, config)
     for parameter in trained:

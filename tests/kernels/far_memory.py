@@ -55,7 +55,7 @@ def near(room: Far, steps: int, size: int) -> Tensor:
 def far_kernels(size: int, steps: int, seed: int, chunk: int) -> list[Tensor]:
     """What the kernels of a forward and a backward give for steps of so many values, of which the first are used."""
     from megasnn.kernels.triton.fire import fire_kernel, gradient_kernel
-    from megasnn.kernels.triton.launch import COLUMNS, NUMBERS, at_once, launch
+    from megasnn.kernels.triton.launch import COLUMNS, NUMBERS, Launch, at_once
     from megasnn.kernels.triton.sums import backward_sums_kernel
 
     norm = normal(5, CHANNELS, seed=seed)
@@ -63,16 +63,15 @@ def far_kernels(size: int, steps: int, seed: int, chunk: int) -> list[Tensor]:
     spikes, g_x, kept, partial = Far(steps * size), Far(steps * size), Far(steps * size), torch.zeros(2, 1, COLUMNS)
     starts = kept.start if steps > chunk else None
     common = {"T": steps, "REPEATED": False, "N": numbers(NeuronSpec()), "D": NUMBERS[torch.float32]}
-    launch(
-        fire_kernel, 1, x.start, norm, None, None, spikes.start, None, None, size, size, CHANNELS, 0, 0, 0,
-        POOL=False, AT_ONCE=at_once(steps), BLOCK=BLOCK, **common,
+    fire = Launch(
+        fire_kernel, 1, size, size, CHANNELS, 0, 0, 0, POOL=False, AT_ONCE=at_once(steps), BLOCK=BLOCK, **common
+    )
+    fire(x.start, norm[:3], None, None, spikes.start, None, None)
+    gradient = Launch(gradient_kernel, 1, size, CHANNELS, CHUNK=chunk, BLOCK=BLOCK, **common)
+    gradient(x.start, g.start, g_x.start, norm[:3], norm[3:], None, None, None, None, None, starts)
+    sums = Launch(
+        backward_sums_kernel, 1, size, size, CHANNELS, 0, 0, 0, COLUMNS, 1, 1,
+        CHUNK=chunk, POOL=False, LEARN=False, ROWS=BLOCK // COLUMNS, COLUMNS=COLUMNS, **common,
     )  # fmt: skip
-    launch(
-        gradient_kernel, 1, x.start, g.start, g_x.start, norm, None, None, None, None, None, starts, size, CHANNELS,
-        CHUNK=chunk, BATCH=True, BLOCK=BLOCK, **common,
-    )  # fmt: skip
-    launch(
-        backward_sums_kernel, 1, x.start, g.start, norm, None, None, None, partial, starts, size, size, CHANNELS, 0, 0,
-        0, COLUMNS, 1, 1, CHUNK=chunk, POOL=False, LEARN=False, ROWS=BLOCK // COLUMNS, COLUMNS=COLUMNS, **common,
-    )  # fmt: skip
+    sums(x.start, g.start, norm[:3], None, None, None, partial, starts)
     return [near(spikes, steps, size), near(g_x, steps, size), partial]

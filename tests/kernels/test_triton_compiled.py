@@ -127,6 +127,7 @@ def test_threads_wait_before_they_read_what_others_have_written() -> None:
 def test_learned_factors_compile() -> None:
     """Repeated input, running statistics, given potentials and a single channel as well."""
     from megasnn.kernels.triton.norm_neuron import TritonKernels
+    from megasnn.kernels.triton.norm_neuron_launches import mean_gradients_launch
 
     spec = NeuronSpec("plif", decay_input=False, v_reset=None, detach_reset=False, surrogate="atan")
     w = plif_weight(spec, torch.float32)
@@ -139,8 +140,11 @@ def test_learned_factors_compile() -> None:
         x = channels_last(1, 1, 1, 3, 5, dtype=torch.float64).requires_grad_()
         for running, pool in ((None, True), ((torch.zeros(1), torch.ones(1)), False)):
             norm_pool_neuron(x, BatchNorm(running=running), NormNeuron(spec, 1e-5, pool, 2), w)[0].sum().backward()
+        sums = torch.zeros(2, 3, dtype=torch.float64)
+        mean_gradients_launch(3, 1e-5, 7)(sums, sums[0], torch.empty(2, 3))
     names = {code.kernel for code in found}
     assert names >= {"fire_kernel", "gradient_kernel", "backward_sums_kernel", "pooled_gradient_kernel"}
+    assert names >= {"coefficients_kernel", "mean_gradients_kernel"}
     inexact = "div.full", "div.approx", "rcp."
     assert not any(code.count(each) for code in found for each in inexact if code.kernel == "fire_kernel")
 

@@ -128,15 +128,18 @@ def many_steps_in_there() -> None:
 
 def sums_of_many_programs_in_there() -> None:
     """More values than a program takes, and than there are programs before one takes several tiles."""
-    from megasnn.kernels.triton import norm_neuron
+    from megasnn.kernels.triton import norm_neuron_launches as launches
 
-    cut = norm_neuron._cut(1 << 30, 48, 8)
-    assert cut.tiles == norm_neuron.TILES and cut.programs * cut.tiles * cut.rows * cut.row >= 1 << 30
-    with mock.patch.object(norm_neuron, "_PROGRAMS", 1):
-        norm_neuron._cut.cache_clear()
+    cut = launches.Cut.of(1 << 30, 48, 8)
+    assert cut.tiles == launches.TILES and cut.programs * cut.tiles * cut.rows * cut.row >= 1 << 30
+    caches = (launches.statistics_launches, launches.norm_neuron_launches)
+    with mock.patch.object(launches, "PROGRAMS", 1):
+        for cache in caches:
+            cache.cache_clear()
         for shape in ((2, 3, 24, 17, 18), (2, 1, 160, 5, 6)):
             assert_same_units(channels_last(*shape) * 2 + 5, NeuronSpec("plif"))
-    norm_neuron._cut.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def pool_in_there() -> None:
@@ -176,7 +179,7 @@ def gradients_of_bfloat16_in_there() -> None:
         leaf = x.clone().requires_grad_()
         wanted, found = (unit_results(leaf, norm, NeuronSpec(), each, pool=pool) for each in ("fused", "triton"))
         assert torch.equal(found[0], wanted[0])
-        assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
+        assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float64
         # The interpreter cuts bits off where a GPU rounds to bfloat16.
         for actual, expected, relative in zip(found[1:], wanted[1:], tolerances, strict=True):
             assert_close(actual.float(), expected.float(), relative)
@@ -255,7 +258,7 @@ def saved_in_there() -> None:
                 )
             else:
                 neuron_multi_step(x, NeuronSpec(), backend="triton")
-        assert (dtype, x.numel()) in saved and sum(size for _, size in saved) <= x.numel() + 4 * 16
+        assert (dtype, x.numel()) in saved and sum(size for _, size in saved) <= x.numel() + 7 * 16
 
 
 def chosen_in_there() -> None:

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.norm_neuron_kernels import Norm, NormNeuron, NormNeuronInput
+from megasnn.kernels.norm_neuron_kernels import Affine, Norm, NormNeuron, NormNeuronInput
 
 SMALL = 8, 64, 32, 32  # samples, channels and sides: programs that sum have several tiles
 
@@ -83,18 +83,17 @@ def compiling_for(capability: int) -> Iterator[list[Code]]:
     """In it kernels are compiled where they would be started, and nothing is computed."""
     from triton.runtime import driver
 
-    from megasnn.kernels.triton import codec, launch, norm_neuron, philox
+    from megasnn.kernels.triton.launch import OPTIONS, Launch
 
     found: list[Code] = []
 
-    def compile_only(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-        code = kernel.warmup(*args, **{**launch.OPTIONS, **constants}, grid=(programs,))
-        found.append(Code(kernel.fn.__name__, code.asm["ptx"], code.asm["cubin"]))
+    def compile_only(launch: Launch, *tensors: torch.Tensor | None) -> None:
+        code = launch.kernel.warmup(*tensors, *launch.numbers, **launch.constants, **OPTIONS, grid=(1,))
+        found.append(Code(launch.kernel.fn.__name__, code.asm["ptx"], code.asm["cubin"]))
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(driver, "_active", AbsentGpu(capability)))
-        for module in (norm_neuron, codec, philox):
-            stack.enter_context(mock.patch.object(module, "launch", compile_only))
+        stack.enter_context(mock.patch.object(Launch, "__call__", compile_only))
         yield found
 
 
@@ -124,10 +123,10 @@ def compiled(
     x, g = absent(*sizes[2:]), absent(*neuron.space_of_spikes(sizes[2:]))
     kernels, inputs = TritonKernels(), NormNeuronInput(x, norm, None, neuron)
     with compiling_for(capability) as found:
-        kernels.statistics(x)
+        kernels.statistics(x, Affine(norm.weight, norm.bias, neuron.eps))
         kernels.fire(inputs, packed=True)
-        backward = kernels.backward_sums(inputs, g, False)
-        kernels.input_gradient(inputs, g, backward.sums, 7, backward.carried)
+        complete = kernels.backward_sums(inputs, g, False, count=7)
+        kernels.input_gradient(inputs, g, complete.sums, 7, complete.carried)
         if not pool:
             kernels.neuron_multi_step(x.requires_grad_(), spec, None, None)[0].backward(g)
     return found

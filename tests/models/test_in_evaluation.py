@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasnn import Engine
+from megasnn.common.grid import Grid
 from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.plain.replicated import LayerCall
 from megasnn.models.build import describe_model
 from megasnn.models.model import Model
-from megasnn.parallel_state import Group
+from megasnn.parallel_state import ParallelState
 from tests.models.networks import CLASSES, Integrates
 from tests.parity.ranks import TOLERANCE
 
@@ -266,7 +267,7 @@ def _found(flags: dict[str, Any]) -> tuple[float, Tensor, float]:
 
 
 def test_what_mixes_channels_in_one_mode_is_whole_and_what_does_not_is_cut() -> None:
-    built = describe_model(Of()).build(BuildContext(Group("tp", (0, 1))))
+    built = describe_model(Of()).build(BuildContext(ParallelState.without_process_groups(Grid(tp=2))))
     groups = {each.name: vars(each.module).get("_layer_call", LayerCall()).group for each in built}
     for way in WAYS:
         assert (groups[way] is None) == (way in BY_ELEMENT), way

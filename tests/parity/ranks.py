@@ -22,7 +22,7 @@ from megasnn.engine.model import DistributedModel
 from megasnn.engine.replica import build_replica
 from megasnn.engine.step_sums import StepFigures
 from megasnn.kernels import NeuronSpec
-from megasnn.layers import BuildContext
+from megasnn.layers import BuildContext, Numerics
 from megasnn.layers.plain.replicated import LayerCall
 from megasnn.layers.weight_grad import CastWeights
 from megasnn.models.build import describe_model
@@ -155,9 +155,9 @@ def built(
     """
     state = initialize_model_parallel(tp=layout.tensor, pp=layout.pipeline, dp_shard=layout.weight, cp=layout.context)
     try:
-        groups = {"dp": state.dp, "dp_shard": state.dp_shard, "cp": state.cp}
         casts = CastWeights(stay=graphs is not None)
-        context = BuildContext(state.tp, dtype, dtype, backend, seed, **groups, cut=layout.cut, cast_weights=casts)
+        numerics = Numerics(dtype, dtype, backend)
+        context = BuildContext(state, numerics, layout.cut, seed=seed, cast_weights=casts)
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         bounds = bounds or even_bounds(len(model.layers), len(plan.placement))
         if layout.recompute is not None or layout.weight > 1:
@@ -170,7 +170,7 @@ def built(
         parallel = ParallelConfig(use_distributed_optimizer=shards_have_owners)
         config = PretrainConfig(model_config(), training=TrainingConfig(seed=seed), parallel=parallel)
         pipeline = PipelinePlan(tuple(bounds), plan, 1)
-        made = build_replica(config, model, layers, context, state, pipeline, lambda: False)
+        made = build_replica(config, model, layers, context, pipeline, lambda: False)
         for chunk in made.chunks.values():
             if graphs is not None:
                 chunk.capture_graphs(graphs)
@@ -187,7 +187,7 @@ def even_bounds(layers: int, chunks: int) -> list[range]:
 
 def inputs_of(engine: DistributedModel, x: Tensor, labels: Tensor, micro_batch_size: int) -> list[MicroBatchInput]:
     """This rank's share of a global batch: of its replica's micro-batches the samples that it has."""
-    replicas, sharing = engine.state.dp, engine.context.sharing_samples
+    replicas, sharing = engine.state.dp, engine.context.sample_group
     sizes, batches = micro_batch_sizes(len(labels), micro_batch_size), []
     for i in micro_batches_of(len(sizes), replicas.size, replicas.rank):
         own, start = own_span(sizes[i], sharing.sizes, sharing.rank), sum(sizes[:i])

@@ -30,8 +30,8 @@ EXECUTOR: Paths = ("megasnn.pipeline.executor:PipelineExecutor.run",)
 WEIGHT_GRADIENTS: Paths = ("megasnn.layers.weight_grad:WeightGradients.leave",)
 """Takes the task of a weight gradient, and starts it or keeps it for later."""
 CLIP: Paths = ("megasnn.optim.norms:GradientNorm.clip",)
-LAUNCH: Paths = ("megasnn.kernels.triton.launch:launch",)
-"""Starts a kernel: (kernel, number of programs, arguments ...)."""
+LAUNCH: Paths = ("megasnn.kernels.triton.launch:Launch.__call__", "megasnn.kernels.triton.launch:launch")
+"""Starts a kernel: (its launch, tensors ...), or (kernel, number of programs, arguments ...)."""
 KERNELS = "megasnn.kernels.triton"
 """Package whose modules start kernels."""
 INTERPRETED: Paths = ("megasnn.kernels.triton.available:interpreted",)

@@ -1,4 +1,4 @@
-"""Event cameras: recordings of the usual formats, checked, as frames for a network; and a simulated camera."""
+"""Event cameras: recordings in the usual formats, their frames for a network, and a simulated camera."""
 
 from megasnn.data.events.arrays import TimeUnit as TimeUnit
 from megasnn.data.events.arrays import recording_of_arrays as recording_of_arrays

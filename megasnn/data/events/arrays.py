@@ -1,6 +1,6 @@
-"""Recordings of NumPy's arrays, as other programs name them and lay them out.
+"""Recordings from NumPy arrays as other programs save them.
 
-t, x, y and p are arrays of their own, fields of a structured array, or columns of an array [N, 4].
+t, x, y and p are four arrays, fields in a structured array, or columns in an array [N, 4].
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.common.files import require_size
+from megasnn.common.files import in_message, require_size
 from megasnn.data.events.frames import EVENT_BYTES, LARGEST_SIDE, NO_SIZE, Events, Recording, SensorSize
 
 TimeUnit = Literal["s", "ms", "us", "ns"]
@@ -22,9 +22,8 @@ _NAMES = {
     "y": ("y", "ys"),
     "p": ("p", "ps", "pol", "polarity", "polarities", "on"),
 }
-_ORDERS = ("txyp", "xytp", "xypt")
-"""Columns of arrays [N, 4] that are in use."""
-_NUMBERS = "iubf"  # kinds of NumPy's types
+_ORDERS = ("txyp", "xytp", "xypt")  # column orders in use
+_NUMBERS = "iubf"  # kinds of NumPy types
 _BOUNDS = {"x": (0, LARGEST_SIDE - 1), "y": (0, LARGEST_SIDE - 1), "p": (-1, 1)}
 _LATEST = 1 << 61  # in microseconds, so that no sum of two overflows
 _MICROSECONDS: dict[TimeUnit, tuple[int, int]] = {"s": (10**6, 1), "ms": (1000, 1), "us": (1, 1), "ns": (1, 1000)}
@@ -34,16 +33,16 @@ _UNITS = "--time-unit s, ms, us or ns"
 def recording_of_arrays(
     arrays: Mapping[str, NDArray], sensor: SensorSize | None = None, time_unit: TimeUnit | None = None
 ) -> Recording:
-    """Recording of arrays by their names; its order in time is not checked.
+    """Recording from named arrays, unsorted.
 
-    There are arrays t, x, y and p (0 and 1, or -1 and 1), or one array with these fields or columns, whose own name
-    does not matter; and perhaps height and width. Floats are taken where they are whole.
+    Takes arrays t, x, y and p (0 and 1, or -1 and 1), or one array with these fields or columns; height and width are
+    optional. Floats must be whole numbers.
 
     Args:
-        time_unit: of t; without it t counts microseconds.
+        time_unit: of t; by default whole microseconds.
 
     Raises:
-        ValueError: an array is missing, or holds what is no event, or what could be read in two ways.
+        ValueError: an array is missing, invalid or ambiguous.
     """
     columns = _columns(arrays, sensor)
     require_size("its events", EVENT_BYTES * columns["t"].size)
@@ -63,10 +62,11 @@ def recording_of_arrays(
 
 
 def _columns(arrays: Mapping[str, NDArray], sensor: SensorSize | None) -> dict[str, NDArray]:
-    """t, x, y and p of arrays, of a structured array, or of an array [N, 4]."""
+    """Arrays t, x, y and p, however they are laid out."""
     missing = _missing(arrays)
     if not missing:
         return _by_name(arrays)
+    # A structured array or an array [N, 4], under any name; height and width may lie beside it.
     tables = [array for array in arrays.values() if array.dtype.names or _is_table(array)]
     if len(tables) != 1:
         found = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
@@ -94,14 +94,18 @@ def _by_name(arrays: Mapping[str, NDArray]) -> dict[str, NDArray]:
     for name, names in _NAMES.items():
         found = [each for each in names if each in arrays]
         if len(found) > 1:
-            raise ValueError(f"has both {found[0]} and {found[1]}, of which one must be left out")
+            raise ValueError(f"has both {found[0]} and {found[1]}; leave one out")
         columns[name] = arrays[found[0]]
     return columns
 
 
 def _order_of(table: NDArray, sensor: SensorSize | None) -> str:
-    """Order of the columns of an array [N, 4]: the only one of `_ORDERS` in which all values can be events'."""
-    fitting = [order for order in _ORDERS if _fits(dict(zip(order, table.T, strict=True)), sensor)]
+    """The only order in `_ORDERS` that fits all columns."""
+    fitting = []
+    for order in _ORDERS:
+        columns = dict(zip(order, table.T, strict=True))
+        if _fits(columns, sensor):
+            fitting.append(order)
     if len(fitting) != 1:
         found = "could be " + " or ".join(fitting) if fitting else f"are none of {', '.join(_ORDERS)}"
         raise ValueError(
@@ -113,14 +117,14 @@ def _order_of(table: NDArray, sensor: SensorSize | None) -> str:
 def _fits(columns: Mapping[str, NDArray], sensor: SensorSize | None) -> bool:
     height, width = sensor or (LARGEST_SIDE, LARGEST_SIDE)
     bounds = _BOUNDS | {"x": (0, width - 1), "y": (0, height - 1)}
-    inside = (_is_whole(columns[name], *bound).all() for name, bound in bounds.items())
-    return all(inside) and bool((columns["t"][1:] >= columns["t"][:-1]).all())
+    inside = all(_is_whole(columns[name], *bound).all() for name, bound in bounds.items())
+    return inside and bool((columns["t"][1:] >= columns["t"][:-1]).all())
 
 
 def _is_whole(values: NDArray, least: int, most: int) -> NDArray[np.bool_]:
-    """Whether each value is a whole number from `least` to `most`; nan is none."""
+    """Mask of whole numbers from `least` to `most`."""
     if values.dtype.kind == "f":
-        # In float16 the bounds would be infinite.
+        # float16 would turn the bounds into infinity.
         values = values.astype(np.promote_types(values.dtype, np.float32))
     inside = (values >= least) & (values <= most)
     return inside & (values == np.floor(values))
@@ -136,7 +140,7 @@ def _require_whole(name: str, values: NDArray, least: int, most: int, advice: st
 
 
 def _microseconds(t: NDArray, unit: TimeUnit | None) -> NDArray[np.int64]:
-    """Times in microseconds, rounded to the nearest one; without a unit they must be whole numbers."""
+    """Times rounded to microseconds; whole numbers without a unit."""
     times, parts = _MICROSECONDS[unit or "us"]
     latest = _LATEST // times
     if t.dtype.kind == "f" and unit is not None:
@@ -144,6 +148,7 @@ def _microseconds(t: NDArray, unit: TimeUnit | None) -> NDArray[np.int64]:
         return np.rint(t.astype(np.float64) * times / parts).astype(np.int64)
     advice = f"; if t does not count microseconds, give its unit ({_UNITS})" if unit is None else ""
     _require_whole("t", t, -latest, latest, advice)
+    # In integers: float64 has 53 bits, and nanoseconds since 1970 need 61.
     whole = t.astype(np.int64)
     return whole * times if parts == 1 else (whole + parts // 2) // parts
 
@@ -151,7 +156,10 @@ def _microseconds(t: NDArray, unit: TimeUnit | None) -> NDArray[np.int64]:
 def _sensor_of(arrays: Mapping[str, NDArray]) -> SensorSize | None:
     if "height" not in arrays or "width" not in arrays:
         return None
-    sides = [arrays[side].item() if arrays[side].size == 1 else 0 for side in ("height", "width")]
-    if any(not isinstance(side, int) or not 0 < side <= LARGEST_SIDE for side in sides):
-        raise ValueError(f"height and width must be integers from 1 to {LARGEST_SIDE}, they are {sides}")
+    sides = []
+    for name in ("height", "width"):
+        side = arrays[name].item() if arrays[name].size == 1 else None
+        if not isinstance(side, int) or not 0 < side <= LARGEST_SIDE:
+            raise ValueError(f"{name} must be one integer from 1 to {LARGEST_SIDE}, not {in_message(arrays[name])}")
+        sides.append(side)
     return SensorSize(*sides)

@@ -1,4 +1,4 @@
-"""Clocks of event cameras: counters of some bits that begin anew at 0 when they are full."""
+"""Clocks of event cameras: counters of a few bits, which wrap to 0."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def unwrap(counter: NDArray, bits: int) -> NDArray[np.int64]:
-    """Values of a counter of `bits` bits without its wraps.
+def unwrap(counter: NDArray, bits: int, silence: int | None = None) -> NDArray[np.int64]:
+    """Removes the wraps of a counter with `bits` bits.
 
-    The counter has wrapped where it falls by more than half its range. Where it then rises by more than half, it is
-    back before the wrap, as with an event that comes late. Smaller steps back stay as they are.
+    A fall by more than the range less `silence` is a wrap. Smaller falls stay.
+
+    Args:
+        silence: longest time across a wrap; by default half the range.
     """
     values = counter.astype(np.int64)
     half = 1 << (bits - 1)
+    threshold = half if silence is None else (1 << bits) - silence
     steps = np.diff(values)
-    wraps = (steps < -half).astype(np.int64)
-    wraps -= steps > half
+    wraps = (steps < -threshold).astype(np.int64)
+    wraps -= steps > threshold  # back before the wrap, to a late event
     turns = np.cumsum(wraps)
-    # Before the first wrap there is nothing to go back to: a large rise is one, as after a zero at the beginning.
+    # A large rise before the first wrap is none: it follows a zero at the beginning.
     turns -= np.minimum(np.minimum.accumulate(turns), 0)
     values[1:] += turns << bits
     return values

@@ -1,8 +1,4 @@
-"""Recordings of event cameras in memory, their checks, and their frames [T, 2, H, W].
-
-A recording is four arrays and the size of the sensor. A frame counts the events of each polarity that every pixel sent
-in one part of the recording.
-"""
+"""Event recordings in memory, their checks, and their frames [T, 2, H, W]: counts per polarity and pixel."""
 
 from __future__ import annotations
 
@@ -16,15 +12,15 @@ from numpy.typing import ArrayLike, NDArray
 from megasnn.common.files import require_size
 
 LARGEST_SIDE = 1 << 16
-"""Pixels that a side of a sensor may have: coordinates are 16-bit numbers."""
+"""Largest height or width of a sensor: coordinates are 16-bit numbers."""
 EVENT_BYTES = 13
-"""Memory that an event of `Events` takes."""
-NO_SIZE = "does not say the size of its sensor; pass it (--sensor-size HEIGHT WIDTH)"
-"""Problem of a file without a size."""
+"""Memory of an event in `Events`."""
+NO_SIZE = "does not contain the size of its sensor; give it (--sensor-size HEIGHT WIDTH)"
+"""Message for a file without a size."""
 
 
 class RecordingError(ValueError):
-    """A recording that cannot be used. The message names the file, and the event or byte."""
+    """An unusable recording. The message names file and event or byte."""
 
 
 class SensorSize(NamedTuple):
@@ -36,12 +32,12 @@ class SensorSize(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Events:
-    """N events as arrays of shape [N].
+    """N events as arrays [N].
 
     Attributes:
         t: time in microseconds, int64.
         x, y: column and row, uint16.
-        p: polarity, uint8: 1 where it became brighter, 0 where darker.
+        p: polarity, uint8: 1 for brighter, 0 for darker.
     """
 
     t: NDArray[np.int64]
@@ -53,16 +49,16 @@ class Events:
         return len(self.t)
 
     def __getitem__(self, part: slice | NDArray) -> Events:
-        """Events of a slice, a mask or an array of indices."""
+        """Selects by a slice, a mask or indices."""
         return Events(self.t[part], self.x[part], self.y[part], self.p[part])
 
     def between(self, start: int, end: int) -> Events:
-        """Events with start <= t < end; they must be in order of time."""
+        """Events with start <= t < end; requires sorted times."""
         return self[slice(*np.searchsorted(self.t, (start, end)))]
 
     @staticmethod
     def make(t: ArrayLike, x: ArrayLike, y: ArrayLike, p: ArrayLike) -> Events:
-        """Converts anything array-like to the types above; values must fit, nothing is checked."""
+        """Converts array-likes to the types above, unchecked."""
         return Events(
             np.ascontiguousarray(t, np.int64),
             np.ascontiguousarray(x, np.uint16),
@@ -73,21 +69,16 @@ class Events:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """Events of one file and the sensor that sent them.
-
-    Attributes:
-        events: at least one, in order of time and inside the sensor once it is checked.
-        sensor: height and width.
-    """
+    """Events and their sensor's size; `check_recording` checks them."""
 
     events: Events
     sensor: SensorSize
 
 
 def check_recording(recording: Recording, sort: bool = False) -> Recording:
-    """Checks that there are events, inside the sensor and in order of time; `sort` puts them in order instead, where
-    equal times keep theirs. Raises ValueError, naming the event."""
-    events, sensor = recording.events, recording.sensor
+    """Requires events inside the sensor and in order of time, or sorts them. Raises ValueError naming the event."""
+    events = recording.events
+    sensor = recording.sensor
     if not len(events):
         raise ValueError("has no events")
     for axis, values, limit in (("x", events.x, sensor.width), ("y", events.y, sensor.height)):
@@ -95,7 +86,7 @@ def check_recording(recording: Recording, sort: bool = False) -> Recording:
             index = int((values >= limit).argmax())
             raise ValueError(
                 f"{axis} = {values[index]} at event {index} is outside the sensor of {sensor}; "
-                "--sensor-size HEIGHT WIDTH gives a recording another one"
+                "--sensor-size HEIGHT WIDTH sets another size"
             )
     backwards = events.t[1:] < events.t[:-1]
     if backwards.any():
@@ -103,7 +94,7 @@ def check_recording(recording: Recording, sort: bool = False) -> Recording:
             index = int(backwards.argmax()) + 1
             raise ValueError(
                 f"time runs backwards at event {index}: {events.t[index]} us comes after {events.t[index - 1]} us; "
-                "sort=True (--sort-events) puts events in order"
+                "sort=True (--sort-events) sorts them"
             )
         events = events[np.argsort(events.t, kind="stable")]
     return Recording(events, sensor)
@@ -111,18 +102,14 @@ def check_recording(recording: Recording, sort: bool = False) -> Recording:
 
 @dataclass(frozen=True)
 class FrameOptions:
-    """Options of frames of a recording. Unscaled they are counts, bit for bit SpikingJelly's.
-
-    Raises:
-        ValueError: values below 1, or another name.
-    """
+    """Options for frames; unscaled ones are SpikingJelly's counts."""
 
     time_steps: int = 10
-    """Frames of a sample, T."""
+    """Frames per sample, T."""
     split_by: Literal["number", "time"] = "number"
-    """Equal shares of a recording's events (number) or of its time for all frames."""
+    """Frames with equal numbers of events (number), or of equal duration (time)."""
     size: int | None = None
-    """Height and width to scale frames to (48 is usual for CIFAR10-DVS); by default the sensor's."""
+    """Height and width of scaled frames (usually 48 for CIFAR10-DVS); by default the sensor's."""
 
     def __post_init__(self) -> None:
         for name in ("time_steps", "size"):
@@ -134,14 +121,14 @@ class FrameOptions:
 
 
 def make_frames(recording: Recording, options: FrameOptions) -> NDArray[Any]:
-    """Counts the events of each frame of a checked recording, and scales as the options say.
+    """Frames [T, 2, H, W] from a checked recording, polarity 0 first: int32 counts, or float32 once scaled.
 
-    Returns:
-        [T, 2, H, W], polarity 0 before polarity 1: int32 counts, or float32 where they are scaled.
     Raises:
-        ValueError: a recording too short for the number of frames by time, or frames that are too large.
+        ValueError: too short to split by time, or frames too large.
     """
-    sensor, count, size = recording.sensor, options.time_steps, options.size
+    sensor = recording.sensor
+    count = options.time_steps
+    size = options.size
     pixels = max(sensor.height * sensor.width, (size or 0) ** 2)
     require_size(f"{count} frames of {pixels} pixels", 8 * count * pixels)  # two polarities, four bytes each
     frames: NDArray[Any] = _count(recording.events, sensor, _bounds(recording.events.t, options))
@@ -151,27 +138,29 @@ def make_frames(recording: Recording, options: FrameOptions) -> NDArray[Any]:
 
 
 def _bounds(t: NDArray[np.int64], options: FrameOptions) -> NDArray[np.int64]:
-    """First event of each frame and, as the last entry, the end of the last frame: shape [T + 1].
-
-    The last frame takes the remainder too, as in SpikingJelly's `integrate_events_by_fixed_frames_number`.
-    """
+    """First event in each frame, then the last frame's end: [T + 1]."""
+    # The last frame includes the remainder, as in SpikingJelly's `integrate_events_by_fixed_frames_number`.
     count = options.time_steps
     if options.split_by == "number":
         return np.append(len(t) // count * np.arange(count), len(t))
     step = int(t[-1] - t[0]) // count
     if step == 0:
-        raise ValueError(f"a recording of {t[-1] - t[0]} us is too short for {count} frames by time")
+        raise ValueError(
+            f"a recording of {t[-1] - t[0]} us is too short for {count} frames of equal duration; lower --time-steps, "
+            "or use --split-by number"
+        )
     return np.append(np.searchsorted(t, t[0] + step * np.arange(count)), len(t))
 
 
 def _count(events: Events, sensor: SensorSize, bounds: NDArray[np.int64]) -> NDArray[np.int32]:
     height, width = sensor
     cells = 2 * height * width
+    # Index of [polarity, row, column] in a flat frame, in place: a recording may have 10^7 events.
     cell = (events.p != 0).astype(np.intp) * height
     cell += events.y
     cell *= width
     cell += events.x
-    # One frame at a time: its counters stay in the cache.
+    # One frame at a time, so that its counters stay in the CPU's cache.
     frames = np.empty((len(bounds) - 1, cells), np.int32)
     for frame, start, end in zip(frames, bounds[:-1], bounds[1:], strict=True):
         frame[:] = np.bincount(cell[start:end], minlength=cells)
@@ -179,18 +168,15 @@ def _count(events: Events, sensor: SensorSize, bounds: NDArray[np.int64]) -> NDA
 
 
 def resize_frames(frames: NDArray[Any], size: int) -> NDArray[np.float32]:
-    """Scales frames [..., H, W] to [..., size, size]: bilinear, each new pixel a mean over all it covers (antialiased).
-
-    That is torchvision's `Resize`, with which the literature scales CIFAR10-DVS from 128 to 48 (Deng et al. 2022, TET).
-    Values are means of counts, no sums: their scale does not depend on the size.
-    """
+    """Scales frames [..., H, W] to [..., size, size]: bilinear, antialiased; means of counts, not sums."""
+    # torchvision's `Resize`, with which the literature scales CIFAR10-DVS from 128 to 48 (Deng et al. 2022, TET).
     height, width = frames.shape[-2:]
     return _weights(height, size) @ frames.astype(np.float32, copy=False) @ _weights(width, size).T
 
 
 @lru_cache(maxsize=16)
 def _weights(old: int, new: int) -> NDArray[np.float32]:
-    """Matrix [new, old] of the triangle filter, as wide as a new pixel when scaling down, one old pixel when up."""
+    """Triangle filter [new, old], as wide as the larger pixel."""
     scale = old / new
     centers = (np.arange(new) + 0.5) * scale
     distance = np.abs(np.arange(old) + 0.5 - centers[:, None]) / max(scale, 1.0)

@@ -1,4 +1,4 @@
-"""Header of Prophesee's files (DAT and EVT): lines of text that begin with '%', each a name and a value."""
+"""Header in Prophesee's files (DAT and EVT): lines beginning with '%', each a name and a value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megasnn.data.events.frames import LARGEST_SIDE, NO_SIZE, SensorSize
 
-# The first byte of the data may be a '%', too: a line has a blank behind it, no control characters, and an end.
+# The data may begin with a '%', too. A header line continues with a blank, has no control characters, and ends.
 _LINE = re.compile(rb"%(?: ([^\x00-\x08\x0a-\x1f]*))?(\r?\n|\Z)")
 _LAST_LINE = "end"
 _HEADER_BYTES = 1 << 20
@@ -16,18 +16,18 @@ _SIDE = re.compile(r"\s*\d{1,5}\s*", re.ASCII)
 
 @dataclass(frozen=True)
 class Header:
-    """Fields of a header.
+    """A header's fields.
 
     Attributes:
-        fields: values by name in lower case; of equal names the last one.
-        end: first byte behind the header.
+        fields: values by lower-case name; the last of equal names.
+        end: first byte after the header.
     """
 
     fields: dict[str, str]
     end: int
 
     def format_options(self) -> dict[str, str]:
-        """Options of the field `format`, such as `EVT3;height=720;width=1280`; the name is under ``""``."""
+        """Options in `format` (`EVT3;height=720;width=1280`), its name under ``""``."""
         name, *options = self.fields.get("format", "").split(";")
         found = {"": name.strip().upper()}
         for option in options:
@@ -36,11 +36,7 @@ class Header:
         return found
 
     def sensor(self, fallback: SensorSize | None) -> SensorSize:
-        """Size of the sensor: of the `format`, of `geometry` (WIDTHxHEIGHT), or of `height` and `width`.
-
-        Raises:
-            ValueError: the header does not say it and there is no fallback, or it is none.
-        """
+        """Sensor size in `format`, `geometry` (WIDTHxHEIGHT), or `height` and `width`. Raises ValueError."""
         width, _, height = self.fields.get("geometry", "").lower().partition("x")
         for source in (self.format_options(), {"height": height, "width": width}, self.fields):
             if source.get("height") and source.get("width"):
@@ -51,11 +47,7 @@ class Header:
 
 
 def read_header(data: bytes) -> Header:
-    """Reads the lines at the beginning of a file. There may be none, and the line `% end` may be missing.
-
-    Raises:
-        ValueError: the file ends inside a line, or has more than 1 MB of them.
-    """
+    """Reads a header, which may be empty or lack `% end`. Raises ValueError if cut, or larger than 1 MB."""
     fields: dict[str, str] = {}
     position = 0
     while line := _LINE.match(data, position):
@@ -74,5 +66,5 @@ def read_header(data: bytes) -> Header:
 def _side(text: str) -> int:
     side = int(text) if _SIDE.fullmatch(text) else 0
     if not 0 < side <= LARGEST_SIDE:
-        raise ValueError(f"has a header with {text!r} as height or width of its sensor, which is none")
+        raise ValueError(f"has a header with the invalid sensor height or width {text!r}")
     return side

@@ -1,13 +1,8 @@
-"""A simulated event camera in front of a moving image: recordings without a camera and without downloads.
+"""A simulated event camera before a moving image: recordings without a camera or a download.
 
-The pixel is that of Lichtsteiner et al. 2008: it remembers the logarithm of the light at its last event and sends the
-next one when the logarithm has risen (polarity 1) or fallen (0) by its threshold. Thresholds differ between pixels.
-Crossings between two rendered images are placed in time by linear interpolation, as ESIM does (Rebecq et al. 2018), and
-every pixel also sends noise at a constant rate.
-
-The image moves along a path: corners (x, y), x to the right and y down, in units of the sensor's `reach`. Each way
-between two corners takes equally long. It begins and ends at rest, with the speed of half a wave of a sine between, as
-that of something with a mass that a motor turns.
+A pixel sends an event when the logarithm of its light has risen (polarity 1) or fallen (0) by its threshold
+(Lichtsteiner et al. 2008). Times between two rendered images are interpolated (ESIM, Rebecq et al. 2018). Every pixel
+also sends noise.
 """
 
 from __future__ import annotations
@@ -21,33 +16,34 @@ from megasnn.common.random import keyed_seed
 from megasnn.data.events.frames import Events, Recording, SensorSize
 
 Path = tuple[tuple[float, float], ...]
+"""Corners (x, y) of a motion, x to the right and y down, in units of `SimulatedSensor.reach`."""
 
 SACCADES: Path = ((-0.5, -0.5), (0.0, 0.5), (0.5, -0.5), (-0.5, -0.5))
-"""N-MNIST: three saccades along the sides of a triangle (Orchard et al. 2015)."""
+"""Three saccades of N-MNIST, along a triangle (Orchard et al. 2015)."""
 
 
 @dataclass(frozen=True)
 class SimulatedSensor:
-    """A camera and the stage before it; by default N-MNIST's size, movement and duration."""
+    """A camera and the image's motion; by default as in N-MNIST."""
 
     size: SensorSize = SensorSize(34, 34)  # pixels
-    image_size: int = 26  # pixels of the sensor that the image's longer side covers
-    path: Path = SACCADES  # corners of the way that the image takes
-    reach: float = 6.0  # pixels that a path's unit is long
-    duration: int = 300_000  # of the recording in microseconds
-    frame_time: int = 5_000  # microseconds between two rendered images
-    threshold: float = 0.4  # change of the natural logarithm of the light that makes an event
-    mismatch: float = 0.03  # standard deviation of the threshold between pixels, as a share of it
-    background: float = 0.1  # light where the image is 0; where it is 1 the light is 1
-    noise_rate: float = 1.0  # events per second and pixel that nothing causes
+    image_size: int = 26  # pixels covered by the image's longer side
+    path: Path = SACCADES  # corners of the motion
+    reach: float = 6.0  # pixels per unit of the path
+    duration: int = 300_000  # us
+    frame_time: int = 5_000  # us between rendered images
+    threshold: float = 0.4  # change of the light's natural logarithm per event
+    mismatch: float = 0.03  # standard deviation of the threshold between pixels, relative to it
+    background: float = 0.1  # light for the image's value 0; its value 1 has light 1
+    noise_rate: float = 1.0  # noise events per second and pixel
 
 
 def simulate_recording(image: NDArray, *key: int | str, sensor: SimulatedSensor | None = None) -> Recording:
-    """Records an image that moves before the camera; there are no events where it neither moves nor makes noise.
+    """Records a moving image; without motion and noise there are no events.
 
     Args:
         image: [h, w], values from 0 (background) to 1.
-        key: of this recording's randomness, e.g. ("digits", seed, index); equal keys give equal recordings.
+        key: of the randomness, e.g. ("digits", seed, index); equal keys give equal recordings.
     """
     sensor = sensor or SimulatedSensor()
     random = np.random.default_rng(keyed_seed("simulated recording", *key))
@@ -65,11 +61,14 @@ def simulate_recording(image: NDArray, *key: int | str, sensor: SimulatedSensor 
 
 
 def _log_light(image: NDArray, times: NDArray, sensor: SimulatedSensor) -> NDArray:
-    """Logarithm of the light on each pixel at each time, [times, height * width]."""
+    """Logarithm of the light, [times, height * width]."""
     corners = np.array(sensor.path, np.float64)
-    way, part = np.divmod(times / sensor.duration * (len(corners) - 1), 1)
-    passed = way + (1 - np.cos(np.pi * part)) / 2
-    dx, dy = (sensor.reach * np.interp(passed, np.arange(len(corners)), corners[:, axis]) for axis in (0, 1))
+    numbers = np.arange(len(corners))
+    # Each side takes equally long, at the speed of half a sine wave, like a motor that starts and stops.
+    side, part = np.divmod(times / sensor.duration * (len(corners) - 1), 1)
+    passed = side + (1 - np.cos(np.pi * part)) / 2
+    dx = sensor.reach * np.interp(passed, numbers, corners[:, 0])
+    dy = sensor.reach * np.interp(passed, numbers, corners[:, 1])
     scale = max(image.shape) / sensor.image_size
     rows = _sampling(sensor.size.height, image.shape[0], scale, dy)
     columns = _sampling(sensor.size.width, image.shape[1], scale, dx)
@@ -78,19 +77,19 @@ def _log_light(image: NDArray, times: NDArray, sensor: SimulatedSensor) -> NDArr
 
 
 def _sampling(pixels: int, image_pixels: int, scale: float, shift: NDArray) -> NDArray:
-    """Linear interpolation as matrices [times, pixels, image_pixels]; nothing lies outside the image."""
-    place = (np.arange(pixels) - (pixels - 1) / 2 - shift[:, None]) * scale + (image_pixels - 1) / 2
-    return np.maximum(1 - np.abs(place[:, :, None] - np.arange(image_pixels)), 0)
+    """Linear interpolation as matrices [times, pixels, image_pixels]; zero outside the image."""
+    position = (np.arange(pixels) - (pixels - 1) / 2 - shift[:, None]) * scale + (image_pixels - 1) / 2
+    return np.maximum(1 - np.abs(position[:, :, None] - np.arange(image_pixels)), 0)
 
 
 def _threshold_crossings(
     light: NDArray, times: NDArray, sensor: SimulatedSensor, random: np.random.Generator
 ) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-    """t, x, y, p of the events that the light causes, pixel by pixel within each time step."""
-    of_pixels = np.random.default_rng(keyed_seed("thresholds of a simulated sensor", 0))  # equal in all recordings
-    spread = 1 + sensor.mismatch * of_pixels.standard_normal(light.shape[1])
-    threshold = sensor.threshold * np.maximum(spread, 0.1)  # no pixel fires without end
-    # What came before the recording left each pixel somewhere between two of its levels.
+    """t, x, y, p of events from light, pixel by pixel in each time step."""
+    pixel_random = np.random.default_rng(keyed_seed("thresholds of a simulated sensor", 0))  # equal in all recordings
+    spread = 1 + sensor.mismatch * pixel_random.standard_normal(light.shape[1])
+    threshold = sensor.threshold * np.maximum(spread, 0.1)  # a threshold near 0 would fire endlessly
+    # Each pixel starts anywhere between two of its levels, from light before the recording.
     reference = light[0] + threshold * random.uniform(-1, 1, light.shape[1])
     start = np.empty_like(light[1:])
     steps = np.empty(start.shape, np.int32)
@@ -100,12 +99,16 @@ def _threshold_crossings(
         reference = reference + crossed * threshold
     step, pixel = np.nonzero(steps)
     count = np.abs(steps[step, pixel])
+    # One entry for each event: a pixel may cross several thresholds in a step.
     which = np.repeat(np.arange(len(step)), count)
     number = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + 1
-    step, pixel = step[which], pixel[which]
+    step = step[which]
+    pixel = pixel[which]
     rising = steps[step, pixel] > 0
     level = start[step, pixel] + np.where(rising, number, -number) * threshold[pixel]
-    past, now = light[step, pixel], light[step + 1, pixel]
+    past = light[step, pixel]
+    now = light[step + 1, pixel]
+    # The light changes linearly between two rendered images.
     t = times[step] + (level - past) / (now - past) * sensor.frame_time
     y, x = np.divmod(pixel, sensor.size.width)
     return t.astype(np.int64), x, y, rising

@@ -1,1 +1,1 @@
-"""Makes webdataset shards with an index of data sets as they are downloaded."""
+"""Makes webdataset shards and their index from downloaded data sets."""

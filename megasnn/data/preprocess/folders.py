@@ -1,36 +1,39 @@
-"""Folders of a data set: those of its splits and classes, and the files in them."""
+"""A data set's folders: splits, classes, and their files."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 _SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-"""Split of a folder's name; Train and Test are taken, too."""
+"""Split by lower-case folder name."""
 
 
 def split_folders(folder: Path) -> dict[str, Path]:
-    """Folders of the splits train, val and test that exist, in this order. Raises ValueError for two of one split."""
+    """Existing folders for train, val and test. Raises ValueError for two folders of one split."""
     found: dict[str, Path] = {}
     for entry in visible(folder):
-        split = _SPLITS.get(entry.name.lower()) if entry.is_dir() else None
-        if split is not None and found.setdefault(split, entry) != entry:
-            raise ValueError(f"{found[split]} and {entry} are both of the split {split!r}; put their files together")
-    return {split: found[split] for split in dict.fromkeys(_SPLITS.values()) if split in found}
+        split = _SPLITS.get(entry.name.lower())
+        if split is None or not entry.is_dir():
+            continue
+        if found.setdefault(split, entry) != entry:
+            raise ValueError(f"{found[split]} and {entry} are both the split {split!r}; move their files into one")
+    return {split: found[split] for split in ("train", "val", "test") if split in found}
 
 
 def class_names(folder: Path) -> list[str]:
-    """Classes by number: names of the folders, sorted, numbers as such. Raises ValueError where there are none."""
+    """Class names by number: the folders' names in numeric order. Raises ValueError for none."""
     names = [entry.name for entry in visible(folder) if entry.is_dir()]
     if not names:
-        raise ValueError(f"{folder} has no folders; one for each class is expected there")
+        raise ValueError(f"{folder} has no folders; it needs one for each class")
     return sorted(names, key=_numeric)
 
 
 def files_of(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """Files of these types at any depth of a folder, in numeric order of their names. Raises ValueError without any."""
+    """Files with these endings at any depth, in numeric order. Raises ValueError for none."""
     files = [path for path in walk(folder) if path.suffix.lower() in suffixes]
     if not files:
         raise ValueError(f"{folder} has no files of type {', '.join(suffixes)}")
@@ -38,19 +41,16 @@ def files_of(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """Files at any depth of a folder; hidden ones (.DS_Store, ._x.jpg) are left out.
-
-    Links are followed, into each folder once: they may lead in a circle. Raises OSError for a folder that cannot be
-    read, and ValueError for one that does not exist.
-    """
+    """Yields files at any depth, without hidden ones (.DS_Store, ._x.jpg). Raises OSError and ValueError."""
     visible(folder)
     seen: set[tuple[int, int]] = set()
     for parent, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         status = os.stat(parent)
-        if (status.st_dev, status.st_ino) in seen:
+        identity = (status.st_dev, status.st_ino)
+        if identity in seen:  # links may lead in a circle
             folders.clear()
             continue
-        seen.add((status.st_dev, status.st_ino))
+        seen.add(identity)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
 
@@ -60,21 +60,21 @@ def _refuse(error: OSError) -> None:
 
 
 def describe_left_out(folder: Path, used: Collection[Path]) -> str:
-    """Number, types and the first of the files in a folder that are not used; "" where there are none."""
+    """Sentence about unused files in a folder; "" for none."""
     others = [path for path in walk(folder) if path not in used]
     if not others:
         return ""
-    types: dict[str, int] = {}
-    for path in others:
-        types[path.suffix.lower()] = types.get(path.suffix.lower(), 0) + 1
+    types = Counter(path.suffix.lower() for path in others)
     counts = ", ".join(f"{count} {suffix or 'without an ending'}" for suffix, count in sorted(types.items()))
     return f"{len(others)} files of {folder} are no samples and were left out ({counts}): {others[0]}"
 
 
 def visible(folder: Path) -> list[Path]:
-    """Entries of a folder without hidden names, sorted. Raises ValueError where it does not exist."""
-    if not folder.is_dir():
+    """Sorted entries without hidden ones. Raises ValueError if `folder` is none."""
+    if not folder.exists():
         raise ValueError(f"the folder {folder} does not exist")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder")
     return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
@@ -83,6 +83,7 @@ def _numeric_path(path: Path) -> list[list[tuple[int, int, str]]]:
 
 
 def _numeric(name: str) -> list[tuple[int, int, str]]:
-    """Sorting key by which cat_2 comes before cat_10."""
-    parts = re.split(r"(\d+)", name)
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part]
+    """Sorting key: cat_2 comes before cat_10."""
+    # The first entry keeps numbers and text apart, which cannot be compared.
+    parts = [part for part in re.split(r"(\d+)", name) if part]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]

@@ -1,4 +1,4 @@
-"""Command line of megasnn-preprocess-data: a subcommand for each data set, with the flags that it has."""
+"""Command line of megasnn-preprocess-data: a subcommand with flags for each data set."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from megasnn.data.preprocess.sources import (
     list_tiny_imagenet,
 )
 from megasnn.data.preprocess.writing import Encode, preprocess
-from megasnn.data.shards import INDEX_NAME, read_index
+from megasnn.data.shards import INDEX_NAME, Index, read_index
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions(ABC):
-    """Flags of all data sets."""
+    """Flags for all data sets."""
 
     input: Path
     """Folder of the data set."""
     output: Path
-    """Folder for the shards and their index.json; must not exist."""
+    """Folder for the shards and their index.json; must not exist, or be empty."""
     samples_per_shard: int = 500
-    """Samples of a shard; the last one of a split has the rest."""
+    """Samples per shard; the last shard of a split may have fewer."""
     skip_broken: bool = False
-    """Leave out and count samples that cannot be used, instead of stopping at the first one."""
+    """Leave out and count broken samples, instead of stopping at the first."""
     max_sample_mb: int = SAMPLE_MB
-    """A recording or image that takes more megabytes, in its file, decoded, or as frames, cannot be used."""
+    """Largest size in megabytes of a recording or image: its file, decoded, and as frames."""
     classes_of: Path | None = None
-    """A folder of shards whose list of classes numbers these, too; by default the order of their names does."""
+    """Folder of shards with the class numbers to use; by default the order of class names."""
     workers: int = os.cpu_count() or 1
-    """Processes; the shards do not depend on their number."""
+    """Number of processes; does not change the shards."""
 
     def __post_init__(self) -> None:
         for name in ("samples_per_shard", "max_sample_mb", "workers"):
@@ -57,32 +57,40 @@ class ShardOptions(ABC):
     @staticmethod
     @abstractmethod
     def listing(folder: Path) -> Listing:
-        """Finds the samples. Raises ValueError, naming a missing file or folder."""
+        """Finds the samples. Raises ValueError naming a missing file or folder."""
 
     @abstractmethod
     def encode(self) -> Encode:
-        """Function that makes a sample's files."""
+        """Function that turns an item into a sample's files."""
 
     def run(self) -> str:
-        """Makes the shards; returns a summary. Raises ValueError as `preprocess`."""
+        """Writes the shards; returns a summary. Raises ValueError as `preprocess`."""
         if not self.input.is_dir():
-            raise ValueError(f"--input {self.input} is no folder; the data set is expected there")
-        os.environ[SAMPLE_LIMIT] = str(self.max_sample_mb)
-        listing, encode = self.listing(self.input).with_unique_keys(), self.encode()
+            raise ValueError(f"--input {self.input} is no folder; give the folder of the data set")
+        os.environ[SAMPLE_LIMIT] = str(self.max_sample_mb)  # worker processes inherit it
+        listing = self.listing(self.input).with_unique_keys()
         if self.classes_of is not None:
             listing = listing.numbered_as(self._other_classes(self.classes_of))
-        index = preprocess(listing, encode, self.output, self.samples_per_shard, self.workers, self.skip_broken)
+        index = preprocess(listing, self.encode(), self.output, self.samples_per_shard, self.workers, self.skip_broken)
+        return "\n".join(self._summary(listing, index))
+
+    def _summary(self, listing: Listing, index: Index) -> list[str]:
         lines = []
         for split in listing.splits:
             shards = index.of_split(split)
-            samples, size = sum(len(shard.members.keys) for shard in shards), sum(shard.size for shard in shards)
-            lines.append(f"{samples} samples, {size / 1e6:.1f} MB: {len(shards)} x {self.output / split}-*.tar")
-        if broken := [reason for shard in index.shards for reason in shard.broken]:
-            lines.append(f"{len(broken)} samples cannot be used and were left out ({INDEX_NAME} has all): {broken[0]}")
+            samples = sum(len(shard.members.keys) for shard in shards)
+            megabytes = sum(shard.size for shard in shards) / 1e6
+            lines.append(f"{samples} samples, {megabytes:.1f} MB: {len(shards)} x {self.output / split}-*.tar")
+        broken: list[str] = []
+        for shard in index.shards:
+            broken += shard.broken
+        if broken:
+            lines.append(f"{len(broken)} samples are broken and were left out ({INDEX_NAME} lists all): {broken[0]}")
         used = {item.source for items in listing.splits.values() for item in items}
-        if left_out := describe_left_out(self.input, used):
+        left_out = describe_left_out(self.input, used)
+        if left_out:
             lines.append(left_out)
-        return "\n".join(lines)
+        return lines
 
     @staticmethod
     def _other_classes(folder: Path) -> list[str]:
@@ -94,16 +102,16 @@ class ShardOptions(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class EventFolder(ShardOptions):
-    """Recordings of any format: train/CLASS/FILE and test/CLASS/FILE, or CLASS/FILE, then 90 % of each class train."""
+    """Recordings of any format in train/CLASS and test/CLASS, or in CLASS: then 90 % of each class train."""
 
     sensor_size: tuple[int, int] | None = None
-    """Height and width of the sensor, where recordings do not say them; by default the data set's."""
+    """Height and width of the sensor, for recordings without them; by default the data set's."""
     sort_events: bool = False
-    """Put events in order of time, instead of refusing recordings that are not: some cameras send a few late."""
+    """Sort events by time, instead of refusing recordings with late events, which some cameras send."""
     time_unit: TimeUnit | None = None
-    """Unit of the times in .npz and .npy files; by default they are whole numbers of microseconds."""
+    """Unit of times in .npz and .npy files; by default whole microseconds."""
     keep_events: bool = False
-    """Keep the events rather than frames: training then makes them by its own flags. Larger, and slower to read."""
+    """Store events instead of frames; training makes the frames by its own flags. Larger, and slower to read."""
     frames: tyro.conf.OmitArgPrefixes[FrameOptions] = FrameOptions()
     listing = staticmethod(list_event_folders)
     default_sensor: ClassVar[tuple[int, int] | None] = None
@@ -114,7 +122,10 @@ class EventFolder(ShardOptions):
         if self.sensor_size is not None and min(self.sensor_size) < 1:
             raise ValueError(f"--sensor-size must be at least 1 1, got {self.sensor_size[0]} {self.sensor_size[1]}")
         if self.keep_events and self.frames != FrameOptions():
-            raise ValueError(f"--keep-events makes no frames: give {self.frames} to training instead")
+            raise ValueError(
+                "--keep-events makes no frames: remove --time-steps, --split-by and --size; training has flags of the "
+                "same meaning (--image-size for the size)"
+            )
 
     def encode(self) -> Encode:
         sensor = self.sensor_size or self.default_sensor
@@ -124,7 +135,7 @@ class EventFolder(ShardOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Cifar10Dvs(EventFolder):
-    """CIFAR10-DVS: a folder of .aedat recordings for each class, or of SpikingJelly's .npz; with its x and y."""
+    """CIFAR10-DVS: a folder of .aedat recordings, or SpikingJelly's .npz, for each class; SpikingJelly's x and y."""
 
     default_sensor = (128, 128)
     transpose_dvs128 = True
@@ -132,14 +143,14 @@ class Cifar10Dvs(EventFolder):
 
 @dataclass(frozen=True, kw_only=True)
 class NMnist(EventFolder):
-    """N-MNIST: Train/DIGIT/*.bin and Test/DIGIT/*.bin, or the same of SpikingJelly's .npz."""
+    """N-MNIST: Train/DIGIT/*.bin and Test/DIGIT/*.bin, or SpikingJelly's .npz."""
 
     default_sensor = (34, 34)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dvs128Gesture(EventFolder):
-    """DVS128 Gesture: recordings with trials_to_train.txt, trials_to_test.txt and labels; or SpikingJelly's .npz."""
+    """DVS128 Gesture: recordings, labels, trials_to_train.txt and trials_to_test.txt; or SpikingJelly's .npz."""
 
     listing = staticmethod(list_gestures)
     default_sensor = (128, 128)
@@ -147,7 +158,7 @@ class Dvs128Gesture(EventFolder):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFolder(ShardOptions):
-    """Images in a folder for each class, perhaps below train, val and test, as ImageNet has them."""
+    """Images in a folder for each class, or below train, val and test, as in ImageNet."""
 
     listing = staticmethod(list_image_folders)
 
@@ -157,7 +168,7 @@ class ImageFolder(ShardOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TinyImagenet(ImageFolder):
-    """Tiny-ImageNet as it unpacks: train/WNID/images, and val with val_annotations.txt."""
+    """Tiny-ImageNet, unpacked: train/WNID/images, and val with val_annotations.txt."""
 
     listing = staticmethod(list_tiny_imagenet)
 

@@ -1,8 +1,4 @@
-"""Writes the shards of a data set, several at a time, and their index.
-
-All is written into a folder `<output>.partial`, which gets its name last of all: a folder with the name of the output
-is complete, also after a kill or a power cut.
-"""
+"""Writes a data set's shards in parallel, and their index."""
 
 from __future__ import annotations
 
@@ -27,9 +23,11 @@ from megasnn.data.shards import INDEX_NAME, Index, ShardRecord, scan
 from megasnn.data.workers import end_with_parent
 
 Sample = tuple[str, Mapping[str, bytes]]
-"""Key, and the contents of its files by suffix."""
+"""Key, and contents of its files by ending."""
 Encode = Callable[[Item], Mapping[str, bytes]]
-"""Reads an item and returns its files by suffix. Raises ValueError for one that cannot be used; can be pickled."""
+"""Item -> its files by ending. Raises ValueError for a broken item; can be pickled."""
+ShardTask = tuple[Path, str, list[Item]]
+"""A shard to write: path, split, items."""
 
 
 def preprocess(
@@ -40,26 +38,26 @@ def preprocess(
     workers: int = 1,
     skip_broken: bool = False,
 ) -> Index:
-    """Writes the shards of a data set and their index, which it returns; the same bytes for any number of workers.
+    """Writes shards and index; returns the index. The bytes do not depend on `workers`.
 
     Args:
-        output: folder for them, which must not exist, or be empty.
-        samples_per_shard: the last shard of a split has the rest.
-        skip_broken: leaves out and counts items that cannot be used.
+        output: a new or empty folder.
+        skip_broken: leave out and count broken items.
 
     Raises:
-        ValueError: the folder exists, or cannot be written, or an item cannot be used. Nothing is left then.
+        ValueError: the folder exists or cannot be written, or an item is broken. Nothing remains on disk.
     """
+    # Renamed at the end: a folder `output` is complete, even after a power cut.
     aside = output.with_name(f"{output.name}.partial")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"--output {output} exists, and is no empty folder; choose another one, or remove it")
+        raise ValueError(f"--output {output} exists and is no empty folder; choose another folder, or remove it")
     if aside.exists():
-        raise ValueError(f"{aside} exists: another run is writing there, or was killed; wait for it, or remove it")
-    tasks = [
-        (aside / f"{split}-{number:05d}.tar", split, items[start : start + samples_per_shard])
-        for split, items in listing.splits.items()
-        for number, start in enumerate(range(0, len(items), samples_per_shard))
-    ]
+        raise ValueError(f"{aside} exists: another run writes to it, or was killed; wait for it, or remove it")
+    tasks: list[ShardTask] = []
+    for split, items in listing.splits.items():
+        for number, start in enumerate(range(0, len(items), samples_per_shard)):
+            path = aside / f"{split}-{number:05d}.tar"
+            tasks.append((path, split, items[start : start + samples_per_shard]))
     with _named(output):
         try:
             aside.mkdir(parents=True)
@@ -76,9 +74,9 @@ def preprocess(
 
 def write_shard(path: Path, samples: Iterable[Sample]) -> None:
     """Writes a shard whose bytes depend on `samples` only."""
-    from webdataset import TarWriter  # with which its ShardWriter writes each shard; imports torch
+    from webdataset import TarWriter  # the writer in its ShardWriter; imports torch
 
-    # Owner, rights and time of change are the same everywhere and always. GNU's tar has names of any length.
+    # Constant owner, rights and time of change. GNU's format has names of any length.
     attributes: dict[str, Any] = {"user": "", "group": "", "mode": 0o644, "mtime": 0, "format": "GNU_FORMAT"}
     with open(path, "wb") as file, TarWriter(file, encoder=False, compress=False, **attributes) as archive:
         for key, files in samples:
@@ -86,18 +84,18 @@ def write_shard(path: Path, samples: Iterable[Sample]) -> None:
     sync(path)
 
 
-def _write_shards(
-    write: Callable[..., ShardRecord], tasks: Sequence[tuple[Path, str, list[Item]]], workers: int
-) -> list[ShardRecord]:
-    """Writes all shards; after the first error only those that are being written."""
+def _write_shards(write: Callable[..., ShardRecord], tasks: Sequence[ShardTask], workers: int) -> list[ShardRecord]:
+    """Writes all shards; after an error, starts no more."""
     with ExitStack() as stack:
         run: Callable[..., Iterator[ShardRecord]] = map
         if workers > 1:
+            # A forked copy of a process with threads may wait for a lock forever.
             context = multiprocessing.get_context("spawn")
             pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker)
             stack.callback(pool.shutdown, cancel_futures=True)
             run = pool.map
-        return list(tqdm(run(write, *zip(*tasks, strict=True)), total=len(tasks), unit=" shards", disable=None))
+        records = run(write, *zip(*tasks, strict=True))
+        return list(tqdm(records, total=len(tasks), unit=" shards", disable=None))
 
 
 def _write_task(encode: Encode, skip_broken: bool, path: Path, split: str, items: list[Item]) -> ShardRecord:
@@ -109,12 +107,13 @@ def _write_task(encode: Encode, skip_broken: bool, path: Path, split: str, items
                 files = encode(item)
             except (ValueError, OSError) as error:
                 if not skip_broken:
-                    raise ValueError(f"{error}; mend it, or leave such samples out with --skip-broken") from error
+                    raise ValueError(f"{error}; repair it, or leave out broken samples with --skip-broken") from error
+                # index.json cannot hold a file name that is not UTF-8.
                 broken.append(str(error).encode("utf-8", "backslashreplace").decode())
             else:
                 yield item.key, {**files, "cls": str(item.label).encode()}
         if len(broken) == len(items):
-            raise ValueError(f"none of the {len(items)} samples of {path.name} can be used; the first: {broken[0]}")
+            raise ValueError(f"all {len(items)} samples of {path.name} are broken; the first: {broken[0]}")
 
     with _named(path):
         write_shard(path, samples())
@@ -122,7 +121,7 @@ def _write_task(encode: Encode, skip_broken: bool, path: Path, split: str, items
 
 
 def _start_worker() -> None:
-    """Leaves Ctrl-C to the parent process, and ends when that does."""
+    """Leaves Ctrl-C to the parent process, and ends with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
 

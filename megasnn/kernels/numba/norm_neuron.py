@@ -12,7 +12,7 @@ from torch import Tensor
 from megasnn.kernels.compiled_neuron import CompiledKernels
 from megasnn.kernels.layout import empty_array
 from megasnn.kernels.neuron_spec import NeuronSpec
-from megasnn.kernels.norm_neuron_kernels import BackwardSums, NeuronInput, Norm, NormNeuronInput
+from megasnn.kernels.norm_neuron_kernels import Affine, BackwardSums, NeuronInput, Norm, NormNeuronInput, Statistics
 from megasnn.kernels.numba import loops, pool
 from megasnn.kernels.numba.jit import run_kernel
 from megasnn.kernels.numba.step import Constants, constants
@@ -29,7 +29,7 @@ _ROW_BLOCK = 1024  # elements: with the potentials of 4 to 10 steps they stay in
 class NumbaKernels(CompiledKernels[np.ndarray]):
     """Carries the gradient of the normalised input: computing it again would take longer than reading it."""
 
-    def statistics(self, x: Tensor) -> Tensor:
+    def statistics(self, x: Tensor, affine: Affine | None = None) -> Statistics:
         data = _pixels(x)
         channels = data.shape[-1]
         width = channels * -(-_ROW // channels)
@@ -41,7 +41,7 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
         run_kernel(loops.slice_statistics, slices, data.reshape(-1), channels, width, _ROWS, means, squares)
         merged = np.empty((2, channels))
         run_kernel(loops.merge, 1, means, squares, slice_pixels, pixels, merged)
-        return torch.from_numpy(merged)
+        return Statistics(torch.from_numpy(merged))
 
     def fire(self, inputs: NormNeuronInput, packed: bool = False) -> tuple[Tensor, Tensor | None]:
         x, norm, w, norm_neuron = inputs
@@ -67,7 +67,9 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
             return spikes, None
         return spikes, torch.from_numpy(bits) if bits.size else pack_bits(spikes)
 
-    def backward_sums(self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool) -> BackwardSums[np.ndarray]:
+    def backward_sums(
+        self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool, count: int | None = None
+    ) -> BackwardSums[np.ndarray]:
         x, norm, w, norm_neuron = inputs
         data = _pixels(x)
         upstream = _pixels(g_spikes)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megasnn.kernels.triton.launch import launch
+from megasnn.kernels.triton.launch import Launch
 
 _BLOCK = 2048  # values of a program
 
@@ -88,11 +90,21 @@ def launch_unpack_bits(packed: Tensor, out: Tensor) -> None:
     rows, columns = out.shape
     stride = columns if rows == 1 else out.stride(0)
     if out.numel():
-        launch(unpack_bits_kernel, -(-out.numel() // _BLOCK), packed, out, out.numel(), columns, stride, BLOCK=_BLOCK)
+        _unpack_launch(out.numel(), columns, stride)(packed, out)
 
 
 def _pack(kernel: triton.JITFunction, flat: Tensor, packed: Tensor, check: bool) -> Tensor | None:
     strange = flat.new_zeros(1, dtype=torch.int32) if check else None
     if flat.numel():
-        launch(kernel, -(-flat.numel() // _BLOCK), flat, packed, strange, flat.numel(), BLOCK=_BLOCK)
+        _pack_launch(kernel, flat.numel())(flat, packed, strange)
     return strange
+
+
+@lru_cache(maxsize=1024)
+def _pack_launch(kernel: triton.JITFunction, size: int) -> Launch:
+    return Launch(kernel, -(-size // _BLOCK), size, BLOCK=_BLOCK)
+
+
+@lru_cache(maxsize=1024)
+def _unpack_launch(size: int, columns: int, stride: int) -> Launch:
+    return Launch(unpack_bits_kernel, -(-size // _BLOCK), size, columns, stride, BLOCK=_BLOCK)

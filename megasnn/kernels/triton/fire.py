@@ -103,8 +103,8 @@ def store_gradient(x, g_x, g, place, inside, scale, mean, mean_g, mean_gx, D: tl
 
 
 @triton.jit
-def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals, kept, size, channels,
-                    T: tl.constexpr, CHUNK: tl.constexpr, REPEATED: tl.constexpr, BATCH: tl.constexpr,
+def gradient_kernel(x, g_spikes, g_x, norm, mean_gradients, v_first, g_last, g_first, q, totals, kept, size, channels,
+                    T: tl.constexpr, CHUNK: tl.constexpr, REPEATED: tl.constexpr,
                     N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The input gradient without pooling, through the norm or of the neurons alone.
 
@@ -125,10 +125,10 @@ def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals,
     last = first
     if kept is not None:
         last = keep_chunk_starts(x, place, inside, scale, shift, first, q, size, kept, T, CHUNK, REPEATED, N, D)
-    if BATCH:
+    if mean_gradients is not None:
         mean = of_channel(norm, 2, place, inside, channels)
-        mean_g = of_channel(norm, 3, place, inside, channels)
-        mean_gx = of_channel(norm, 4, place, inside, channels)
+        mean_g = of_channel(mean_gradients, 0, place, inside, channels)
+        mean_gx = of_channel(mean_gradients, 1, place, inside, channels)
     g_v = tl.zeros(place.shape, D)
     if g_last is not None:
         g_v = tl.load(g_last + place, mask=inside, other=0).to(D)

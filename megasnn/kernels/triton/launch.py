@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ MOST_UNROLLED = 16
 _REGISTERS = 48  # of a thread, for potentials in a backward: with more, compilers run out of registers
 _IN_A_LOOP = 40  # the same for a loop over chunks, which takes some registers for itself
 _LOAD = 16  # bytes of the widest load
+_ALIGNED = 16  # bytes: addresses that are multiples of it are one kind of argument to Triton
 
 NUMBERS = {torch.float32: tl.float32, torch.float64: tl.float64}
 """Types of the arithmetic in torch and in Triton; inputs of 16 bits are computed in float32."""
@@ -63,13 +64,60 @@ def chunk_memory(x: Tensor, time_steps: int, size: int) -> Tensor | None:
     return x.new_empty((chunks - 1, size), dtype=compute_type(x.dtype)) if chunks > 1 else None
 
 
-def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-    """Starts programs of a kernel on the device of its first tensor. constants: compile-time arguments, options."""
-    # Triton takes the current device, which may be another one.
-    tensor = next(each for each in args if isinstance(each, Tensor))
-    on_device = torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
-    with on_device:
-        kernel[(programs,)](*args, **{**OPTIONS, **constants})
+class Launch:
+    """Start of a kernel whose numbers and constants are fixed; a call passes the tensors.
+
+    Triton's `kernel[grid](...)` binds, checks and hashes all arguments in every call. It returns the compiled kernel,
+    whose `compiled[grid](...)` only starts it, as in Triton's tutorial on fused softmax (the same from 3.6 to 3.9).
+
+    Args:
+        kernel: takes tensors (or None), then numbers, then constants.
+        programs: number of programs.
+        numbers: values of the arguments behind the tensors.
+        constants: compile-time arguments by name.
+    """
+
+    def __init__(self, kernel: Any, programs: int, *numbers: float, **constants: Any) -> None:
+        self.kernel = kernel
+        self.numbers = numbers
+        # Compiled kernels take constants by their order.
+        self.constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+        self._grid = (programs, 1, 1)
+        self._starts: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Starts the kernel on the device of the tensors, on its current stream."""
+        kinds: list[Any] = []
+        addresses = 0
+        device = -1
+        for tensor in tensors:
+            if tensor is None:
+                kinds.append(None)
+                continue
+            kinds.append(tensor.dtype)
+            addresses |= tensor.data_ptr()
+            device = tensor.get_device()
+        if device >= 0 and device != torch.cuda.current_device():
+            # Triton takes the current device.
+            with torch.cuda.device(device):
+                self._start_by_triton(tensors)
+            return
+        # Triton compiles one kernel for addresses that are multiples of 16, and others where some are not.
+        if addresses % _ALIGNED:
+            self._start_by_triton(tensors)
+            return
+        kind = (device, *kinds)
+        start = self._starts.get(kind)
+        if start is not None:
+            start(*tensors, *self.numbers, *self.constants.values())
+            return
+        compiled = self._start_by_triton(tensors)
+        # The interpreter compiles nothing. On AMD's GPUs the size of the memory decides, too, which kernel it is.
+        if compiled is not None and torch.version.hip is None:
+            self._starts[kind] = compiled[self._grid]
+
+    def _start_by_triton(self, tensors: tuple[Tensor | None, ...]) -> Any:
+        return self.kernel[self._grid](*tensors, *self.numbers, **self.constants, **OPTIONS)
 
 
 @triton.jit
@@ -79,4 +127,4 @@ def _nothing(x):
 
 def try_out(device: torch.device) -> None:
     """Compiles and starts the smallest kernel. Raises any error of triton, compiler or driver."""
-    launch(_nothing, 1, torch.zeros(1, device=device))
+    Launch(_nothing, 1)(torch.zeros(1, device=device))

@@ -2,255 +2,168 @@
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megasnn.kernels.compiled_neuron import CompiledKernels
-from megasnn.kernels.neuron_spec import numbers
 from megasnn.kernels.norm_neuron_kernels import (
+    Affine,
     BackwardSums,
     NeuronInput,
     Norm,
-    NormNeuron,
     NormNeuronInput,
     ParameterGradients,
+    Statistics,
 )
 from megasnn.kernels.spike_codec import pack_bits
-from megasnn.kernels.triton.fire import fire_kernel, gradient_kernel
-from megasnn.kernels.triton.launch import (
-    COLUMNS,
-    NUMBERS,
-    THREADS,
-    TILES,
-    at_once,
-    chunk,
-    chunk_memory,
-    compute_type,
-    lanes_of_backward,
-    lanes_of_type,
-    launch,
-)
-from megasnn.kernels.triton.pool import pooled_gradient_kernel
-from megasnn.kernels.triton.sums import (
-    backward_sums_kernel,
-    coefficients_kernel,
-    fold_statistics_kernel,
-    fold_sums_kernel,
-    statistics_kernel,
+from megasnn.kernels.triton.launch import chunk_memory, compute_type
+from megasnn.kernels.triton.norm_neuron_launches import (
+    coefficients_launch,
+    mean_gradients_launch,
+    neuron_launches,
+    norm_neuron_launches,
+    statistics_launches,
 )
 
-_PROGRAMS = 1024  # enough for a large GPU: where there is less to sum, a program sums fewer tiles
-_FOLDED_ROWS = 64  # of a tile of a kernel that folds partial sums
-_FOLDED_COLUMNS = 16
 
-Pooled = tuple[Tensor, Tensor] | None
-"""With pooling, the gradients of the windows and the places in them that have won."""
+class PooledGradients(NamedTuple):
+    """Gradients of the pooling windows, and the winning places in them, each `[X, size]`."""
+
+    values: Tensor
+    taps: Tensor
 
 
-class TritonKernels(CompiledKernels[Pooled]):
-    def statistics(self, x: Tensor) -> Tensor:
-        number = compute_type(x.dtype)
+class Carried(NamedTuple):
+    """Results of `backward_sums` for `input_gradient`.
+
+    Attributes:
+        pooled: with pooling.
+        mean_gradients: `[2, C]`, where the sums were complete.
+    """
+
+    pooled: PooledGradients | None
+    mean_gradients: Tensor | None
+
+
+class TritonKernels(CompiledKernels[Carried]):
+    def statistics(self, x: Tensor, affine: Affine | None = None) -> Statistics:
         channels = x.shape[2]
-        cut = _cut(x.numel(), channels, lanes_of_type(x.dtype))
-        partial = x.new_empty((3, cut.programs, cut.row), dtype=number)
-        launch(
-            statistics_kernel, cut.programs * (cut.row // COLUMNS),
-            x, partial, x.numel(), cut.row, cut.programs, cut.tiles,
-            D=NUMBERS[number], ROWS=cut.rows, COLUMNS=COLUMNS,
-        )  # fmt: skip
-        found = x.new_empty((2, channels), dtype=torch.float64)
-        launch(
-            fold_statistics_kernel, -(-channels // _FOLDED_COLUMNS),
-            partial, found, partial[0].numel() // channels, channels, x.numel() // channels,
-            ROWS=_FOLDED_ROWS, COLUMNS=_FOLDED_COLUMNS,
-        )  # fmt: skip
-        return found
+        eps = 0.0 if affine is None else affine.eps
+        launches = statistics_launches(x.shape, x.dtype, eps)
+        partial = x.new_empty(launches.partial_shape, dtype=launches.number)
+        launches.sums(x, partial)
+        values = x.new_empty((2, channels), dtype=torch.float64)
+        if affine is None:
+            launches.fold(partial, values, None, None, None)
+            return Statistics(values)
+        coefficients = x.new_empty((3, channels), dtype=launches.number)
+        launches.fold(partial, values, affine.weight, affine.bias, coefficients)
+        return Statistics(values, coefficients)
+
+    def coefficients(self, norm: Norm, eps: float, dtype: torch.dtype) -> Tensor:
+        (channels,) = norm.mean.shape
+        out = norm.mean.new_empty((3, channels), dtype=compute_type(dtype))
+        coefficients_launch(channels, eps)(norm.mean, norm.variance, norm.weight, norm.bias, out)
+        return out
 
     def fire(self, inputs: NormNeuronInput, packed: bool = False) -> tuple[Tensor, Tensor | None]:
         x, norm, w, norm_neuron = inputs
-        steps = norm_neuron.time_steps
-        sizes = _sizes(x.shape, norm_neuron)
-        number = compute_type(x.dtype)
-        spikes = x.new_empty((steps, *sizes.step))
+        launches = norm_neuron_launches(x.shape, x.dtype, norm_neuron)
+        spikes = x.new_empty(launches.spikes_shape)
         bits = None
-        if packed and sizes.size % 8 == 0:
-            bits = x.new_empty((steps * sizes.size // 8,), dtype=torch.uint8)
-        block = THREADS * lanes_of_type(x.dtype)
-        repeated = len(x) < steps
-        unrolled = 1 if norm_neuron.pool and not repeated else at_once(steps)
-        launch(
-            fire_kernel, -(-sizes.size // block),
-            x, _coefficients(x, norm, norm_neuron.eps), None, factor(w, number), spikes, bits, None,
-            sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width, norm_neuron.above,
-            T=steps, REPEATED=repeated, POOL=norm_neuron.pool,
-            N=numbers(norm_neuron.spec), D=NUMBERS[number], AT_ONCE=unrolled, BLOCK=block,
-        )  # fmt: skip
+        if packed and launches.size % 8 == 0:
+            bits = x.new_empty((norm_neuron.time_steps * launches.size // 8,), dtype=torch.uint8)
+        coefficients = self._coefficients_of(inputs)
+        launches.fire(x, coefficients, None, factor(w, launches.number), spikes, bits, None)
         spikes = spikes.movedim(-1, 2)
         if packed and bits is None:
             bits = pack_bits(spikes)
         return spikes, bits
 
-    def backward_sums(self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool) -> BackwardSums[Pooled]:
+    def backward_sums(
+        self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool, count: int | None = None
+    ) -> BackwardSums[Carried]:
         x, norm, w, norm_neuron = inputs
-        steps = norm_neuron.time_steps
-        sizes = _sizes(x.shape, norm_neuron)
-        number = compute_type(x.dtype)
-        coefficients = _coefficients(x, norm, norm_neuron.eps)
+        launches = norm_neuron_launches(x.shape, x.dtype, norm_neuron)
+        channels = launches.channels
+        pooled = None
         g_pooled = None
         taps = None
-        pooled = None
         if norm_neuron.pool:
-            g_pooled = x.new_empty((len(x), sizes.size))
+            g_pooled = x.new_empty((len(x), launches.size))
             taps = torch.empty_like(g_pooled, dtype=torch.uint8)
-            pooled = (g_pooled, taps)
-        cut = _cut(sizes.size, sizes.channels, lanes_of_backward(x.dtype, steps))
+            pooled = PooledGradients(g_pooled, taps)
         kinds = 3 if learn else 2  # without a learned factor its sum is left out
-        partial = x.new_empty((kinds, cut.programs, cut.row), dtype=number)
-        launch(
-            backward_sums_kernel, cut.programs * (cut.row // COLUMNS),
-            x, g_spikes, coefficients, factor(w, number), g_pooled, taps, partial,
-            chunk_memory(x, steps, sizes.size),
-            sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width, norm_neuron.above,
-            cut.row, cut.programs, cut.tiles,
-            T=steps, CHUNK=chunk(x.dtype, steps), REPEATED=len(x) < steps, POOL=norm_neuron.pool, LEARN=learn,
-            N=numbers(norm_neuron.spec), D=NUMBERS[number], ROWS=cut.rows, COLUMNS=COLUMNS,
-        )  # fmt: skip
-        sums = x.new_empty((kinds, sizes.channels), dtype=torch.float64)
+        partial = x.new_empty((kinds, *launches.partial_shape), dtype=launches.number)
+        kept = chunk_memory(x, norm_neuron.time_steps, launches.size)
+        q = factor(w, launches.number)
+        coefficients = self._coefficients_of(inputs)
+        sums_launch = launches.learning_sums if learn else launches.sums
+        sums_launch(x, g_spikes, coefficients, q, g_pooled, taps, partial, kept)
+        sums = x.new_empty((kinds, channels), dtype=torch.float64)
         g_weight = None if norm.weight is None else torch.empty_like(norm.weight)
         g_bias = None if norm.bias is None else torch.empty_like(norm.bias)
-        launch(
-            fold_sums_kernel, -(-sizes.channels // _FOLDED_COLUMNS),
-            partial, norm.variance, sums, g_weight, g_bias, partial[0].numel() // sizes.channels, sizes.channels,
-            SUMS=kinds, EPS=norm_neuron.eps, ROWS=_FOLDED_ROWS, COLUMNS=_FOLDED_COLUMNS,
-        )  # fmt: skip
-        return BackwardSums(sums, carried=pooled, of_norm=ParameterGradients(g_weight, g_bias))
+        mean_gradients = None
+        if count is not None:
+            mean_gradients = x.new_empty((2, channels), dtype=launches.number)
+        fold = launches.fold_learning if learn else launches.fold
+        fold(partial, norm.variance, sums, g_weight, g_bias, mean_gradients)
+        return BackwardSums(sums, Carried(pooled, mean_gradients), ParameterGradients(g_weight, g_bias))
 
     def input_gradient(
-        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, carried: Pooled
+        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, carried: Carried
     ) -> Tensor:
         x, norm, w, norm_neuron = inputs
-        steps = norm_neuron.time_steps
-        sizes = _sizes(x.shape, norm_neuron)
-        number = compute_type(x.dtype)
-        coefficients = _coefficients(x, norm, norm_neuron.eps, sums, count)
+        launches = norm_neuron_launches(x.shape, x.dtype, norm_neuron)
+        pooled, mean_gradients = carried
+        if sums is None:
+            mean_gradients = None
+        elif mean_gradients is None:
+            mean_gradients = x.new_empty((2, launches.channels), dtype=launches.number)
+            mean_gradients_launch(launches.channels, norm_neuron.eps, count)(sums, norm.variance, mean_gradients)
+        coefficients = self._coefficients_of(inputs)
         g_x = torch.empty_like(x)  # as dense as x, and in its order
-        if carried is not None:
-            block = THREADS * lanes_of_type(x.dtype)
-            blocks = -(-sizes.in_size // block)
-            launch(
-                pooled_gradient_kernel, len(x) * blocks,
-                x, *carried, g_x, coefficients,
-                sizes.size, sizes.in_size, blocks, sizes.channels, sizes.height, sizes.width, norm_neuron.above,
-                BATCH=sums is not None, D=NUMBERS[number], BLOCK=block,
-            )  # fmt: skip
+        if pooled is not None:
+            launches.pooled_gradient(x, *pooled, g_x, coefficients, mean_gradients)
             return g_x
-        block = THREADS * lanes_of_backward(x.dtype, steps)
-        launch(
-            gradient_kernel, -(-sizes.size // block),
-            x, g_spikes, g_x, coefficients, None, None, None, factor(w, number), None,
-            chunk_memory(x, steps, sizes.size), sizes.size, sizes.channels,
-            T=steps, CHUNK=chunk(x.dtype, steps), REPEATED=len(x) < steps, BATCH=sums is not None,
-            N=numbers(norm_neuron.spec), D=NUMBERS[number], BLOCK=block,
-        )  # fmt: skip
+        kept = chunk_memory(x, norm_neuron.time_steps, launches.size)
+        q = factor(w, launches.number)
+        launches.gradient(x, g_spikes, g_x, coefficients, mean_gradients, None, None, None, q, None, kept)
         return g_x
+
+    def _coefficients_of(self, inputs: NormNeuronInput) -> Tensor:
+        norm = inputs.norm
+        if norm.coefficients is not None:
+            return norm.coefficients
+        return self.coefficients(norm, inputs.norm_neuron.eps, inputs.x.dtype)
 
     def fire_alone(self, inputs: NeuronInput, packed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         x, v0, w, spec = inputs
-        number = compute_type(x.dtype)
-        block = THREADS * lanes_of_type(x.dtype)
-        size = x[0].numel()
+        launches = neuron_launches(x.shape, x.dtype, spec)
         spikes = torch.empty_like(x)
-        last = torch.empty_like(x[0], dtype=number)
+        last = torch.empty_like(x[0], dtype=launches.number)
         bits = None
-        if packed and size % 8 == 0:
+        if packed and launches.size % 8 == 0:
             bits = x.new_empty(spikes.numel() // 8, dtype=torch.uint8)
-        launch(
-            fire_kernel, -(-size // block),
-            x, None, v0, factor(w, number), spikes, bits, last, size, size, size, 0, 0, 0,
-            T=len(x), REPEATED=False, POOL=False, N=numbers(spec), D=NUMBERS[number], AT_ONCE=at_once(len(x)),
-            BLOCK=block,
-        )  # fmt: skip
+        launches.fire(x, None, v0, factor(w, launches.number), spikes, bits, last)
         return spikes, last, bits
 
     def backward_alone(
         self, inputs: NeuronInput, g_spikes: Tensor, g_last: Tensor | None, learn: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x, v0, w, spec = inputs
-        number = compute_type(x.dtype)
-        block = THREADS * lanes_of_backward(x.dtype, len(x))
-        size = x[0].numel()
-        programs = -(-size // block)
+        launches = neuron_launches(x.shape, x.dtype, spec)
         g_x = torch.empty_like(x)
-        g_first = None if v0 is None else torch.empty_like(x[0], dtype=number)
-        totals = x.new_empty(programs, dtype=torch.float64) if learn else None
-        launch(
-            gradient_kernel, programs,
-            x, g_spikes, g_x, None, v0, g_last, g_first, factor(w, number), totals, chunk_memory(x, len(x), size),
-            size, size,
-            T=len(x), CHUNK=chunk(x.dtype, len(x)), REPEATED=False, BATCH=False, N=numbers(spec), D=NUMBERS[number],
-            BLOCK=block,
-        )  # fmt: skip
+        g_first = None if v0 is None else torch.empty_like(x[0], dtype=launches.number)
+        totals = x.new_empty(launches.programs, dtype=torch.float64) if learn else None
+        kept = chunk_memory(x, len(x), launches.size)
+        q = factor(w, launches.number)
+        launches.gradient(x, g_spikes, g_x, None, None, v0, g_last, g_first, q, totals, kept)
         return g_x, g_first, None if totals is None else totals.sum()
 
 
 def factor(w: Tensor | None, number: torch.dtype) -> Tensor | None:
     """Learned factor of the charge, or None; it stays on the device."""
     return None if w is None else w.detach().to(number).sigmoid()
-
-
-class _Sizes(NamedTuple):
-    """Sizes of norm, pooling and neurons.
-
-    Attributes:
-        size, in_size: values of one time step of the neurons, and of the input.
-        height, width: of the input; 0 without pooling.
-        step: shape of one time step of spikes in memory.
-    """
-
-    size: int
-    in_size: int
-    channels: int
-    height: int
-    width: int
-    step: tuple[int, ...]
-
-
-@lru_cache(maxsize=1024)
-def _sizes(shape: torch.Size, norm_neuron: NormNeuron) -> _Sizes:
-    samples, channels, *space = shape[1:]
-    height, width = space if norm_neuron.pool else (0, 0)
-    step = (samples, *norm_neuron.space_of_spikes(space), channels)
-    return _Sizes(math.prod(step), math.prod(shape[1:]), channels, height, width, step)
-
-
-class _Cut(NamedTuple):
-    """Cut of values for a kernel of sums: values of a row, rows of a tile, tiles of a program, programs."""
-
-    row: int
-    rows: int
-    tiles: int
-    programs: int
-
-
-@lru_cache(maxsize=1024)
-def _cut(values: int, channels: int, lanes: int) -> _Cut:
-    row = math.lcm(channels, COLUMNS)
-    rows = THREADS * lanes // COLUMNS
-    tiles = -(-values // (row * rows))
-    tiles_of_program = max(1, min(TILES, tiles * (row // COLUMNS) // _PROGRAMS))
-    return _Cut(row, rows, tiles_of_program, -(-tiles // tiles_of_program))
-
-
-def _coefficients(x: Tensor, norm: Norm, eps: float, sums: Tensor | None = None, count: int = 0) -> Tensor:
-    """Rows of numbers for each channel; see `coefficients_kernel`."""
-    channels = x.shape[2]
-    rows = x.new_empty((3 if sums is None else 5, channels), dtype=compute_type(x.dtype))
-    launch(
-        coefficients_kernel, -(-channels // COLUMNS),
-        norm.mean, norm.variance, norm.weight, norm.bias, sums, rows, count, channels, EPS=eps, COLUMNS=COLUMNS,
-    )  # fmt: skip
-    return rows

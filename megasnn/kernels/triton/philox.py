@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.random import philox_impl
 
-from megasnn.kernels.triton.launch import launch
+from megasnn.kernels.triton.launch import Launch
 
 _COUNTERS = 512  # of a program; each counter gives four values
 
@@ -47,9 +49,11 @@ def kept_by_kernel(
     kept = torch.empty(steps, samples, runs, length, dtype=torch.bool, device=keys.device)
     if kept.numel():
         blocks = -(-(length + 3) // (4 * _COUNTERS))
-        launch(
-            keep_kernel, steps * samples * runs * blocks,
-            kept.view(torch.uint8), *keys, samples, runs, stride, offset, length, threshold, blocks,
-            COUNTERS=_COUNTERS,
-        )  # fmt: skip
+        launch = _keep_launch(steps * samples * runs * blocks, samples, runs, stride, offset, length, threshold, blocks)
+        launch(kept.view(torch.uint8), *keys)
     return kept
+
+
+@lru_cache(maxsize=1024)
+def _keep_launch(programs: int, *numbers: int) -> Launch:
+    return Launch(keep_kernel, programs, *numbers, COUNTERS=_COUNTERS)

@@ -82,18 +82,19 @@ def gradient_of_windows(g, tap, place, inside, channels, height, width, above, D
 
 
 @triton.jit
-def pooled_gradient_kernel(x, g_pooled, taps, g_x, norm, size, in_size, blocks, channels, height, width, above,
-                           BATCH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def pooled_gradient_kernel(x, g_pooled, taps, g_x, norm, mean_gradients,
+                           size, in_size, blocks, channels, height, width, above,
+                           D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The gradient of the norm's input from the gradients of windows, `[X, size]`, and their winning places."""
     step = (tl.program_id(0) // blocks).to(tl.int64)
     place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = place < in_size
     scale = of_channel(norm, 0, place, inside, channels)
     mean, mean_g, mean_gx = None, None, None
-    if BATCH:
+    if mean_gradients is not None:
         mean = of_channel(norm, 2, place, inside, channels)
-        mean_g = of_channel(norm, 3, place, inside, channels)
-        mean_gx = of_channel(norm, 4, place, inside, channels)
+        mean_g = of_channel(mean_gradients, 0, place, inside, channels)
+        mean_gx = of_channel(mean_gradients, 1, place, inside, channels)
     g_pooled += step * size
     taps += step * size
     g = gradient_of_windows(g_pooled, taps, place, inside, channels, height, width, above, D)

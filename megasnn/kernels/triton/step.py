@@ -4,8 +4,8 @@ Operations and their order are those of `torch_backend.py`, in the type of `q`. 
 places in one time step of the output, `[N, ..., C]` in memory.
 
 `N` is a `megasnn.kernels.neuron_spec.Numbers`, constant in a compiled kernel. `q` divides or multiplies the charge and
-may be learned. `norm` points to rows of C numbers: scale, shift and mean; in a backward also the two that
-`norm_backward` subtracts.
+may be learned. `norm` points to the coefficients, rows of C numbers: scale, shift and mean. `mean_gradients` points to
+the two rows that `norm_backward` subtracts; it is None for fixed statistics.
 """
 
 from __future__ import annotations

@@ -65,87 +65,132 @@ def statistics_kernel(x, partial, size, row, programs, tiles,
 
 
 @triton.jit
-def fold_statistics_kernel(partial, out, rows, channels, pixels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Mean and biased variance of `pixels` values, `out [2, C]`, from `partial [3, rows, C]` of `statistics_kernel`."""
+def inverse_deviation(variance, EPS: tl.constexpr):
+    """1 / sqrt(variance + EPS) in double precision."""
+    return tl.full((), 1.0, tl.float64) / tl.sqrt(variance + tl.full((), EPS, tl.float64))
+
+
+@triton.jit
+def store_coefficients(out, mean, variance, weight, bias, channel, inside, channels, EPS: tl.constexpr):
+    """The rows of `norm` (step.py), computed in double precision."""
+    number = out.dtype.element_ty
+    tl.store(out + 2 * channels + channel, mean.to(number), mask=inside)
+    scale = inverse_deviation(variance, EPS)
+    if weight is not None:
+        scale = scale * tl.load(weight + channel, mask=inside, other=0).to(tl.float64)
+    tl.store(out + channel, scale.to(number), mask=inside)
+    shift = -mean * scale
+    if bias is not None:
+        shift = tl.load(bias + channel, mask=inside, other=0).to(tl.float64) - mean * scale
+    tl.store(out + channels + channel, shift.to(number), mask=inside)
+
+
+@triton.jit
+def coefficients_kernel(mean, variance, weight, bias, out, channels, EPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Coefficients `out [3, C]` of statistics that are not this rank's alone."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = channel < channels
+    mu = tl.load(mean + channel, mask=inside, other=0).to(tl.float64)
+    var = tl.load(variance + channel, mask=inside, other=1).to(tl.float64)
+    store_coefficients(out, mu, var, weight, bias, channel, inside, channels, EPS)
+
+
+@triton.jit
+def fold_statistics_kernel(partial, out, weight, bias, coefficients, rows, channels, pixels, EPS: tl.constexpr,
+                           ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """Mean and biased variance of `pixels` values, `out [2, C]`, from `partial [3, rows, C]` of `statistics_kernel`.
+
+    Args:
+        coefficients: `[3, C]`, written too where it is given.
+    """
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside_row = channel < channels
     weighted = tl.zeros([ROWS, COLUMNS], tl.float64)
     step = tl.cast(rows, tl.int64) * channels
     for start in tl.range(0, rows, ROWS, loop_unroll_factor=4):
         part = (start + tl.arange(0, ROWS))[:, None]
         place = partial + part.to(tl.int64) * channels + channel[None, :]
-        inside = (part < rows) & (channel[None, :] < channels)
+        inside = (part < rows) & inside_row[None, :]
         n = tl.load(place + 2 * step, mask=inside, other=0).to(tl.float64)
         weighted += n * tl.load(place, mask=inside, other=0).to(tl.float64)
     n_all = tl.cast(pixels, tl.int64).to(tl.float64)
     mean = tl.sum(weighted, axis=0) / n_all
     squares = tl.zeros([ROWS, COLUMNS], tl.float64)
-    for start in tl.range(0, rows, ROWS, loop_unroll_factor=4):
+    # With four loads in flight, code for compute capability 8.0 has no register left for a division.
+    for start in tl.range(0, rows, ROWS, loop_unroll_factor=3):
         part = (start + tl.arange(0, ROWS))[:, None]
         place = partial + part.to(tl.int64) * channels + channel[None, :]
-        inside = (part < rows) & (channel[None, :] < channels)
+        inside = (part < rows) & inside_row[None, :]
         n = tl.load(place + 2 * step, mask=inside, other=0).to(tl.float64)
         away = tl.load(place, mask=inside, other=0).to(tl.float64) - mean[None, :]
         squares += tl.load(place + step, mask=inside, other=0).to(tl.float64) + n * away * away
-    tl.store(out + channel, mean, mask=channel < channels)
-    tl.store(out + channels + channel, tl.sum(squares, axis=0) / n_all, mask=channel < channels)
+    variance = tl.sum(squares, axis=0) / n_all
+    tl.store(out + channel, mean, mask=inside_row)
+    tl.store(out + channels + channel, variance, mask=inside_row)
+    if coefficients is not None:
+        store_coefficients(coefficients, mean, variance, weight, bias, channel, inside_row, channels, EPS)
 
 
 @triton.jit
-def fold_sums_kernel(partial, variance, sums, g_weight, g_bias, rows, channels, SUMS: tl.constexpr, EPS: tl.constexpr,
-                     ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """`sums [SUMS, C]` from `partial [SUMS, rows, C]` of `backward_sums_kernel`.
+def store_mean_gradients(out, sum_g, sum_gx, inverse, count, channel, inside, channels):
+    """The rows of `mean_gradients` (step.py), `out [2, C]`, from sums over `count` values a channel."""
+    number = out.dtype.element_ty
+    per_value = tl.full((), 1.0, tl.float64) / tl.cast(count, tl.float64)
+    tl.store(out + channel, (sum_g * per_value).to(number), mask=inside)
+    tl.store(out + channels + channel, (sum_gx * per_value * inverse * inverse).to(number), mask=inside)
+
+
+@triton.jit
+def mean_gradients_kernel(sums, variance, out, count, channels, EPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Mean gradients `out [2, C]` from `sums [>= 2, C]` over all ranks, of g and of g (x - mean)."""
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = channel < channels
+    inverse = inverse_deviation(tl.load(variance + channel, mask=inside, other=1).to(tl.float64), EPS)
+    sum_g = tl.load(sums + channel, mask=inside, other=0)
+    sum_gx = tl.load(sums + channels + channel, mask=inside, other=0)
+    store_mean_gradients(out, sum_g, sum_gx, inverse, count, channel, inside, channels)
+
+
+@triton.jit
+def folded(partial, rows, channels, channel, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sum of `partial [rows, C]` over its rows."""
+    total = tl.zeros([ROWS, COLUMNS], tl.float64)
+    for start in tl.range(0, rows, ROWS, loop_unroll_factor=4):
+        part = (start + tl.arange(0, ROWS))[:, None]
+        inside = (part < rows) & (channel[None, :] < channels)
+        place = partial + part.to(tl.int64) * channels + channel[None, :]
+        total += tl.load(place, mask=inside, other=0).to(tl.float64)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def fold_sums_kernel(partial, variance, sums, g_weight, g_bias, mean_gradients, rows, channels, count,
+                     LEARN: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr,
+                     COLUMNS: tl.constexpr):  # fmt: skip
+    """`sums [2 or 3, C]` from `partial [2 or 3, rows, C]` of `backward_sums_kernel`.
 
     It also writes the gradients of scale and shift, if given, as `norm_neuron.parameter_gradients` gives them.
-    """
-    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    step = tl.cast(rows, tl.int64) * channels
-    for kind in tl.static_range(SUMS):
-        total = tl.zeros([ROWS, COLUMNS], tl.float64)
-        for start in tl.range(0, rows, ROWS, loop_unroll_factor=4):
-            part = (start + tl.arange(0, ROWS))[:, None]
-            inside = (part < rows) & (channel[None, :] < channels)
-            place = partial + kind * step + part.to(tl.int64) * channels + channel[None, :]
-            total += tl.load(place, mask=inside, other=0).to(tl.float64)
-        summed = tl.sum(total, axis=0)
-        tl.store(sums + kind * channels + channel, summed, mask=channel < channels)
-        if kind == 0 and g_bias is not None:
-            tl.store(g_bias + channel, summed.to(g_bias.dtype.element_ty), mask=channel < channels)
-        if kind == 1 and g_weight is not None:
-            var = tl.load(variance + channel, mask=channel < channels, other=1).to(tl.float64)
-            inverse = tl.full((), 1.0, tl.float64) / tl.sqrt(var + tl.full((), EPS, tl.float64))
-            tl.store(g_weight + channel, (summed * inverse).to(g_weight.dtype.element_ty), mask=channel < channels)
-
-
-@triton.jit
-def coefficients_kernel(mean, variance, weight, bias, sums, out, count, channels,
-                        EPS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """The rows of `norm` (step.py), computed in double precision.
 
     Args:
-        sums: in a backward `[>= 2, C]`, of g and of g (x - mean), over `count` values a channel; otherwise None.
+        mean_gradients: `[2, C]`, written too where it is given; see `store_mean_gradients`.
     """
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = channel < channels
-    mu = tl.load(mean + channel, mask=inside, other=0).to(tl.float64)
-    var = tl.load(variance + channel, mask=inside, other=1).to(tl.float64)
-    one = tl.full((), 1.0, tl.float64)
-    inverse = one / tl.sqrt(var + tl.full((), EPS, tl.float64))
-    scale = inverse
-    if weight is not None:
-        scale = inverse * tl.load(weight + channel, mask=inside, other=0).to(tl.float64)
-    shift = -mu * scale
-    if bias is not None:
-        shift = tl.load(bias + channel, mask=inside, other=0).to(tl.float64) - mu * scale
-    number = out.dtype.element_ty
-    tl.store(out + channel, scale.to(number), mask=inside)
-    tl.store(out + channels + channel, shift.to(number), mask=inside)
-    tl.store(out + 2 * channels + channel, mu.to(number), mask=inside)
-    if sums is not None:
-        per_value = one / tl.cast(count, tl.float64)
-        g = tl.load(sums + channel, mask=inside, other=0) * per_value
-        gx = tl.load(sums + channels + channel, mask=inside, other=0) * per_value
-        tl.store(out + 3 * channels + channel, g.to(number), mask=inside)
-        tl.store(out + 4 * channels + channel, (gx * inverse * inverse).to(number), mask=inside)
+    step = tl.cast(rows, tl.int64) * channels
+    sum_g = folded(partial, rows, channels, channel, ROWS, COLUMNS)
+    sum_gx = folded(partial + step, rows, channels, channel, ROWS, COLUMNS)
+    tl.store(sums + channel, sum_g, mask=inside)
+    tl.store(sums + channels + channel, sum_gx, mask=inside)
+    if LEARN:
+        total = folded(partial + 2 * step, rows, channels, channel, ROWS, COLUMNS)
+        tl.store(sums + 2 * channels + channel, total, mask=inside)
+    inverse = inverse_deviation(tl.load(variance + channel, mask=inside, other=1).to(tl.float64), EPS)
+    if g_bias is not None:
+        tl.store(g_bias + channel, sum_g.to(g_bias.dtype.element_ty), mask=inside)
+    if g_weight is not None:
+        tl.store(g_weight + channel, (sum_gx * inverse).to(g_weight.dtype.element_ty), mask=inside)
+    if mean_gradients is not None:
+        store_mean_gradients(mean_gradients, sum_g, sum_gx, inverse, count, channel, inside, channels)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ right for everything and costs more.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Self
 
@@ -21,10 +21,10 @@ from megasnn.common.bundle import Bundle, entries_of
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.layer import FunctionLayer
+from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.plain.refusals import is_by_channel
 from megasnn.layers.plain.table import class_name
 from megasnn.layers.row_context import MeanOverSpace
-from megasnn.layers.weighted import MeanLinear, ParallelLinear
 from megasnn.parallel.sharding import shards_of
 
 # By the names of torch's functions and methods, without underscores: what works element by element.
@@ -168,10 +168,18 @@ class _UnseenOperators(TorchDispatchMode):
 
 
 def _has_own_backward(frame: FrameType | None) -> bool:
-    """Tells whether code is of the forward of an autograd function, whose backward may mix."""
-    while frame is not None and frame.f_globals.get("__name__") != torch.autograd.function.__name__:
+    """Whether code runs in the forward of an autograd function, whose backward may mix channels."""
+    # Since torch 2.14 `apply` itself has no frame, so the forwards are looked for.
+    forwards = {getattr(each.forward, "__code__", None) for each in _autograd_functions(torch.autograd.Function)}
+    while frame is not None and frame.f_code not in forwards:
         frame = frame.f_back
     return frame is not None
+
+
+def _autograd_functions(base: type[Any]) -> Iterator[type[Any]]:
+    for each in base.__subclasses__():
+        yield each
+        yield from _autograd_functions(each)
 
 
 def _meets(shape: torch.Size, result: torch.Size) -> bool:

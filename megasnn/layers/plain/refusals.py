@@ -13,11 +13,10 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import DropPath, ParallelDropout
 from megasnn.layers.init import own_tensors, tensors_of
+from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.plain.table import class_name, in_table, is_multi_step, sharded_batch_norm
-from megasnn.layers.row_context import row_group
-from megasnn.layers.weighted import ParallelLinear
 from megasnn.parallel.sharding import shards_of
 
 SHARDED = (ParallelConv, ParallelLinear, ParallelBatchNorm, NeuronLayer, ParallelDropout, DropPath)
@@ -139,7 +138,7 @@ _BY_ROWS = {*_ELEMENTWISE, "ModuleList", "ModuleDict"}
 def refuse_mixed_rows(layer: nn.Module, context: BuildContext) -> None:
     """Raises ValueError where ranks share out rows for a layer, or a module in it, that mixes them, or does not say
     that it does not. MegaSNN's layers exchange what they need."""
-    rows = row_group(context)
+    rows = context.row_group
     for path, each in layer.named_modules():
         if rows is not None and _mixes_rows(each):
             raise ValueError(

@@ -101,7 +101,7 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
     """
     note_stepped(module)
     require_supported(module, "plain")
-    dtype = None if context.traceable else context.dtype  # a trained model may be moved to another type
+    dtype = None if context.numerics.traceable else context.dtype  # a trained model may be moved to another type
     call = LayerCall(context.time_steps, folds_time(module), dtype)
     ours = {
         each: convert(each, conversion, context, initialise)

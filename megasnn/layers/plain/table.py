@@ -19,10 +19,10 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import ParallelDropout, drawn_frames
 from megasnn.layers.init import ModuleInitialiser, own_tensors
+from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import ParallelNeuron
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.plain.initial_values import initializer_from_module
-from megasnn.layers.weighted import ParallelLinear
 from megasnn.parallel.sharding import declare, shards_of
 
 

@@ -14,7 +14,7 @@ from megasnn.layers.attention import own_heads, sums_type
 from megasnn.layers.context import context_for
 from megasnn.layers.init import trunc_normal, zeros
 from megasnn.layers.neuron import make_neuron
-from megasnn.layers.row_context import row_group, sum_for_each
+from megasnn.layers.row_context import sum_for_each
 from megasnn.parallel.collectives import from_matrix, to_matrix
 
 EXPANSION = 2
@@ -105,7 +105,7 @@ class CountAttention(nn.Module):
         self.q_neuron, self.k_neuron, self.v_neuron = (make_neuron() for _ in range(3))
         self.projection = CountConvNorm(wide, dim)
         self.scale = 2 / math.sqrt(dim // num_heads) / largest**3
-        self._rows = row_group(context)
+        self._rows = context.row_group
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.neuron(x)

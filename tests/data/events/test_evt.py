@@ -75,6 +75,24 @@ def test_evt21_of_either_word_order(swapped) -> None:
         assert columns_of(events) == [(130, 512, 3, 1), (130, 543, 3, 1)]
 
 
+@pytest.mark.parametrize("unused", [0, 1, 0x12345678, 0xFFFF_FFFF])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_evt21_whose_time_highs_have_any_lower_half(swapped, unused) -> None:
+    """Prophesee's page says of it that it is unused, not that it is 0."""
+    events = writers.neighbours(4000, 5000, longest_gap=60)
+    data = writers.evt21(events, ("% evt 2.1", "% geometry 640x480"), swapped, unused)
+    assert equal(decode_evt(data).events, events)
+
+
+@pytest.mark.parametrize(("endianness", "swapped"), [("Little", False), ("LEGACY", True)])
+@pytest.mark.parametrize("line", ["% endianness {}", "% format EVT21;endianness={};height=480;width=640"])
+def test_the_word_order_of_evt21_may_be_in_capitals(line, endianness, swapped) -> None:
+    """Too few words to tell the order by themselves."""
+    events = Events.make([70, 70], [0, 31], [0, 0], [0, 0])
+    data = writers.evt21(events, ("% evt 2.1", "% geometry 640x480", line.format(endianness)), swapped)
+    assert equal(decode_evt(data).events, events)
+
+
 def test_words_of_evt2() -> None:
     high, event = 8 << 28, 1 << 28 | 5 << 22 | 300 << 11 | 200
     trigger, others, more = 10 << 28 | 1, 14 << 28 | 7, 15 << 28 | 9

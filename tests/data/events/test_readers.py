@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -145,6 +146,15 @@ def test_the_clock_of_aedat2_wraps(tmp_path, turn) -> None:
     assert read(tmp_path, "a.aedat", files.aedat2(address, late), sort=True).events.t.tolist() == t.tolist()
 
 
+@pytest.mark.parametrize("minutes", [5, 20, 34, 40, 70])
+def test_a_reset_of_the_clock_of_aedat2_is_no_wrap(tmp_path, minutes) -> None:
+    """jAER's timestamps are 32 bits and wrap after 71.6 minutes, cAER's after 35.8; a user may set either to 0."""
+    t = np.array([0, 9, 10, 20]) + 60_000_000 * minutes * np.array([1, 1, 0, 0])
+    data = files.aedat2(files.dvs128_address(Events.make(t, range(4), range(4), [0] * 4)), t)
+    problem = refusal(tmp_path, "a.aedat", data)
+    assert f"backwards at event 2: 10 us comes after {t[1]} us" in problem
+
+
 @quick
 @given(st.lists(event_lists(128, 128, 1000, least=0), min_size=1, max_size=4))
 def test_aedat3(tmp_path_factory, parts) -> None:
@@ -232,6 +242,17 @@ def test_time_that_runs_backwards_is_refused_or_sorted(tmp_path, name) -> None:
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, data, named) -> None:
     assert named in refusal(tmp_path, name, data)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_is_no_recording(tmp_path, kind) -> None:
+    path = tmp_path / "a.aedat"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(RecordingError, match=f"{path}: is no regular file"):
+        read_recording(path)
 
 
 @settings(max_examples=200, deadline=None)

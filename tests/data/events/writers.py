@@ -47,11 +47,12 @@ def evt2(events: Events, lines: Sequence[str] = EVT2_LINES) -> bytes:
     return text(lines) + np.array(words, "<u4").tobytes()
 
 
-def evt21(events: Events, lines: Sequence[str] = EVT21_LINES, swapped: bool = False) -> bytes:
+def evt21(events: Events, lines: Sequence[str] = EVT21_LINES, swapped: bool = False, unused: int = 0) -> bytes:
     """Words of 64 bits, whose upper half is one of EVT 2; an event word has up to 32 pixels of a row in its lower half.
 
     Args:
         swapped: the upper half comes first (`endianness=legacy`).
+        unused: lower half of a TIME_HIGH.
     """
     halves = []
     high = -1
@@ -59,7 +60,7 @@ def evt21(events: Events, lines: Sequence[str] = EVT21_LINES, swapped: bool = Fa
         t, x, y, p = group[0]
         if t >> 6 != high:
             high = t >> 6
-            halves.append((0, 8 << 28 | high % (1 << 28)))
+            halves.append((unused, 8 << 28 | high % (1 << 28)))
         halves.append((_mask(group, x), p << 28 | t % 64 << 22 | x << 11 | y))
     words = np.array(halves, "<u4")
     return text(lines) + (words[:, ::-1] if swapped else words).tobytes()

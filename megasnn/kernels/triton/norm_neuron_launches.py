@@ -1,0 +1,221 @@
+"""Launches of the kernels of norm, pooling and neurons, worked out once for inputs of one shape and type."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+
+from megasnn.kernels.neuron_spec import NeuronSpec, numbers
+from megasnn.kernels.norm_neuron_kernels import NormNeuron
+from megasnn.kernels.triton.fire import fire_kernel, gradient_kernel
+from megasnn.kernels.triton.launch import (
+    COLUMNS,
+    NUMBERS,
+    THREADS,
+    TILES,
+    Launch,
+    at_once,
+    chunk,
+    compute_type,
+    lanes_of_backward,
+    lanes_of_type,
+)
+from megasnn.kernels.triton.pool import pooled_gradient_kernel
+from megasnn.kernels.triton.sums import (
+    backward_sums_kernel,
+    coefficients_kernel,
+    fold_statistics_kernel,
+    fold_sums_kernel,
+    mean_gradients_kernel,
+    statistics_kernel,
+)
+
+PROGRAMS = 1024  # enough for a large GPU: where there is less to sum, a program sums fewer tiles
+_FOLDED_ROWS = 64  # of a tile of a kernel that folds partial sums
+_FOLDED_COLUMNS = 16
+
+
+class Cut(NamedTuple):
+    """Cut of values for a kernel of sums: values of a row, rows of a tile, tiles of a program, programs."""
+
+    row: int
+    rows: int
+    tiles: int
+    programs: int
+
+    @classmethod
+    def of(cls, values: int, channels: int, lanes: int) -> Cut:
+        row = math.lcm(channels, COLUMNS)
+        rows = THREADS * lanes // COLUMNS
+        tiles = -(-values // (row * rows))
+        tiles_of_program = max(1, min(TILES, tiles * (row // COLUMNS) // PROGRAMS))
+        return cls(row, rows, tiles_of_program, -(-tiles // tiles_of_program))
+
+
+class StatisticsLaunches:
+    """Launches for the statistics of inputs of one shape and type."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, eps: float) -> None:
+        channels = shape[2]
+        values = shape.numel()
+        cut = Cut.of(values, channels, lanes_of_type(dtype))
+        self.number = compute_type(dtype)
+        self.partial_shape = (3, cut.programs, cut.row)
+        self.sums = Launch(
+            statistics_kernel, cut.programs * (cut.row // COLUMNS),
+            values, cut.row, cut.programs, cut.tiles,
+            D=NUMBERS[self.number], ROWS=cut.rows, COLUMNS=COLUMNS,
+        )  # fmt: skip
+        self.fold = Launch(
+            fold_statistics_kernel, -(-channels // _FOLDED_COLUMNS),
+            cut.programs * cut.row // channels, channels, values // channels,
+            EPS=eps, ROWS=_FOLDED_ROWS, COLUMNS=_FOLDED_COLUMNS,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def statistics_launches(shape: torch.Size, dtype: torch.dtype, eps: float) -> StatisticsLaunches:
+    return StatisticsLaunches(shape, dtype, eps)
+
+
+@lru_cache(maxsize=1024)
+def coefficients_launch(channels: int, eps: float) -> Launch:
+    return Launch(coefficients_kernel, -(-channels // COLUMNS), channels, EPS=eps, COLUMNS=COLUMNS)
+
+
+@lru_cache(maxsize=1024)
+def mean_gradients_launch(channels: int, eps: float, count: int) -> Launch:
+    return Launch(mean_gradients_kernel, -(-channels // COLUMNS), count, channels, EPS=eps, COLUMNS=COLUMNS)
+
+
+class NormNeuronLaunches:
+    """Launches for norm, pooling and neurons of inputs of one shape and type.
+
+    Attributes:
+        size: number of values of one time step of spikes.
+        spikes_shape: of the spikes in memory.
+        partial_shape: of one kind of partial sums.
+    """
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, norm_neuron: NormNeuron) -> None:
+        samples, channels, *space = shape[1:]
+        steps = norm_neuron.time_steps
+        step = (samples, *norm_neuron.space_of_spikes(space), channels)
+        self.number = compute_type(dtype)
+        self.channels = channels
+        self.size = math.prod(step)
+        self.spikes_shape = (steps, *step)
+        self._dtype = dtype
+        self._norm_neuron = norm_neuron
+        self._input_steps = shape[0]
+        self._in_size = math.prod(shape[1:])
+        self._sides = tuple(space) if norm_neuron.pool else (0, 0)
+        self._cut = Cut.of(self.size, channels, lanes_of_backward(dtype, steps))
+        self.partial_shape = (self._cut.programs, self._cut.row)
+        self._common = {
+            "T": steps,
+            "REPEATED": shape[0] < steps,
+            "N": numbers(norm_neuron.spec),
+            "D": NUMBERS[self.number],
+        }
+
+    @cached_property
+    def fire(self) -> Launch:
+        norm_neuron = self._norm_neuron
+        block = THREADS * lanes_of_type(self._dtype)
+        pools_each_step = norm_neuron.pool and not self._common["REPEATED"]
+        return Launch(
+            fire_kernel, -(-self.size // block),
+            self.size, self._in_size, self.channels, *self._sides, norm_neuron.above,
+            POOL=norm_neuron.pool, AT_ONCE=1 if pools_each_step else at_once(norm_neuron.time_steps), BLOCK=block,
+            **self._common,
+        )  # fmt: skip
+
+    @cached_property
+    def sums(self) -> Launch:
+        return self._sums(learn=False)
+
+    @cached_property
+    def learning_sums(self) -> Launch:
+        """With the sum for a learned time constant."""
+        return self._sums(learn=True)
+
+    def _sums(self, learn: bool) -> Launch:
+        norm_neuron = self._norm_neuron
+        cut = self._cut
+        return Launch(
+            backward_sums_kernel, cut.programs * (cut.row // COLUMNS),
+            self.size, self._in_size, self.channels, *self._sides, norm_neuron.above, cut.row, cut.programs, cut.tiles,
+            CHUNK=chunk(self._dtype, norm_neuron.time_steps), POOL=norm_neuron.pool, LEARN=learn,
+            ROWS=cut.rows, COLUMNS=COLUMNS, **self._common,
+        )  # fmt: skip
+
+    @cached_property
+    def fold(self) -> Launch:
+        return self._fold(learn=False)
+
+    @cached_property
+    def fold_learning(self) -> Launch:
+        """With the sum for a learned time constant."""
+        return self._fold(learn=True)
+
+    def _fold(self, learn: bool) -> Launch:
+        values = self._input_steps * self._in_size // self.channels
+        return Launch(
+            fold_sums_kernel, -(-self.channels // _FOLDED_COLUMNS),
+            self._cut.programs * self._cut.row // self.channels, self.channels, values,
+            LEARN=learn, EPS=self._norm_neuron.eps, ROWS=_FOLDED_ROWS, COLUMNS=_FOLDED_COLUMNS,
+        )  # fmt: skip
+
+    @cached_property
+    def pooled_gradient(self) -> Launch:
+        block = THREADS * lanes_of_type(self._dtype)
+        blocks = -(-self._in_size // block)
+        return Launch(
+            pooled_gradient_kernel, self._input_steps * blocks,
+            self.size, self._in_size, blocks, self.channels, *self._sides, self._norm_neuron.above,
+            D=NUMBERS[self.number], BLOCK=block,
+        )  # fmt: skip
+
+    @cached_property
+    def gradient(self) -> Launch:
+        steps = self._norm_neuron.time_steps
+        block = THREADS * lanes_of_backward(self._dtype, steps)
+        return Launch(
+            gradient_kernel, -(-self.size // block), self.size, self.channels,
+            CHUNK=chunk(self._dtype, steps), BLOCK=block, **self._common,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def norm_neuron_launches(shape: torch.Size, dtype: torch.dtype, norm_neuron: NormNeuron) -> NormNeuronLaunches:
+    return NormNeuronLaunches(shape, dtype, norm_neuron)
+
+
+class NeuronLaunches:
+    """Launches for neurons without a norm, of inputs of one shape and type; size: values of a time step."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, spec: NeuronSpec) -> None:
+        steps = shape[0]
+        size = math.prod(shape[1:])
+        block = THREADS * lanes_of_type(dtype)
+        backward_block = THREADS * lanes_of_backward(dtype, steps)
+        self.number = compute_type(dtype)
+        self.size = size
+        self.programs = -(-size // backward_block)
+        common = {"T": steps, "REPEATED": False, "N": numbers(spec), "D": NUMBERS[self.number]}
+        self.fire = Launch(
+            fire_kernel, -(-size // block), size, size, size, 0, 0, 0,
+            POOL=False, AT_ONCE=at_once(steps), BLOCK=block, **common,
+        )  # fmt: skip
+        self.gradient = Launch(
+            gradient_kernel, self.programs, size, size, CHUNK=chunk(dtype, steps), BLOCK=backward_block, **common
+        )
+
+
+@lru_cache(maxsize=1024)
+def neuron_launches(shape: torch.Size, dtype: torch.dtype, spec: NeuronSpec) -> NeuronLaunches:
+    return NeuronLaunches(shape, dtype, spec)
