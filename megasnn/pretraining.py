@@ -18,6 +18,7 @@ from megasnn.common.launcher import take_ranks
 from megasnn.config import ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.checks import refusal
 from megasnn.config.cli import Values
+from megasnn.config.validate import device_problems
 from megasnn.config.values import samples_from
 from megasnn.models.model import Model, run_config
 from megasnn.models.registry import MODELS
@@ -72,7 +73,7 @@ def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callbac
         config = configuration(model, flags, reports)
         validate(config, world_size)
         refuse_unbuildable(config)
-        refuse_other_device(config, world_size)
+        refuse_other_device(config)
     except ConfigError as error:
         error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if reports and error_file:
@@ -113,7 +114,7 @@ def refuse_unbuildable(config: PretrainConfig) -> None:
         raise ConfigError(wrong)
 
 
-def refuse_other_device(config: PretrainConfig, world_size: int) -> None:
+def refuse_other_device(config: PretrainConfig) -> None:
     """Raises ConfigError if this rank has no GPU and the flags need one. Imports torch.
 
     Ranks have not joined yet. Limits of a GPU itself show when it is used, after that.
@@ -124,14 +125,12 @@ def refuse_other_device(config: PretrainConfig, world_size: int) -> None:
     parallel = config.parallel
     if wrong := refusal(choose_device, parallel.device):
         raise ConfigError(wrong)
-    device, why = choose_device(parallel.device)
+    device, reason = choose_device(parallel.device)
     if device.type != "cpu":
         return
-    try:
-        validate(replace(config, parallel=replace(parallel, device="cpu")), world_size)
-    except ConfigError as error:
-        why = f"--device {parallel.device} comes to the CPU here: {why or 'torch is built without CUDA'}"
-        raise ConfigError(f"{problem} ({why})" for problem in error.problems) from None
+    if wrong := device_problems(config, device.type):
+        why = f"--device {parallel.device} comes to the CPU here: {reason or 'torch is built without CUDA'}"
+        raise ConfigError(f"{problem} ({why})" for problem in wrong)
     if wrong := refusal(require_kernels, config, device):
         raise ConfigError(wrong)
 
@@ -153,9 +152,8 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     before = from_dict(run_config(model), {"model": saved["model"]}).model.input_shape
     now = config.model.input_shape
     if (len(before), before[-3:-2]) != (len(now), now[-3:-2]):
-        # Events after images, or other channels: the preprocessing of the checkpoint's samples does not apply.
-        saved = {part: values for part, values in saved.items() if part != "data"}
-        config = parse(run_config(model), argv, console_outputs, model.recipes(), saved)
+        # Events after images, or other channels: the checkpoint's normalisation does not apply to them.
+        config = replace(config, data=flags.data)
     taken = list[str]()
     for of_part in flags_between(flags, config).values():
         taken += map(in_message, of_part)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megasnn.config.checks import flag, help_texts
+from megasnn.config.checks import flag, help_texts, shown_value
 from megasnn.config.cli import flag_names
-from megasnn.config.values import shown_value
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
 

@@ -21,10 +21,11 @@ from megasnn.checkpoint.tensor_io import boxes_of, read_boxes, require_intact
 from megasnn.common.files import CheckpointError, raise_problems
 from megasnn.common.grid import Grid
 from megasnn.layers import BuildContext
+from megasnn.layers.tensors import sharded_tensors
 from megasnn.models import registry
 from megasnn.models.description import ModelDescription
 from megasnn.models.registry import MODELS, model_of
-from megasnn.parallel.sharding import Shard, ShardedTensor, sharded_tensors
+from megasnn.parallel.sharding import Shard, ShardedTensor
 from megasnn.parallel_state import ParallelState
 from megasnn.schedule.partition import PLACEMENTS, layout_to_bounds, parse_layout, placed_bounds
 

@@ -14,6 +14,7 @@ from megasnn.augment.mixing import Mixing
 from megasnn.common.checks import error_context
 from megasnn.common.launcher import take_ranks
 from megasnn.config import ConfigError, PretrainConfig, validate
+from megasnn.config.checks import refusal
 from megasnn.config.training import PRECISIONS
 from megasnn.config.validate import cut_problems
 from megasnn.config.values import build_part, to_dict, with_keywords
@@ -25,6 +26,7 @@ from megasnn.layers.weight_grad import CastWeights
 from megasnn.models.build import building_problems, describe_model
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model, run_config
+from megasnn.optim.scales import learning_rate_scales
 from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import Group, ParallelState
 from megasnn.pipeline.graphs import Capture, CudaCapture
@@ -45,8 +47,9 @@ def run_configuration(
         ValueError: flags beside a whole configuration or `lr_schedule`, a value that is no model, or processes of a
             launcher's that cannot meet.
     """
-    if has_schedule and (refused := [name for name in flags if name.startswith(("lr", "min_lr"))]):
-        raise ValueError(f"lr_schedule gives the learning rate of each step: leave out {', '.join(refused)}")
+    of_rate = [name for name in flags if name.startswith(("lr", "min_lr")) and name != "lr_scale"]
+    if has_schedule and of_rate:
+        raise ValueError(f"lr_schedule gives the learning rate of each step: leave out {', '.join(of_rate)}")
     if isinstance(model, PretrainConfig):
         if refused := [*flags, *["lr_schedule"] * has_schedule]:
             raise ValueError(f"{', '.join(refused)} beside a whole configuration: give a model and flags")
@@ -55,9 +58,11 @@ def run_configuration(
         raise ValueError(f"give an instance of a subclass of megasnn.Model, such as MyModel(...), not {model!r}")
     build_part(type(model), to_dict(model), type(model).__name__)  # refuses values of other types
     config = with_keywords(run_config(type(model))(model=model), flags)
-    if config.training.train_iters is None:
+    if config.training.train_iters is None and config.training.train_samples is None:
         if config.optimizer.lr_decay_style != "constant" and not has_schedule:
-            raise ConfigError(["give train_iters: the learning rate decays until then; or lr_decay_style='constant'"])
+            raise ConfigError(
+                ["give train_iters or train_samples: the learning rate decays until then; or lr_decay_style='constant'"]
+            )
         config = replace(config, training=replace(config.training, train_iters=_ENDLESS))
     if not dist.is_initialized():
         take_ranks()
@@ -69,14 +74,14 @@ def run_configuration(
 
 def model_problems(config: PretrainConfig) -> list[str]:
     """Returns why the layers of the model cannot be built, or do not fit together."""
-    parallel, cut = config.parallel, config.parallel.context_cut(config.training.micro_batch_size)
+    parallel = config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    problems = building_problems(config.model, config.neuron.spec, tp, cp, cut)
-    if problems or parallel.layout is None:
+    problems = building_problems(config.model, config.neuron.spec, tp, cp, config.context_cut)
+    if problems:
         return problems
-    return cut_problems(
-        parallel, [each.layer_group for each in describe_model(config.model, config.neuron.spec).layers]
-    )
+    description = describe_model(config.model, config.neuron.spec)
+    problems += refusal(learning_rate_scales, config.optimizer, description)
+    return problems + cut_problems(parallel, [each.layer_group for each in description.layers])
 
 
 def require_alike(config: PretrainConfig, world: Group) -> None:
@@ -124,7 +129,7 @@ def build_model(
     context = BuildContext(
         state=state,
         numerics=Numerics.of_run(config, state.device),
-        cut=config.parallel.context_cut(training.micro_batch_size),
+        cut=config.context_cut,
         stateful=config.windows > 1,
         seed=training.seed,
         cast_weights=CastWeights(stay=graphs is not None),

@@ -22,7 +22,7 @@ from megasnn.common.checks import context_of_error
 from megasnn.common.memory import keep_free_memory
 from megasnn.config import PretrainConfig
 from megasnn.config.training import Length
-from megasnn.config.values import changed_recipe, config_identity, recipe
+from megasnn.config.values import changed_recipe, config_identity
 from megasnn.data import GlobalBatch
 from megasnn.engine.batch import BatchError, Batches
 from megasnn.engine.build import (
@@ -70,7 +70,7 @@ class Engine:
     Args:
         model: an instance of one's own class or of one in `megasnn.MODELS`; or a validated configuration.
         lr_schedule: (step, from 0 on) -> its learning rate, in the place of the flags of the rate.
-        length: of the training; by default `train_iters` of the flags.
+        length: of the training; by default `train_iters` or `train_samples` of the flags.
         wants_to_stop: asked on every rank in each step and each batch of an evaluation (`distributed.stop_votes`).
         flags: those of the command line, with underscores.
     Attributes:
@@ -92,7 +92,8 @@ class Engine:
         **flags: Any,
     ) -> None:
         self.config = config = run_configuration(model, flags, lr_schedule is not None)
-        self.length = length = length or Length(config.training.train_iters or 0)
+        # An Engine knows no epochs: an iteration counts as one.
+        self.length = length = length or config.training.length(config.training.global_batch_size)
         described = describe_windows(config)
         if not config.training.evaluate_only and lr_schedule is None:
             require_schedule(config.optimizer, length.iterations, length.epoch)
@@ -271,9 +272,17 @@ class Engine:
             self.step.loaded()
         else:
             self.step.loaded((loaded.iteration, loaded.consumed_samples), loaded.averaged_steps)
-        changed = [] if weights_only else changed_recipe(loaded.extra, recipe(config))
+            self._follow_position()
+        changed = [] if weights_only else changed_recipe(loaded.extra, config)
         for remark in (*loaded.remarks, *changed):
             warnings.warn(remark, stacklevel=2)
+
+    def _follow_position(self) -> None:
+        """Ends the training after `train_samples`, whatever batch size the steps of the checkpoint had."""
+        training = self.config.training
+        if training.train_samples is not None:
+            self.length = training.length(training.global_batch_size, self.iteration, self.consumed_samples)
+            self.step.iterations = self.length.iterations
 
     # --- the end
 

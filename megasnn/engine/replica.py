@@ -12,7 +12,7 @@ from megasnn.config import PretrainConfig
 from megasnn.engine.loss import MicroBatchLoss
 from megasnn.engine.model import DistributedModel
 from megasnn.layers import BuildContext, ParallelBatchNorm, ParallelConv, ParallelLinear
-from megasnn.layers.shape_inference import calls_of
+from megasnn.layers.facts import facts
 from megasnn.models.description import Built, ModelDescription
 from megasnn.optim.norms import GradientNorm
 from megasnn.parallel.fsdp import GatheredWeights
@@ -132,7 +132,7 @@ def _gradient_buckets(
         [(number, part.sharded_tensors() + part.copied_tensors()) for number, part in reduced.items()],
         state.dp_replicate_cp,
         state.tp,
-        additions={module.weight: calls_of(module) for module in weighted},
+        additions={module.weight: facts(module).calls for module in weighted},
         shards_have_owners=config.parallel.use_distributed_optimizer,
         weights=weights,
         scattered=scatters,

@@ -16,6 +16,7 @@ from megasnn.engine.model import DistributedModel
 from megasnn.engine.not_finite import first_not_finite
 from megasnn.optim.average import WeightAverage
 from megasnn.optim.build import build_optimizer, takes_found_inf
+from megasnn.optim.scales import learning_rate_scales
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import Timers
@@ -44,7 +45,9 @@ class TrainStep:
         self, config: PretrainConfig, distributed: DistributedModel, rate: Callable[[int], float], iterations: int
     ) -> None:
         self.distributed = distributed
-        self.optimizer = build_optimizer(distributed.owned, config.optimizer, distributed.state.holding_groups)
+        scales = learning_rate_scales(config.optimizer, distributed.description)
+        groups = distributed.state.holding_groups
+        self.optimizer = build_optimizer(distributed.owned, config.optimizer, groups, scales)
         decay = config.optimizer.ema_decay
         evaluates = config.training.evaluate_only  # what is loaded, the average or the weights
         self.average = WeightAverage(distributed.owned, decay) if decay and not evaluates else None
@@ -52,6 +55,7 @@ class TrainStep:
         self.iteration = 0
         self.consumed_samples = 0
         self._config = config
+        self._counts_samples = config.training.counts_samples
         self._rate = rate
         self.iterations = iterations
         self._cut = config.training.micro_batch_size, distributed.state.dp.size, config.windows
@@ -72,7 +76,7 @@ class TrainStep:
         distributed = self.distributed
         done = self.iteration
         training = self._config.training
-        if training.train_epochs is not None:  # steps before a change of the batch size were of other sizes
+        if self._counts_samples:  # steps before a change of the batch size were of other sizes
             done = self.consumed_samples // training.global_batch_size
         rate = self._rate(done)
         if not 0 <= rate < math.inf:

@@ -15,8 +15,8 @@ from megasnn.common.memory import without_waiting
 from megasnn.common.random import WORD_MASK, philox_key
 from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.facts import refuse_second_call
 from megasnn.layers.row_context import shared_rows
-from megasnn.layers.shape_inference import refuse_second_call
 
 Positions = range | Tensor | None
 

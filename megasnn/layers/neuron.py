@@ -15,9 +15,11 @@ from megasnn.kernels.neuron import neuron_multi_step
 from megasnn.kernels.neuron_spec import SURROGATES
 from megasnn.kernels.torch_backend import REDUCED, surrogate_function
 from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.facts import refuse_second_call
 from megasnn.layers.init import constant
-from megasnn.layers.shape_inference import mark_spikes, refuse_second_call
-from megasnn.parallel.sharding import Initialiser, declare
+from megasnn.layers.shape_inference import mark_spikes
+from megasnn.layers.tensors import declare
+from megasnn.parallel.sharding import Initialiser
 
 SpikeObserver = Callable[[Tensor], None]
 State = dict[str, Tensor]

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from megasnn.common.recompute import is_replaying
 from megasnn.kernels.torch_backend import REDUCED, batch_norm
 from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.facts import facts
 from megasnn.layers.init import ones, zeros
 from megasnn.layers.row_context import sum_for_each
-from megasnn.layers.shape_inference import calls_of, count_call
-from megasnn.parallel.sharding import Initialiser, declare
+from megasnn.layers.tensors import declare
+from megasnn.parallel.sharding import Initialiser
 from megasnn.parallel.sync_batch_norm import SharedStatistics
 from megasnn.parallel_state import Group
 
@@ -90,7 +91,7 @@ class ParallelBatchNorm(nn.Module):
     @property
     def calls(self) -> int:
         """Number of calls in a forward of the model."""
-        return calls_of(self)
+        return facts(self).calls
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta and x.shape[2] != self._local_channels:
@@ -129,7 +130,7 @@ class ParallelBatchNorm(nn.Module):
         The dry run counts the call. A recomputed forward, or one without `record_statistics`, records nothing.
         """
         if mean.is_meta:
-            count_call(self)
+            facts(self).count_call()
         # A recomputed forward has recorded its statistics before.
         if self._is_recording and self.running_mean is not None and not is_replaying():
             self.pending.append((mean.detach(), variance.detach(), count))

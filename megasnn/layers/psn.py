@@ -15,7 +15,8 @@ from megasnn.kernels.torch_backend import REDUCED, recompute_in_backward, surrog
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import constant, uniform
 from megasnn.layers.neuron import NeuronLayer
-from megasnn.parallel.sharding import Initialiser, declare
+from megasnn.layers.tensors import declare
+from megasnn.parallel.sharding import Initialiser
 
 
 class _ParallelInTime(NeuronLayer):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megasnn.common.recompute import cached_collective, is_replaying
 from megasnn.kernels.spike_codec import Content, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.facts import facts
 from megasnn.layers.shape_inference import LARGEST_COUNT, content_of
 from megasnn.parallel.collectives import Exchange, all_reduce_sum, gather_columns, start_exchange
 from megasnn.parallel.sharding import own_span
@@ -48,11 +49,14 @@ def own_pixel_rows(frames: Tensor, group: Group) -> Tensor:
 
 def note_height(module: nn.Module, height: int) -> None:
     """Notes in the dry run the height of images of which a module moves rows. Raises ValueError for a second one."""
-    if (first := vars(module).setdefault("_noted_height", height)) != height:
+    found = facts(module)
+    before = found.image_height
+    if before not in (None, height):
         raise ValueError(
-            f"this {type(module).__name__} is called with images of {first} rows and of {height}, which with "
+            f"this {type(module).__name__} is called with images of {before} rows and of {height}, which with "
             "--context-parallel-cut rows needs a module for each"
         )
+    found.image_height = height
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Facts about tensors and layers from the dry run: layers run once on the meta device, where tensors have no values.
 
 Neurons fire 0 or 1. Sums, products, max pooling and views of spikes are integers with a known largest value. Such
-tensors are communicated and stored as bits or bytes, and every packing checks the values. Layers count their calls.
+tensors are communicated and stored as bits or bytes, and every packing checks the values.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -122,30 +122,6 @@ def _max_of_result(name: str, args: tuple[Any, ...]) -> int | None:
         return a * b
     # 1 - x are spikes again, if x are spikes.
     return b if name in _SUBTRACT_FROM and args[1] == 1 and a <= 1 else None
-
-
-def count_call(module: nn.Module) -> int:
-    """Counts a call in the dry run of a layer whose gradients or statistics are counted; gives its number."""
-    vars(module)["_calls"] = number = vars(module).get("_calls", 0) + 1
-    return number
-
-
-def calls_of(module: nn.Module) -> int:
-    """Number of times that a forward of the model calls a layer, by the dry run; once where there was none."""
-    number: int = vars(module).get("_calls", 1)
-    return number
-
-
-def note_never_called(layer: nn.Module) -> None:
-    """Notes behind the dry run of a layer: what was not called in it is not expected to be in training."""
-    for module in layer.modules():
-        vars(module).setdefault("_calls", 0)
-
-
-def refuse_second_call(module: nn.Module, why: str) -> None:
-    """Raises ValueError the second time in the dry run of a layer that a forward may call once."""
-    if count_call(module) > 1:
-        raise ValueError(f"this {type(module).__name__} is called twice in one forward, and {why}")
 
 
 def is_channels_last(x: Tensor) -> bool:

@@ -28,7 +28,9 @@ from megasnn.kernels.convolution import (
 from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import Content, encode, may_be_sparse, remember_bits
 from megasnn.layers.context import BuildContext
-from megasnn.layers.shape_inference import content_of, count_call
+from megasnn.layers.facts import facts
+from megasnn.layers.shape_inference import content_of
+from megasnn.layers.tensors import declare
 from megasnn.layers.weight_grad import Leave
 from megasnn.parallel.collectives import (
     all_reduce_sum,
@@ -38,7 +40,7 @@ from megasnn.parallel.collectives import (
     sum_and_scatter_columns,
     to_matrix,
 )
-from megasnn.parallel.sharding import Shard, declare, shards_of
+from megasnn.parallel.sharding import Shard
 from megasnn.parallel_state import Group
 from megasnn.telemetry.operations import times_used
 
@@ -129,7 +131,7 @@ class WeightedLayer(nn.Module):
 
         Includes outputs on other tensor-parallel ranks, for a value observed by one rank only.
         """
-        out_channels, _, *sides = shards_of(self)["weight"].global_shape
+        out_channels, _, *sides = facts(self).shards["weight"].global_shape
         kernel = torch.ones((1, 1, *sides, *[1] * (2 - len(sides))), dtype=torch.float64)
         geometry = replace(self.options.products.geometry, groups=1)
         per_channel = times_used(lambda image: self.own_outputs(convolve(image, kernel, geometry)), space)
@@ -159,9 +161,10 @@ class WeightedLayer(nn.Module):
 
         Raises ValueError for a wrong number of channels, and for one whole and one sharded input in one forward.
         """
-        is_again = vars(self).get("_has_learned", False)
-        vars(self)["_has_learned"] = True
-        count_call(self)
+        found = facts(self)
+        is_again = found.knows_input
+        found.knows_input = True
+        found.count_call()
         size = self.options.group.size
         is_whole = size > 1 and x.shape[dim] == channels
         if is_again and is_whole != self._has_whole_input:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,23 +17,32 @@ from megasnn.parallel_state import Group
 
 
 def build_optimizer(
-    tensors: Sequence[ShardedTensor], config: OptimizerConfig, groups: Mapping[Axis, Group] | None = None
+    tensors: Sequence[ShardedTensor],
+    config: OptimizerConfig,
+    groups: Mapping[Axis, Group] | None = None,
+    scales: Mapping[str, float] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
     """Builds the optimizer over the trained ones of these tensors, in groups with `weight_decay` and `lr_scale`.
 
     Args:
         groups: this rank's group along each axis that tensors are cut over; None where none of them is cut.
+        scales: learning rate factor by parameter name (`learning_rate_scales`); 1 for all others.
     """
     trained = _trained(tensors)
-    decaying = [entry.tensor for entry in trained if _decays(entry)]
-    others = [entry.tensor for entry in trained if not _decays(entry)]
-    # Both groups are there without parameters too: a pipeline stage may hold none.
-    parameters = [
-        {"params": decaying, "weight_decay": config.weight_decay, "lr_scale": 1.0},
-        {"params": others, "weight_decay": 0.0, "lr_scale": 1.0},
-    ]
+    # A pipeline stage may hold no parameters. torch's optimizers accept empty groups, but not an empty list of groups.
+    by_scale: dict[float, list[ShardedTensor]] = {} if trained else {1.0: []}
+    for entry in trained:
+        by_scale.setdefault(scales.get(entry.name, 1.0), []).append(entry)
+    parameters: list[dict[str, Any]] = []
+    for scale, entries in by_scale.items():
+        decaying = [entry.tensor for entry in entries if _decays(entry)]
+        others = [entry.tensor for entry in entries if not _decays(entry)]
+        parameters.append({"params": decaying, "weight_decay": config.weight_decay, "lr_scale": scale})
+        parameters.append({"params": others, "weight_decay": 0.0, "lr_scale": scale})
     recipe = OPTIMIZERS[config.optimizer]
-    options = {"norms": ShardedNorms(trained, groups or {})} if recipe.takes_norms else {}
+    options = config.build_options
+    if recipe.takes_norms:
+        options["norms"] = ShardedNorms(trained, groups or {})
     return recipe.build(parameters, lr=config.lr, **options)
 
 
@@ -48,8 +59,7 @@ def takes_found_inf(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -
 
 def state_bytes(trained: Iterable[Tensor], config: OptimizerConfig) -> int:
     """Bytes of the optimizer's state after a step."""
-    kinds = OPTIMIZERS[config.optimizer].state
-    return sum(4 if kind == "step" else parameter.nbytes for parameter in trained for kind in kinds)
+    return sum(4 if kind == "step" else parameter.nbytes for parameter in trained for kind in config.state_kinds)
 
 
 def working_bytes(tensors: Sequence[ShardedTensor], config: OptimizerConfig) -> int:

@@ -97,6 +97,13 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_mul_(flat, factors.split(counts))
 
 
-def build_lamb(groups: Sequence[dict[str, Any]], lr: float, norms: Norms) -> Lamb:
+def build_lamb(
+    groups: Sequence[dict[str, Any]],
+    lr: float,
+    norms: Norms,
+    adam_beta1: float,
+    adam_beta2: float,
+    adam_eps: float | None,
+) -> Lamb:
     """Builds the optimizer for the registry."""
-    return Lamb(groups, lr, (0.9, 0.999), EPS, norms)
+    return Lamb(groups, lr, (adam_beta1, adam_beta2), EPS if adam_eps is None else adam_eps, norms)

@@ -7,18 +7,17 @@ is what a fused q-k-v weight needs: it is cut inside each of its parts, by whole
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise, product
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megasnn.common.grid import FLAG_OF_AXIS, HOLDING_AXES, Axis, Coordinates
-from megasnn.common.random import keyed_generator
 
 Initialiser = Callable[[Tensor, torch.Generator], object]
 
@@ -172,9 +171,6 @@ def _runs(indices: np.ndarray, length: int) -> list[tuple[int, int, int]]:
     return [(a, int(indices[a]), b - a) for a, b in pairwise(ends) if a < b]
 
 
-# --- tensors of modules
-
-
 @dataclass(frozen=True)
 class ShardedTensor:
     """A parameter or buffer of a built model with its global name and description.
@@ -190,123 +186,6 @@ class ShardedTensor:
     is_copy: bool = False
 
 
-def declare(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype, is_parameter: bool = True) -> None:
-    """Registers a tensor of the shard's local shape on the meta device; `materialise` gives it memory and values."""
-    tensor = torch.empty(shard.local_shape, dtype=dtype, device="meta")
-    if is_parameter:
-        module.register_parameter(name, nn.Parameter(tensor))
-    else:
-        module.register_buffer(name, tensor)
-    shards_of(module)[name] = shard
-
-
-def shards_of(module: nn.Module) -> dict[str, Shard]:
-    """Descriptions of the parameters and buffers of the module itself, by name."""
-    shards: dict[str, Shard] = vars(module).setdefault("_described_shards", {})
-    return shards
-
-
-def tie(module: nn.Module, name: str, owner_name: str, owner: nn.Module, name_there: str) -> None:
-    """Makes a described tensor a copy of another one, which owns the value; it takes that one's name and description.
-
-    Raises:
-        ValueError: they have other shapes, or ranks hold other parts of them.
-    """
-    if name not in shards_of(module) or name_there not in shards_of(owner):
-        return  # `sharded_tensors` tells what is missing
-    mine, theirs = shards_of(module)[name], shards_of(owner)[name_there]
-    if mine.pieces() != theirs.pieces():
-        shapes = f"{list(mine.global_shape)} here and {list(theirs.global_shape)} there"
-        raise ValueError(
-            f"ranks hold other parts of the two, {shapes}: give both layers the same sizes and `style`, or set "
-            f"{FLAG_OF_AXIS['tp']} 1"
-        )
-    shards_of(module)[name] = theirs
-    vars(module).setdefault("_owner_names", {})[name] = owner_name
-
-
-def owner_name(module: nn.Module, name: str, path: str) -> str:
-    """Global name of the tensor that a module at this path owns, or has a copy of."""
-    called: str = vars(module).get("_owner_names", {}).get(name, f"{path}.{name}")
-    return called
-
-
-def sharded_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
-    """Every parameter and persistent buffer below the given (global name, layer) pairs, in a fixed order; no copies.
-
-    Raises:
-        ValueError: a tensor has no description, which would make it invisible to initialisation and checkpoints.
-    """
-    return (entry for entry in described_tensors(named_layers) if not entry.is_copy)
-
-
-def described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
-    """The same with the copies among them."""
-    for prefix, layer in named_layers:
-        for path, module in layer.named_modules(prefix=prefix):
-            shards = shards_of(module)
-            own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-            for name, tensor in own:
-                if name in module._non_persistent_buffers_set:
-                    continue
-                if name not in shards:
-                    raise ValueError(f"{path}.{name} has no shard description; make it with `declare`")
-                called = owner_name(module, name, path)
-                is_parameter, is_copy = name in module._parameters, called != f"{path}.{name}"
-                yield ShardedTensor(called, tensor, shards[name], is_parameter, is_copy)
-
-
 def parameter_count(tensors: Iterable[ShardedTensor]) -> int:
     """Number of elements of the global parameters described, each counted once."""
     return sum(torch.Size(entry.shard.global_shape).numel() for entry in tensors if entry.is_parameter)
-
-
-def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
-    """Gives memory and initial values to every declared tensor of these layers.
-
-    Each value follows from (seed, global name) alone: the global tensor is drawn, this rank's part is kept, so
-    the model starts from the same numbers on every layout. At most one global tensor exists at a time. What is tied has
-    the same memory.
-
-    Raises ValueError for a tensor that nothing initialises, or whose function raises; names it.
-    """
-    layers = list(named_layers)
-    values: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for entry in described_tensors(layers):
-            if entry.name in values:
-                continue
-            assert entry.shard.initialise is not None, entry.name
-            # Floating-point values are drawn in float32 whatever the precision: fp64 checks start from the fp32 run's.
-            dtype = torch.float32 if entry.tensor.is_floating_point() else entry.tensor.dtype
-            full = torch.empty(entry.shard.global_shape, dtype=dtype)
-            try:
-                entry.shard.initialise(full, keyed_generator(seed, "init", entry.name))
-            except Exception as error:  # a function of the user's may raise anything
-                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-                raise ValueError(f"initial values of {entry.name}: {kind}{error}") from error
-            value = entry.shard.cut(full).to(device, entry.tensor.dtype)
-            # Kernels of convolutions have channels last, like activations: nothing is reordered when they meet.
-            is_kernel = value.ndim == 4
-            values[entry.name] = value.contiguous(memory_format=torch.channels_last) if is_kernel else value
-        for prefix, layer in layers:
-            for path, module in layer.named_modules(prefix=prefix):
-                for name in shards_of(module):
-                    value = values[owner_name(module, name, path)]
-                    if name in module._parameters:
-                        module._parameters[name] = _with_all_of(module.get_parameter(name), value)
-                    else:
-                        module._buffers[name] = value.detach()  # a tensor of its own, of the same memory
-
-
-def _with_all_of(old: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """A parameter with a value, and what was set on the one before: whether it is trained, attributes, hooks."""
-    new = nn.Parameter(value, requires_grad=old.requires_grad)
-    vars(new).update(vars(old))
-    if not old.requires_grad:  # torch takes no hooks
-        return new
-    for hook in (old._backward_hooks or {}).values():
-        new.register_hook(hook)
-    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
-        new.register_post_accumulate_grad_hook(hook)
-    return new

@@ -19,8 +19,9 @@ from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.plain.replicated import apply_layer
 from megasnn.layers.row_context import own_pixel_rows
 from megasnn.layers.shape_inference import to_channels_last
+from megasnn.layers.tensors import described_tensors, materialise, sharded_tensors
 from megasnn.models.description import Built, Carried, ModelDescription
-from megasnn.parallel.sharding import ShardedTensor, described_tensors, materialise, sharded_tensors
+from megasnn.parallel.sharding import ShardedTensor
 from megasnn.pipeline.graphs import Capture, ChunkGraphs, why_not
 from megasnn.telemetry.timers import named
 

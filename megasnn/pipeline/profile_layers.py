@@ -22,11 +22,11 @@ from megasnn.common.memory import AllocationCounter
 from megasnn.common.recompute import Cache, recording
 from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.context import BuildContext
+from megasnn.layers.tensors import materialise
 from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.models.description import ModelDescription
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.collectives import traffic
-from megasnn.parallel.sharding import materialise
 from megasnn.parallel_state import Group, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.cost_model import TIMED, LayerCost, LinkCost, PipelineCosts, for_samples

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasnn.layers import ParallelBatchNorm
-from megasnn.layers.shape_inference import calls_of
 from megasnn.models.description import ModelDescription
 from megasnn.parallel.collectives import traffic
 from megasnn.parallel.sharding import ShardedTensor
@@ -177,6 +176,6 @@ class Ties:
 
 def _statistics_like(norm: ParallelBatchNorm) -> Tensor:
     assert norm.running_mean is not None
-    # A copy is called as often as its owner, which `tie_all` in models/description.py checks.
-    shape = calls_of(norm), 2, norm.running_mean.numel()
+    # A copy is called as often as its owner, which `tie_all` in models/ties.py checks.
+    shape = norm.calls, 2, norm.running_mean.numel()
     return norm.running_mean.new_empty(shape, dtype=torch.float64)

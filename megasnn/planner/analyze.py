@@ -26,11 +26,11 @@ from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError
 from megasnn.layers import ParallelConv, ParallelLinear
 from megasnn.layers.context import BuildContext, Numerics
+from megasnn.layers.tensors import sharded_tensors
 from megasnn.models.build import building_problems, describe_model
 from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.process_group import choose_device, start_process_group
-from megasnn.parallel.sharding import sharded_tensors
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.cost_model import LayerCost, LinkCost
 from megasnn.pipeline.profile_layers import (

@@ -115,7 +115,7 @@ def states_of(
     return StateBytes(
         weights=kept + buffers + (owned + buffers if optimizer.ema_decay else 0),
         gradients=whole + kept * (weight > 1) + owned * (owners > 1),
-        optimizer=sum(4 * len(trained) if kind == "step" else owned for kind in recipe.state),
+        optimizer=sum(4 * len(trained) if kind == "step" else owned for kind in optimizer.state_kinds),
         exchanged=_exchanged(whole, weight if weight > 1 else owners, on_gpu),
         reduced=kept,
         updated=owned,

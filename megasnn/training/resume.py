@@ -16,7 +16,7 @@ from megasnn.checkpoint.source import read_state_dict
 from megasnn.common.checks import error_context
 from megasnn.common.files import in_message
 from megasnn.config import PretrainConfig
-from megasnn.config.values import CLASS_NAMES, changed_recipe, changed_samples, config_identity, recipe
+from megasnn.config.values import CLASS_NAMES, changed_recipe, changed_samples, config_identity
 from megasnn.data.datasets import class_difference
 from megasnn.engine import Engine
 from megasnn.training.data import RunData
@@ -56,7 +56,7 @@ def load_start(
             engine.load_state_dict(config.model.from_spikingjelly(read_state_dict(options.load)))
         return LoadedStart()
     if options.finetune and not start.restarted:
-        return _load_weights(config, engine, start.checkpoint)
+        return _load_weights(config, engine, data, start.checkpoint)
     return _continue(config, engine, data, start, start.checkpoint, lock)
 
 
@@ -93,7 +93,7 @@ def _continue(
         forget_best_after(checkpoint.folder, loaded.iteration, None if best is None else best.iteration)
         if lock is not None:
             lock.adopt()
-    remarks = [*loaded.remarks, *changed_recipe(loaded.extra, recipe(config))]
+    remarks = [*loaded.remarks, *changed_recipe(loaded.extra, config)]
     if not options.keep_best:
         best = None
     elif best is not None and best.evaluation != data.evaluation:
@@ -107,7 +107,7 @@ def _continue(
     return LoadedStart(_warnings(remarks), best, saved=continues_there and not loaded.remarks)
 
 
-def _load_weights(config: PretrainConfig, engine: Engine, checkpoint: ChosenCheckpoint) -> LoadedStart:
+def _load_weights(config: PretrainConfig, engine: Engine, data: RunData, checkpoint: ChosenCheckpoint) -> LoadedStart:
     """Loads only the weights, of a model whose tensors fit.
 
     A last layer of another shape keeps its initial values, and so does a first convolution of other input channels.
@@ -141,6 +141,8 @@ def _load_weights(config: PretrainConfig, engine: Engine, checkpoint: ChosenChec
         remarks.append(f"{names} is of other input channels in the checkpoint: it stays as it is initialised")
     if loaded.left & of_last:
         remarks.append(f"{last} is of another shape in the checkpoint: it stays as it is initialised")
+    elif different := _class_difference(data.data_position, loaded.extra):
+        remarks.append(f"{different} in the checkpoint and in the data, and {last} keeps its weights")
     taken = "weights" if loaded.averaged_steps is None else "average of the weights (--no-ema: the weights)"
     return LoadedStart((f"--finetune takes the {taken} of {loaded.path}", *_warnings(remarks)))
 
@@ -153,7 +155,11 @@ def _differ_in_channels(before: Sequence[int], now: Sequence[int]) -> bool:
 def _problems(config: PretrainConfig, data_position: Mapping[str, object], saved: Metadata) -> Iterator[str]:
     """Yields differences of the model and the classes; in a training those of the data and their order as well."""
     yield from model_differences(saved, config.model.name, config_identity(config))
-    yield from _class_problems(data_position, saved)
+    if different := _class_difference(data_position, saved.extra):
+        yield (
+            f"{different} when it was saved and in the data now: make the shards again, with --classes-of and the "
+            "folder that was trained on"
+        )
     if config.training.evaluate_only:
         return
     if not saved.extra.keys() & data_position.keys():
@@ -168,15 +174,13 @@ def _problems(config: PretrainConfig, data_position: Mapping[str, object], saved
             )
 
 
-def _class_problems(data_position: Mapping[str, object], saved: Metadata) -> Iterator[str]:
-    """Yields a class number with another class in the training that saved; only where both lists are known."""
-    before = saved.extra.get(CLASS_NAMES)
+def _class_difference(data_position: Mapping[str, object], saved: Mapping[str, object]) -> str:
+    """First class number whose name differs between a checkpoint and the data; empty if a list is not known."""
+    before = saved.get(CLASS_NAMES)
     now = data_position.get(CLASS_NAMES)
-    if isinstance(before, list) and isinstance(now, list) and (different := class_difference(before, now)):
-        yield (
-            f"{different} when it was saved and in the data now: make the shards again, with --classes-of and the "
-            "folder that was trained on"
-        )
+    if not isinstance(before, list) or not isinstance(now, list):
+        return ""
+    return class_difference(before, now) or ""
 
 
 def _warnings(remarks: Iterable[str]) -> tuple[str, ...]:

@@ -146,7 +146,11 @@ def _length(config: PretrainConfig, engine: Engine) -> str:
         f"{length.iterations} iterations of {training.global_batch_size} samples ({training.micro_batches} "
         f"micro-batches of {training.micro_batch_size}): {epochs:.1f} epochs of {length.epoch_samples} samples"
     )
-    return f"{text}; {done} iterations are done, {to_go} to go" if done else text
+    if done:
+        text += f"; {done} iterations are done, {to_go} to go"
+    if length.left_over:
+        text += f"; the last {length.left_over} samples fill no global batch and are left out"
+    return text
 
 
 def _unused_neuron_flags(config: PretrainConfig, neurons: Set[NeuronSpec]) -> list[str]:

@@ -17,12 +17,13 @@ from megasnn.common.random import keyed_generator
 from megasnn.config.neuron import NeuronConfig
 from megasnn.config.values import config_identity as identity_of
 from megasnn.layers import BuildContext
+from megasnn.layers.tensors import materialise, sharded_tensors
 from megasnn.models.build import describe_model
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
-from megasnn.parallel.sharding import ShardedTensor, materialise, sharded_tensors
+from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import ParallelState
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ from megasnn.common.grid import Grid
 from megasnn.common.random import philox, philox_key
 from megasnn.layers import BuildContext, Numerics
 from megasnn.layers.shape_inference import MaxInference, mark_spikes
-from megasnn.parallel.sharding import ShardedTensor, materialise, sharded_tensors
+from megasnn.layers.tensors import materialise, sharded_tensors
+from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import Group, ParallelState
 from tests.parts import Part, gradients
 

@@ -15,11 +15,11 @@ from megasnn.common.bundle import Bundle, entries_of, logits_of
 from megasnn.layers import BuildContext, ConvNormNeuron, Numerics
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.shape_inference import mark_spikes
+from megasnn.layers.tensors import materialise
 from megasnn.models.build import describe_model
 from megasnn.models.losses import cross_entropy_sum
 from megasnn.models.model import Model
 from megasnn.parallel.collectives import traffic
-from megasnn.parallel.sharding import materialise
 from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.profile_layers import count_memory, profile_layers
 from tests.models.networks import CLASSES, Bundles, Random, Sum, UNet, Up, between

@@ -14,8 +14,8 @@ from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm, ParallelConv
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.plain.initial_values import without_memory
+from megasnn.layers.tensors import materialise
 from megasnn.models.build import describe_model
-from megasnn.parallel.sharding import materialise
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.parallel_state import Group, ParallelState
 from tests.models.networks import between

@@ -24,9 +24,9 @@ from megasnn.layers import (
 )
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.neuron import NeuronLayer, make_neuron
+from megasnn.layers.tensors import materialise
 from megasnn.models.build import describe_model
 from megasnn.models.model import Model
-from megasnn.parallel.sharding import materialise
 from tests.kernels.models import channels_last, saved_tensors
 from tests.parity.ranks import Layout, assemble, assert_equal_to_one
 

@@ -27,9 +27,9 @@ from megasnn.layers import (
     apply_layer,
 )
 from megasnn.layers.layer import FunctionLayer, Layer, layer
+from megasnn.layers.tensors import materialise
 from megasnn.models.build import describe_model
 from megasnn.models.model import Model
-from megasnn.parallel.sharding import materialise
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk, build_chunks
 from tests.models.networks import CLASSES, Integrates, Plain, between

@@ -18,12 +18,13 @@ from megasnn.checkpoint.source import open_source
 from megasnn.common.grid import Grid
 from megasnn.layers import BuildContext, ConvNormNeuron, Numerics
 from megasnn.layers.layer import layer
+from megasnn.layers.tensors import described_tensors, materialise, sharded_tensors
 from megasnn.models.build import describe_model
 from megasnn.models.losses import cross_entropy_sum
 from megasnn.models.model import Model
 from megasnn.models.registry import MODELS
 from megasnn.parallel.collectives import traffic
-from megasnn.parallel.sharding import described_tensors, materialise, parameter_count, sharded_tensors
+from megasnn.parallel.sharding import parameter_count
 from megasnn.parallel_state import ParallelState
 from tests.models.networks import Again, Tied, TwoTied, between
 from tests.parity.ranks import (

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from spikingjelly.activation_based import neuron
-from torch import Tensor
+from torch import Tensor, nn
 
 from megasnn.checkpoint.load import load_globals_into
 from megasnn.common.bundle import Bundle, logits_of
@@ -23,7 +23,7 @@ from megasnn.engine.replica import build_replica
 from megasnn.engine.step_sums import StepFigures
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, Numerics
-from megasnn.layers.plain.replicated import LayerCall
+from megasnn.layers.facts import facts
 from megasnn.layers.weight_grad import CastWeights
 from megasnn.models.build import describe_model
 from megasnn.models.description import ModelDescription
@@ -229,6 +229,12 @@ def tensors_of(engine: DistributedModel) -> dict[str, Tensor]:
     return {each.name: each.tensor if each.tensor.grad is None else each.tensor.grad for each in engine.tensors}
 
 
+def is_whole(layer: nn.Module) -> bool:
+    """Tells whether every tensor parallel rank computes all of a layer."""
+    call = facts(layer).call
+    return call is not None and call.group is not None
+
+
 def record_step(
     engine: DistributedModel, x: Tensor, labels: Tensor, micro_batch_size: int, observes: bool = True
 ) -> RankStep:
@@ -248,7 +254,7 @@ def record_step(
         node
         for chunk in engine.chunks.values()
         for layer in chunk.layers
-        if vars(layer).get("_layer_call", LayerCall()).group and state.tp.rank > 0
+        if is_whole(layer) and state.tp.rank > 0
         for node in layer.modules()
     }
     for _, each in engine.neurons():

@@ -50,7 +50,8 @@ class Run:
         for each in self.net.parameters():
             of_decay[config.optimizer.weight_decay if each.ndim > 1 else 0.0].append(each)
         groups = [{"params": each, "weight_decay": decay} for decay, each in of_decay.items()]
-        self.optimizer = OPTIMIZERS[config.optimizer.optimizer].build(groups, lr=config.optimizer.lr)
+        options = config.optimizer
+        self.optimizer = OPTIMIZERS[options.optimizer].build(groups, lr=options.lr, **options.build_options)
         shared = DistributedDataParallel(self.net, broadcast_buffers=False)
         self.forward = torch.compile(shared) if compiled else shared
 
