@@ -24,7 +24,7 @@ highlight_language = "none"  # default for code blocks without a language
 CONTENTS = {
     "Start": ["quickstart", "models", "tasks", "data", "recipes", "python"],
     "Many ranks": ["parallelism", "schedules", "memory", "planner", "clusters"],
-    "Runs": ["checkpoints", "flags", "gpu"],
+    "Runs": ["checkpoints", "nir", "flags", "gpu"],
 }
 LISTED = {name for names in CONTENTS.values() for name in names}
 OTHERS = sorted(file.stem for file in Path(__file__).parent.glob("*.md") if file.stem not in LISTED)
