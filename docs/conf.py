@@ -12,7 +12,7 @@ html_theme = "furo"
 extensions = ["myst_parser"]
 source_suffix = {".md": "markdown"}
 root_doc = "README"
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md"]
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "findings/README.md"]
 exclude_patterns = [".*", "build", "runs", "megasnn", "tests", "tools"]
 html_copy_source = False
 html_show_copyright = False
@@ -37,7 +37,7 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
         for title, names in parts.items():
             pages = [f"docs/{name}" for name in names]
             if title == "Project":
-                pages += ["CHANGELOG", "CONTRIBUTING"]
+                pages += ["CHANGELOG", "CONTRIBUTING", "findings/README"]
             source[0] += "\n".join(["", "```{toctree}", ":hidden:", f":caption: {title}", *pages, "```", ""])
 
 
