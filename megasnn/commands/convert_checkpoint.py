@@ -186,10 +186,10 @@ def _diff(first: PathArgument, second: PathArgument, tolerance: float = 0.0, mod
         if each.largest > tolerance:
             mark = "differs"
             differing += 1
-        elif each.largest > 0:
-            mark = "close"
-        else:
+        elif each.largest == 0:
             mark = "equal"
+        else:
+            mark = "close"
         print(f"{each.name:<{width}}  {mark:<7}  {each.largest:<10.4g} {each.note}".rstrip())
     print(f"{differing} of {len(tensors)} tensors differ by more than {tolerance:g}")
     return differing > 0

@@ -1,4 +1,4 @@
-"""Hooks into a run, for trackers of experiments and other code of a user."""
+"""Hooks into a run, for experiment trackers and other user code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megasnn.telemetry.records import EvaluationRecord, IterationRecord, RunOutl
 
 
 class Callback:
-    """Base class of hooks into a run. Override the methods you need.
+    """Base class for hooks into a run. Override the methods you need.
 
     They run on the first rank only, and must not wait for other ranks. An exception becomes one warning; training goes
     on, and the method is called again the next time. SystemExit and KeyboardInterrupt stop the run as a signal does:
@@ -17,7 +17,7 @@ class Callback:
     """
 
     def start(self, outline: RunOutline, flags: Mapping[str, bool | int | float | str]) -> None:
-        """Called before the first step, with the length of the run and the flags to compare runs by."""
+        """Called before the first step, with the run's length and the flags to compare runs by."""
 
     def step(self, iteration: int, result: StepResult) -> None:
         """Called after each optimizer step."""
@@ -32,4 +32,4 @@ class Callback:
         """Called when the checkpoint in `path` is complete; with --async-save from another thread."""
 
     def end(self, iteration: int) -> None:
-        """Called at the end of the run, also of one that was asked to stop; not after an error."""
+        """Called at the end, also after a signal; not after an error."""

@@ -1,4 +1,4 @@
-"""Console and log.jsonl. A failure of either never ends a run."""
+"""Console and log.jsonl. Their failures never end a run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FILE_NAME = "log.jsonl"
 
 
 class BestEffort:
-    """Contexts that turn errors of reporting into warnings: ``with best_effort("drawing"): ...``.
+    """Turns reporting errors into warnings: ``with best_effort("drawing"): ...``.
 
-    Each name warns once. A context must not contain a collective: the other ranks would wait for the rank that failed.
+    Each name warns once. The block must not contain a collective: the other ranks would wait for the failed one.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -38,9 +38,9 @@ class BestEffort:
 class JsonLog:
     """Appends JSON objects, one a line, to `log.jsonl` in a directory. None writes nothing.
 
-    Every line has `time` (ISO 8601 with the UTC offset) and `kind`: "start" (all flags), "iteration" (figures of a log
-    line, spikes of each layer), "validation", "memory_predicted", "memory" or "message". JSON has no nan and no
-    infinity: the strings "nan", "inf" and "-inf" stand for them.
+    Every line has `time` (ISO 8601 with the UTC offset) and `kind`: "start" (all flags), "iteration" (log line and layer
+    spikes), "validation", "memory_predicted", "memory" or "message". nan and infinities are strings: "nan", "inf",
+    "-inf".
     """
 
     def __init__(self, directory: str | Path | None) -> None:

@@ -1,9 +1,9 @@
-"""Synaptic operations of a sample and their energy, by the definitions of NeuroBench 2.3.0.
+"""Synaptic operations and their energy, by the definitions of NeuroBench 2.3.0.
 
 Yik et al. 2025, arXiv 2304.04640. Each nonzero input of a weighted product counts once for every output it reaches.
-Padding, biases and products of two activations (attention) count nothing. A product is made of accumulations (ACs) if
-all its inputs are 0, 1 or -1, otherwise of multiply-adds (MACs). NeuroBench decides this for each call; here the whole
-evaluation decides, so layout and batch size do not matter.
+Padding, biases and products between activations (attention) count nothing. A product has accumulations (ACs) if all its
+inputs are 0, 1 or -1, otherwise multiply-adds (MACs). NeuroBench decides this for each call; here the whole evaluation
+decides, so layout and batch size do not matter.
 
 Energies: float32 arithmetic in 45 nm (Horowitz, ISSCC 2014), on hardware that skips zeros.
 """
@@ -23,20 +23,20 @@ AC_JOULES = 0.9e-12
 LARGEST_EXACT_FLOAT32 = 1 << 24  # float32 holds every whole number up to here
 
 TimesUsed = Callable[[Sequence[int]], Tensor]
-"""Maps the height and width of images to `[H, W]`: the number of outputs that each pixel reaches."""
+"""Maps image height and width to `[H, W]`: number of outputs that each pixel reaches."""
 
 _is_counting: ContextVar[bool] = ContextVar("is_counting", default=True)
 
 
 class Counted(NamedTuple):
-    """Operations of one product over all samples. is_spiking: all inputs were 0, 1 or -1."""
+    """Operations over all samples. is_spiking: all inputs were 0, 1 or -1."""
 
     operations: float
     is_spiking: bool
 
 
 class LayerOperations(NamedTuple):
-    """Operations of a convolution or linear layer in the forward of one sample."""
+    """Operations of a convolution or linear layer, per sample."""
 
     name: str
     effective_macs: float
@@ -50,7 +50,7 @@ class LayerOperations(NamedTuple):
 
 @contextmanager
 def not_counting() -> Iterator[None]:
-    """Stops counting, for forwards on placeholders in place of samples."""
+    """Stops counting, for forwards on placeholder samples."""
     token = _is_counting.set(False)
     try:
         yield
@@ -73,16 +73,17 @@ class _InputCounts(NamedTuple):
 
 
 class OperationCounter:
-    """Counts the operations of this rank's products, without waiting for the device."""
+    """Counts operations on this rank, without waiting for the device."""
 
     def __init__(self) -> None:
         self._inputs: dict[tuple[str, torch.Size], _InputCounts] = {}
 
     @torch.no_grad()
     def observe(self, name: str, x: Tensor, times_used: TimesUsed, steps: int = 1, are_spikes: bool = False) -> None:
-        """Adds the operations of one product.
+        """Adds one call.
 
         Args:
+            name: global name of the layer.
             x: inputs `[frames, C, H, W]`, or with other dimensions after the channels.
             steps: time steps that each frame stands for, the same in every call.
             are_spikes: all values are known to be 0 or 1.
@@ -125,7 +126,7 @@ def _add(sums: dict[str, Counted], name: str, count: Counted) -> None:
 
 
 def add_ranks(rank_counts: Iterable[Mapping[str, Counted]], samples: int) -> list[LayerOperations]:
-    """Returns the operations of one sample, from the counts of all ranks over all `samples`."""
+    """Returns operations per sample. rank_counts: counts of each rank over all `samples`."""
     sums: dict[str, Counted] = {}
     for counts in rank_counts:
         for name, count in counts.items():
@@ -150,18 +151,23 @@ def times_used(product: Callable[[Tensor], Tensor], space: Sequence[int]) -> Ten
 
 
 def operation_scalars(layers: Sequence[LayerOperations]) -> dict[str, float]:
-    """Returns sums over the layers by TensorBoard name; empty without layers."""
+    """Returns sums over all layers by TensorBoard name; empty without layers."""
     if not layers:
         return {}
+    macs = acs = energy = 0.0
+    for layer in layers:
+        macs += layer.effective_macs
+        acs += layer.effective_acs
+        energy += layer.energy_mj
     return {
-        "validation/effective_macs": sum(each.effective_macs for each in layers),
-        "validation/effective_acs": sum(each.effective_acs for each in layers),
-        "validation/energy_mj": sum(each.energy_mj for each in layers),
+        "validation/effective_macs": macs,
+        "validation/effective_acs": acs,
+        "validation/energy_mj": energy,
     }
 
 
 def describe_operations(layers: Sequence[LayerOperations], multiply_adds: int) -> str:
-    """Returns the log line. multiply_adds: those of one sample's forward, zeros included."""
+    """Returns the log line. multiply_adds: per sample, zeros included."""
     sums = operation_scalars(layers)
     dense_mj = 1e3 * multiply_adds * MAC_JOULES
     return (

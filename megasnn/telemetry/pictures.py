@@ -23,7 +23,7 @@ DPI = 100
 
 
 def to_rgb(sample: NDArray[Any]) -> Picture:
-    """Converts a sample of the loader to uint8 `[H, W, 3]`.
+    """Converts a sample to uint8 `[H, W, 3]`.
 
     Args:
         sample: event frames `[T, 2, H, W]`, drawn side by side; or an image, uint8 `[H, W]` or `[H, W, C]`, or floats

@@ -14,14 +14,14 @@ _CARDS = {"top1": "accuracy_top1", "top5": "accuracy_top5"}
 
 @dataclass(frozen=True)
 class RunOutline:
-    """Length of a run, its folders and its start.
+    """Length, folders and start of a run.
 
     Attributes:
-        iterations: iterations of the whole run.
+        iterations: total number.
         epoch_samples: training samples in an epoch.
-        directory: folder of the TensorBoard files; None writes none.
-        log_directory: folder of log.jsonl; None writes none.
-        resumed: (iteration, consumed samples) of the checkpoint that the run continues.
+        directory: TensorBoard folder; None writes none.
+        log_directory: folder for log.jsonl; None writes none.
+        resumed: (iteration, consumed samples) at the checkpoint, in a resumed run.
     """
 
     iterations: int
@@ -33,13 +33,13 @@ class RunOutline:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of an optimizer step, over all replicas.
+    """Result of an optimizer step, over all replicas.
 
     Attributes:
         loss: mean over the samples.
-        sums: sums of the metrics over the samples, by name; "top1" in a classification.
-        samples: samples of the step.
-        grad_norm: norm of the gradient before clipping.
+        sums: metrics summed over the samples, by name; "top1" in a classification.
+        samples: number of samples.
+        grad_norm: gradient norm before clipping.
         skipped: True if no parameter was updated.
         not_finite: where the first nan or infinity arose, as a text for the log; None without one.
     """
@@ -54,7 +54,7 @@ class StepResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means of the metrics over the samples, by name."""
+        """Metrics by name, means over the samples."""
         return {name: value / self.samples for name, value in self.sums.items()}
 
     @property
@@ -65,15 +65,15 @@ class StepResult:
 
 @dataclass(frozen=True)
 class IterationRecord:
-    """Figures of the iterations since the last log line. Annotations name the TensorBoard cards.
+    """Figures since the last log line. Annotations name the TensorBoard cards.
 
     Attributes:
         epoch: passes through the training data so far.
         elapsed_ms: mean milliseconds per iteration.
         loss: mean; nan if one iteration had nan.
         metrics: means by name; "accuracy" (top-1, 0 to 1) in a classification.
-        learning_rate, global_batch_size, grad_norm: values of the last iteration.
-        samples_per_second: throughput of all ranks.
+        learning_rate, global_batch_size, grad_norm: values at the last iteration.
+        samples_per_second: throughput, all ranks together.
         skipped_iterations: iterations without an update.
         nan_iterations: iterations whose loss was not finite.
         skipped_samples: broken samples replaced by others since the run began, on all ranks.
@@ -98,7 +98,7 @@ class IterationRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Result of one evaluation.
+    """Result of an evaluation.
 
     Attributes:
         samples: evaluated samples.
@@ -150,7 +150,7 @@ def scalars_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
 
 
 def format_iteration(record: IterationRecord, now: datetime | None = None) -> str:
-    """Formats the log line in Megatron-LM's form; counts of failures appear only above 0."""
+    """Formats the log line as Megatron-LM does. Failures are counted only if there are some."""
     width = len(str(record.train_iters))
     parts = [
         f"{_stamp(now)} iteration {record.iteration:>{width}}/ {record.train_iters}",

@@ -1,4 +1,4 @@
-"""Reports of a run on its first rank: console, log.jsonl, TensorBoard and callbacks."""
+"""Reports on the first rank: console, log.jsonl, TensorBoard and callbacks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Reporter:
         best_effort: contexts for other reporting code.
         board: TensorBoard, for texts and pictures.
         asked_to_stop: True once a callback has raised SystemExit or KeyboardInterrupt.
-        multiply_adds: multiply-adds in the forward of one sample, for the log line of an evaluation.
+        multiply_adds: per sample, forward only; for the evaluation's log line.
     """
 
     def __init__(self, outline: RunOutline, is_writer: bool, callbacks: Sequence[Callback] = ()) -> None:
@@ -88,7 +88,7 @@ class Reporter:
         self._call("start", self._outline, values)
 
     def step(self, result: StepResult) -> None:
-        """Adds the result of an iteration."""
+        """Adds an iteration."""
         self._steps.append(result)
         self._iteration += 1
         self._call("step", self._iteration, result)
@@ -101,7 +101,7 @@ class Reporter:
         layers: Sequence[LayerSpikes] = (),
         skipped_samples: int = 0,
     ) -> None:
-        """Writes the log line and the scalars of the iterations since the last log line.
+        """Writes the log line and scalars, for the iterations since the last one.
 
         Args:
             samples: samples consumed so far.
@@ -160,7 +160,7 @@ class Reporter:
         return (self._outline.iterations - iteration) * (now - began) / max(iteration - first, 1)
 
     def evaluation(self, record: EvaluationRecord, operations: Sequence[LayerOperations] = ()) -> None:
-        """Writes an evaluation. operations: operations of each layer, in the order of the model."""
+        """Writes an evaluation. operations: synaptic operations by layer, in model order."""
         self._console.line(format_evaluation(record))
         if operations:
             self._console.line(describe_operations(operations, self.multiply_adds))
@@ -177,7 +177,7 @@ class Reporter:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Excludes an evaluation or a save from the time of an iteration."""
+        """Excludes the time inside, such as a save, from iteration times."""
         began = time.perf_counter()
         yield
         self._interval_start += time.perf_counter() - began

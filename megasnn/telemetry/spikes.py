@@ -1,4 +1,4 @@
-"""Spike statistics of each layer: firing rate, silent and saturated neurons, rasters of a few neurons.
+"""Spike statistics by layer: firing rate, silent and saturated neurons, rasters.
 
 A neuron is silent if no sample on any rank makes it fire. So spikes are first added neuron by neuron, over ranks with
 the same neurons (data parallel, context parallel by samples). Then neurons are counted, over ranks with other neurons
@@ -31,7 +31,7 @@ class LayerSpikes:
     Attributes:
         firing_rate: spikes per neuron and time step; may exceed 1 with integer neurons.
         silent: share of neurons that never fired.
-        saturated: share of neurons with a firing rate of 1 or more.
+        saturated: share of neurons with a firing rate at or above 1.
     """
 
     name: str
@@ -41,7 +41,7 @@ class LayerSpikes:
 
 
 class SpikeRecorder:
-    """Counts the spikes of each layer while `enabled`; `reduce` merges the counts of all ranks."""
+    """Counts spikes by layer while `enabled`; `reduce` merges all ranks."""
 
     def __init__(self) -> None:
         self.enabled = False
@@ -49,7 +49,7 @@ class SpikeRecorder:
 
     @torch.no_grad()
     def observe(self, name: str, spikes: Tensor) -> None:
-        """Adds the spikes or counts `[T, N, C_local, ...]` of one layer and micro-batch."""
+        """Adds one micro-batch: spikes or counts `[T, N, C_local, ...]`."""
         if not self.enabled:
             return
         # bfloat16 counts exactly up to 256 only, float32 up to 2^24.
@@ -60,7 +60,7 @@ class SpikeRecorder:
         self._counts[name] = count
 
     def reduce(self, same: dist.ProcessGroup | None, others: Sequence[dist.ProcessGroup | None]) -> list[LayerSpikes]:
-        """Returns the statistics of this stage's layers on all its ranks, and resets the counts. Collective.
+        """Returns statistics for this stage on all its ranks, and resets the counts. Collective.
 
         Args:
             same: group of ranks with the same neurons; None for one rank.
@@ -85,7 +85,7 @@ class SpikeRecorder:
 
 
 class RasterRecorder:
-    """Records a few neurons of each layer while `enabled`, in the first micro-batch."""
+    """Records a few neurons by layer while `enabled`, in the first micro-batch."""
 
     def __init__(self) -> None:
         self.enabled = False
@@ -93,7 +93,7 @@ class RasterRecorder:
 
     @torch.no_grad()
     def observe(self, name: str, spikes: Tensor) -> None:
-        """Records spikes `[T, N, C_local, ...]` of one layer."""
+        """Records spikes `[T, N, C_local, ...]`."""
         if not self.enabled or name in self._rasters:
             return
         few = spikes[:, :RASTER_SAMPLES].flatten(2)
@@ -103,7 +103,7 @@ class RasterRecorder:
         self._rasters[name] = (few[..., chosen] != 0).permute(1, 2, 0)
 
     def take(self) -> dict[str, Raster]:
-        """Returns the rasters of this stage and resets them."""
+        """Returns this stage's rasters and resets them."""
         rasters = self._rasters
         self._rasters = {}
         return {name: raster.cpu().numpy() for name, raster in rasters.items()}
@@ -113,12 +113,10 @@ def mean_spikes(layers: Sequence[LayerSpikes]) -> dict[str, float]:
     """Returns the means over the layers by TensorBoard name; empty without layers."""
     if not layers:
         return {}
-    number = len(layers)
-    return {
-        "spikes/firing_rate": sum(layer.firing_rate for layer in layers) / number,
-        "spikes/silent": sum(layer.silent for layer in layers) / number,
-        "spikes/saturated": sum(layer.saturated for layer in layers) / number,
-    }
+    scalars = {}
+    for name in ("firing_rate", "silent", "saturated"):
+        scalars[f"spikes/{name}"] = sum(getattr(layer, name) for layer in layers) / len(layers)
+    return scalars
 
 
 def position_in_model(module: str, order: Sequence[str]) -> int:

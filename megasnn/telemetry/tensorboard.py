@@ -28,7 +28,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def card(name: str) -> str:
-    """Returns the tag of a scalar: "1_training/1_loss" for "training/loss". Raises ValueError for an unknown group."""
+    """Returns a scalar's tag: "1_training/1_loss" for "training/loss". Raises ValueError for an unknown group."""
     group, _, rest = name.partition("/")
     if group not in GROUPS or not rest:
         raise ValueError(f"scalar {name!r} belongs to none of the groups {', '.join(GROUPS)}")
@@ -40,7 +40,7 @@ def card(name: str) -> str:
 
 
 def charts() -> dict[str, dict[str, list[object]]]:
-    """Returns the charts of the tab "Custom Scalars", for `SummaryWriter.add_custom_scalars`."""
+    """Returns charts for `SummaryWriter.add_custom_scalars`."""
 
     def chart(*names: str) -> list[object]:
         tags = "|".join(card(name) for name in names)
@@ -71,8 +71,8 @@ class TensorBoard:
     After the first error, such as a full disk, nothing more is written.
 
     Args:
-        directory: folder of the event files; None writes nothing.
-        resumed_iteration: iteration that the run continues from; hides later points of the earlier run.
+        directory: folder for event files; None writes nothing.
+        resumed_iteration: where the run continues; hides later points.
     """
 
     def __init__(
@@ -103,9 +103,14 @@ class TensorBoard:
 
     def scalars(self, values: Mapping[str, float], iteration: int) -> None:
         """Writes values by name, such as "training/loss"; nan and infinities as they are."""
-        cards = {card(name): value for name, value in values.items()}
-        self._shown |= {tag for tag, value in cards.items() if value != 0}
-        shown = {tag: value for tag, value in cards.items() if tag in self._shown}
+        shown = {}
+        for name, value in values.items():
+            tag = card(name)
+            # A card that would only ever show zeros, such as skipped samples, hides the others.
+            if value != 0:
+                self._shown.add(tag)
+            if tag in self._shown:
+                shown[tag] = value
 
         def add_shown(writer: Any) -> None:
             for tag, value in shown.items():

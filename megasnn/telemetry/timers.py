@@ -1,4 +1,4 @@
-"""Stopwatches for the work of a device, and names for the ranges of a torch.profiler trace."""
+"""Device timers, and named ranges for torch.profiler traces."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class Timers:
-    """Device time of named parts of a program: ``with timers("forward"): ...``. Never waits for the device.
+    """Measures device time by name: ``with timers("forward"): ...``. Never waits for the device.
 
-    Parts of a GPU have a time once the GPU has passed their end. The last 10,000 parts are kept.
+    A GPU part has a time once the GPU has passed its end. The last 10,000 parts are kept.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,6 +30,7 @@ class Timers:
             yield
             self._parts.append((name, 1e3 * (time.perf_counter() - began)))
             return
+        # Events are marks among the device's work: a clock on the host would only measure the launches.
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         begin.record()
