@@ -38,9 +38,9 @@ class BestEffort:
 class JsonLog:
     """Appends JSON objects, one a line, to `log.jsonl` in a directory. None writes nothing.
 
-    Every line has `time` (ISO 8601 with the UTC offset) and `kind`: "start" (all flags), "iteration" (log line and layer
-    spikes), "validation", "memory_predicted", "memory" or "message". nan and infinities are strings: "nan", "inf",
-    "-inf".
+    Every line has `time` (ISO 8601 with the UTC offset) and `kind`: "start" (all flags), "iteration" (log line and
+    layer spikes), "validation", "memory_predicted", "memory" or "message". nan and infinities are strings: "nan",
+    "inf", "-inf".
     """
 
     def __init__(self, directory: str | Path | None) -> None:

@@ -106,7 +106,7 @@ class TensorBoard:
         shown = {}
         for name, value in values.items():
             tag = card(name)
-            # A card that would only ever show zeros, such as skipped samples, hides the others.
+            # Cards with nothing but zeros, such as skipped samples, would only fill the page.
             if value != 0:
                 self._shown.add(tag)
             if tag in self._shown:
