@@ -1,4 +1,4 @@
-"""Layers of a graph of NIR (arXiv 2311.14641), with the numbers of SpikingJelly's `nir_exchange`."""
+"""Reads NIR graphs (arXiv 2311.14641) as layers, with the constants of SpikingJelly's `nir_exchange`."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from megasnn.layers.layer import Layer, layer
 from megasnn.layers.neuron import make_neuron
 
 Make = Callable[[], Any]
-"""What makes a module, or gives a function, for a layer."""
+"""Returns a new module, or a function, for a layer."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """Layers that a graph describes, for `yield from network.layers()` in a model of one's own.
+    """Layers of a graph, for `yield from network.layers()` in a model of your own.
 
     Attributes:
-        input_shape: of a sample at a time step.
+        input_shape: shape of one sample at one time step.
         values: weights by global name, for `Engine.load_state_dict`.
-        made: of each layer its name, what makes it, and the layers that it takes.
+        made: (name, factory, names of the input layers) for each layer.
     """
 
     input_shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Network:
     made: list[tuple[str, Make, tuple[str, ...] | None]] = field(default_factory=list)
 
     def layers(self) -> Iterator[Layer]:
-        """Makes the layers anew. Those with weights, and neurons, are cut over tensor parallel ranks."""
+        """Creates new layers. Neurons and layers with weights are sharded over tensor-parallel ranks."""
         for name, make, takes in self.made:
             yield layer(name, make(), takes=takes)
 
@@ -54,16 +54,16 @@ class Network:
 def from_nir(
     graph: nir.NIRGraph, dt: float = DT, neuron: NeuronSpec | None = None, soft_reset: bool = False
 ) -> Network:
-    """Reads a graph without cycles, of one input and one output.
+    """Reads an acyclic graph with one input and one output.
 
     Args:
-        dt: seconds of a time step.
-        neuron: whose surrogate and `detach_reset` the neurons get.
-        soft_reset: True where the threshold is subtracted after a spike. A graph does not say it: snnTorch 1.0.0 writes
-            equal graphs for every kind of reset.
+        dt: length of a time step in seconds.
+        neuron: surrogate and `detach_reset` of the neurons, which a graph does not contain.
+        soft_reset: subtract the threshold after a spike. A graph does not contain the reset: snnTorch 1.0.0 writes the
+            same graph for every reset.
     Raises:
-        CheckpointError: a node that has no layer here, that leads to no output, or whose neurons differ from each
-            other; names it. Or no time step is that long.
+        CheckpointError: names a node without a layer here, without a path to the output, or with different neurons; or
+            `dt` is not positive and finite.
     """
     require_time_step(dt)
     options = _Options(dt, neuron or NeuronSpec(), soft_reset)

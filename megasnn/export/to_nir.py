@@ -1,7 +1,7 @@
-"""Models as graphs of NIR (arXiv 2311.14641), which simulators and chips exchange.
+"""Writes models as NIR graphs (arXiv 2311.14641) for simulators and neuromorphic chips.
 
-Numbers are those of SpikingJelly's `nir_exchange`, so that it reads what is written here: a LIF's tau is in seconds,
-`dt` for each time step, and its r is 1, or tau in time steps where the input does not decay.
+The constants are those of SpikingJelly's `nir_exchange`, which can read the graphs: tau of a LIF in seconds, at `dt` per
+time step, and r = 1, or r = tau in time steps without `decay_input`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ DT = 1e-4  # seconds; SpikingJelly's default
 
 
 class Value(NamedTuple):
-    """Tensor between nodes, of a sample at a time step: the sum of the outputs of `nodes`.
+    """Tensor between nodes, for one sample at one time step: the sum of the outputs of `nodes`.
 
     Attributes:
-        folds_time: True where a module has it as `[T * N, ...]`.
-        is_product: True behind a convolution or linear layer, into which a norm can be folded.
+        folds_time: the module receives it as `[T * N, ...]`.
+        is_product: output of a convolution or linear layer, into which a norm can be folded.
     """
 
     nodes: tuple[str, ...]
@@ -53,19 +53,19 @@ class Value(NamedTuple):
 
 
 def require_time_step(dt: float) -> None:
-    """Raises CheckpointError for seconds that no time step has."""
+    """Raises CheckpointError unless `dt` is positive and finite."""
     if not 0 < dt < inf:
         raise CheckpointError(f"dt is {dt}, and must be a positive number of seconds")
 
 
 def to_nir(model: TrainedModel, dt: float = DT) -> nir.NIRGraph:
-    """Writes a model as a graph. Norms are folded into the products before them; sums are edges into one node.
+    """Writes a model as a graph. Norms are folded into the products before them; a sum is several edges into a node.
 
     Args:
-        dt: seconds of a time step.
+        dt: length of a time step in seconds.
     Raises:
-        CheckpointError: NIR has no node for something, like a soft reset, max pooling or attention; names its place.
-            Or no time step is that long.
+        CheckpointError: names a layer without a NIR node, such as a soft reset, max pooling or attention; or `dt` is
+            not positive and finite.
     """
     require_time_step(dt)
     graph, shape = _Graph(dt), model.config.input_shape[-3:]

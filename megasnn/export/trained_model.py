@@ -1,4 +1,4 @@
-"""Trained models as plain modules on one device: loaded from checkpoints, traced, exported, kept in a folder."""
+"""Trained models as plain modules on one device: load a checkpoint, predict, trace, export, save as a folder."""
 
 from __future__ import annotations
 
@@ -49,12 +49,13 @@ class About:
     """Content of config.json.
 
     Attributes:
-        model: its name. config: its dimensions and its neuron, {"model": {...}, "neuron": {...}}.
-        samples: how pixels become inputs: mean and standard deviation of a channel, of values from 0 to 1; names of the
-            classes by number, "class_names", where the data told them.
-        training: iteration, flags of the run, and accuracy where it is known.
-        crc32: checksum of the file of weights; none of a model that is in no folder.
-        format: number of this shape of the file.
+        model: name of the model.
+        config: dimensions and neuron, {"model": {...}, "neuron": {...}}.
+        samples: preprocessing of the run: "mean" and "std" of each channel, for pixels from 0 to 1; "class_names" by
+            number, if the data had names.
+        training: iteration, flags of the run, and accuracy if known.
+        crc32: checksum of the weights file; empty outside of a folder.
+        format: version of this file format.
     """
 
     model: str
@@ -66,16 +67,19 @@ class About:
 
 
 class TrainedModel(nn.Module):
-    """A model for inference, on one device, in evaluation mode and without gradients. Consists of plain functions of
-    torch: torch.export and torch.jit.trace follow it, for the model's T.
+    """Trained model for inference on one device, in evaluation mode and without gradients.
+
+    It consists of torch functions only, so torch.export and torch.jit.trace work, for the T of the model.
 
     Args:
-        about: what was saved. values: all weights and buffers by global name.
-        model: the class of the model; None for the one that `megasnn.MODELS` has by its name.
+        about: description of the model.
+        values: all weights and buffers by global name.
+        model: class of the model; None looks it up in `megasnn.MODELS`.
     Attributes:
-        about: the same. config: the model's dimensions. description: its layers. dtype: of weights and computation.
+        config: dimensions of the model.
+        description: layers of the model.
     Raises:
-        CheckpointError: an unknown model, dimensions that cannot be, or weights of another model.
+        CheckpointError: unknown model, impossible dimensions, or weights of another model.
     """
 
     def __init__(self, about: About, values: Mapping[str, Tensor], model: type[Model] | None = None) -> None:
@@ -103,10 +107,11 @@ class TrainedModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
+        """Type of the weights and of the computation."""
         return next((each.dtype for each in self.parameters()), self._built_in)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As description and weights: layers hold functions, which pickle does not take."""
+        """Pickles description and weights only, because layers hold functions, which pickle refuses."""
         values = self.state()
         device = next((each.device for each in values.values()), torch.device("cpu"))
         return _remade, (type(self), self.about, values, type(self.config), device, self.dtype)
@@ -115,11 +120,12 @@ class TrainedModel(nn.Module):
         """Computes the output of the last layer.
 
         Args:
-            inputs: by name, or the only one: images `[N, C, H, W]`, or event frames `[N, T, C, H, W]`, normalised as in
-                training; tensors or arrays of NumPy, of any number of samples.
+            inputs: images `[N, C, H, W]` or event frames `[N, T, C, H, W]`, normalised as in training; a dict by name
+                for a model with several inputs. Tensors or NumPy arrays; N may be 0.
+        Returns:
+            Tensor `[T, N, ...]`, or several by name.
         Raises:
-            ValueError: other inputs than the model's: of another shape, whole numbers in place of floating-point ones,
-                values that are not finite.
+            ValueError: other names or shapes, integers in place of floating-point values, or nan or infinite values.
         """
         specs = self.description.task.inputs
         named = inputs if isinstance(inputs, Mapping) else {next(iter(specs)): inputs}
@@ -127,9 +133,10 @@ class TrainedModel(nn.Module):
             raise ValueError(f"the model takes a dict of its inputs, {', '.join(specs)}; got {', '.join(named)}")
         named = {name: _of_numpy(name, x) if isinstance(x, np.ndarray) else x for name, x in named.items()}
         is_followed = torch.compiler.is_exporting() or torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if not is_followed:  # values and sizes are not known there
+        if not is_followed:  # tracing knows neither values nor sizes
             named = self._checked(named)
-        with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():  # which torch.export cannot read back
+        # torch.export cannot load a program that contains no_grad.
+        with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():
             values = {name: x.to(specs[name].type_for(self.dtype)) for name, x in named.items()}
             has_samples = is_followed or min(map(len, values.values())) > 0
             if not has_samples:
@@ -137,35 +144,34 @@ class TrainedModel(nn.Module):
             output: Bundle = self.chunk(values)
             return output if has_samples else map_entries(lambda y: y[:, :0], output)
 
-    def _checked(self, given: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """Inputs that are the model's. Raises ValueError as of `output`."""
+    def _checked(self, inputs: Mapping[str, Any]) -> Mapping[str, Tensor]:
         samples: int | None = None
         for name, spec in self.description.task.inputs.items():
-            x = given[name]
+            x = inputs[name]
             is_empty = isinstance(x, Tensor) and x.ndim > 0 and len(x) == 0 and not samples
             read = x.new_zeros(1, *x.shape[1:]) if is_empty else x
             if problem := spec.problem(name, read, samples, reads=True) or not_finite(name, read.to(self.dtype)):
                 raise ValueError(problem)
             samples = None if is_empty else len(x)
-        return given
+        return inputs
 
     def steps(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
-        """Computes the logits of each time step, `[T, N, classes]`."""
+        """Computes the logits of each time step, `[T, N, classes]`. Arguments and errors as `output`."""
         return logits_of(self.output(inputs))
 
     def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
-        """Computes logits `[N, classes]`, the mean over time, or what the model's `predict` gives, as `Engine.predict`
-        does."""
+        """Computes the answers, as `Engine.predict`: logits `[N, classes]`, or the model's own `predict`.
+
+        Arguments and errors as `output`.
+        """
         return self.description.task.answers_of(self.output(inputs))
 
     def state(self) -> dict[str, Tensor]:
         """Returns weights and buffers by global name; a tied tensor has the name of its owner."""
         return {entry.name: entry.tensor.detach() for entry in self.chunk.sharded_tensors()}
 
-    # --- folders
-
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Writes weights, description and a model card: the files that a hub of models has of one."""
+        """Writes model.safetensors, config.json and a model card (README.md) into a folder, as model hubs expect."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         weights = {name: value.cpu().contiguous().clone() for name, value in self.state().items()}
@@ -176,12 +182,14 @@ class TrainedModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str], model: type[Model] | None = None) -> TrainedModel:
-        """Reads a folder of `save_pretrained`. Nothing in it is run.
+        """Loads a folder that `save_pretrained` wrote. Runs no code from it.
 
         Args:
-            model: the class of the model, where `megasnn.MODELS` does not have it.
+            folder: the folder.
+            model: class of the model; None looks it up in `megasnn.MODELS`.
         Raises:
-            DamagedError: a file is missing, cut or altered. CheckpointError: as of the class.
+            DamagedError: a file is missing, cut or altered.
+            CheckpointError: unknown model, or weights of another model.
         """
         path = Path(folder)
         try:
@@ -202,8 +210,8 @@ def _remade(
     device: torch.device,
     dtype: torch.dtype,
 ) -> TrainedModel:
-    """A model as `TrainedModel.__reduce__` describes it."""
-    built_in = torch.float64 if dtype == torch.float64 else torch.float32  # the types that a model is built in
+    """Rebuilds a pickled model. Layers are built in float32 or float64, and other types are converted afterwards."""
+    built_in = torch.float64 if dtype == torch.float64 else torch.float32
     wide = {name: x.to("cpu", built_in if x.is_floating_point() else x.dtype) for name, x in values.items()}
     return kind(about, wide, model).to(device, dtype)
 
@@ -214,16 +222,16 @@ def load_model(
     step: int | None = None,
     ema: bool = True,
 ) -> TrainedModel:
-    """Loads the model of a checkpoint, of any layout, for inference.
+    """Loads a checkpoint of any layout as a model for inference.
 
     Args:
-        checkpoint: a run's folder, of which the latest is taken, or one checkpoint in it.
-        model: the class of the model, where `megasnn.MODELS` does not have it.
+        checkpoint: folder of a run (its latest checkpoint), or one checkpoint in it.
+        model: class of the model; None looks it up in `megasnn.MODELS`.
         step: iteration of the checkpoint.
-        ema: the average of the weights where there is one; False for the weights.
+        ema: load the average of the weights if there is one; False loads the weights.
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged (DamagedError), holds no configuration, or
-            is of another model.
+        DamagedError: files are missing, cut or altered.
+        CheckpointError: no such checkpoint, no configuration in it, or another model.
     """
     path = resolve(Path(checkpoint), step)[0]
     metadata = read_metadata(path)
@@ -238,7 +246,7 @@ def load_model(
 
 
 def _samples(metadata: Metadata) -> dict[str, Any]:
-    """How the run has made its inputs; empty where a program of its own has."""
+    """Preprocessing of the run; empty if an Engine trained the model."""
     found = metadata.extra.get(SAMPLES_KEY)
     samples = dict(found) if isinstance(found, dict) else {}
     if (constants := samples.get("normalize_images")) in NORMALISATIONS:
@@ -261,7 +269,7 @@ def _training(metadata: Metadata, averaged: bool) -> dict[str, Any]:
 
 
 def _card(model: TrainedModel) -> str:
-    """Text of the model card; hubs of models read its head."""
+    """Text of the model card, with the header that model hubs read."""
     about, config, task = model.about, model.config, model.description.task
     shapes = {name: ["N", *each.shape] for name, each in task.inputs.items()}
     inputs: object = shapes if len(shapes) > 1 else next(iter(shapes.values()))
@@ -312,7 +320,7 @@ model = megasnn.TrainedModel.from_pretrained("this folder")  # a class of your o
 
 
 def _of_numpy(name: str, array: np.ndarray) -> Tensor:
-    """A tensor of an array of any memory and byte order. Raises ValueError for an array that is not of numbers."""
+    """Converts an array of any memory and byte order."""
     if array.dtype.kind not in "biuf":
         raise ValueError(f"{name} is an array of {array.dtype}, and must be one of numbers")
     return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))
