@@ -1,7 +1,7 @@
 """Writes models as NIR graphs (arXiv 2311.14641) for simulators and neuromorphic chips.
 
-The constants are those of SpikingJelly's `nir_exchange`, which can read the graphs: tau of a LIF in seconds, at `dt` per
-time step, and r = 1, or r = tau in time steps without `decay_input`.
+The constants are those of SpikingJelly's `nir_exchange`, which can read the graphs: tau of a LIF in seconds, at `dt`
+per time step, and r = 1, or r = tau in time steps without `decay_input`.
 """
 
 from __future__ import annotations
