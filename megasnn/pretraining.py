@@ -18,6 +18,7 @@ from megasnn.common.launcher import take_ranks
 from megasnn.config import ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.checks import refusal
 from megasnn.config.cli import Values
+from megasnn.config.validate import device_problems
 from megasnn.config.values import samples_from
 from megasnn.models.model import Model, run_config
 from megasnn.models.registry import MODELS
@@ -68,7 +69,7 @@ def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callbac
         config = configuration(model, flags, speaks)
         validate(config, world_size)
         refuse_unbuildable(config)
-        refuse_other_device(config, world_size)
+        refuse_other_device(config)
     except ConfigError as error:
         if speaks and (report := os.environ.get("TORCHELASTIC_ERROR_FILE")):
             details = {"message": str(error), "timestamp": int(time.time())}
@@ -106,7 +107,7 @@ def refuse_unbuildable(config: PretrainConfig) -> None:
         raise ConfigError(wrong)
 
 
-def refuse_other_device(config: PretrainConfig, world_size: int) -> None:
+def refuse_other_device(config: PretrainConfig) -> None:
     """Raises ConfigError when this rank has no GPU and the flags need one: the device is known before ranks join. What
     a GPU cannot do is found out by using it, after that. Imports torch."""
     from megasnn.engine.build import require_kernels
@@ -118,11 +119,9 @@ def refuse_other_device(config: PretrainConfig, world_size: int) -> None:
     device, why = choose_device(parallel.device)
     if device.type != "cpu":
         return
-    try:
-        validate(replace(config, parallel=replace(parallel, device="cpu")), world_size)
-    except ConfigError as error:
+    if wrong := device_problems(config, device.type):
         why = f"--device {parallel.device} comes to the CPU here: {why or 'torch is built without CUDA'}"
-        raise ConfigError(f"{problem} ({why})" for problem in error.problems) from None
+        raise ConfigError(f"{problem} ({why})" for problem in wrong)
     if wrong := refusal(require_kernels, config, device):
         raise ConfigError(wrong)
 
@@ -144,9 +143,8 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     before = from_dict(run_config(model), {"model": saved["model"]}).model.input_shape
     now = config.model.input_shape
     if (len(before), before[-3:-2]) != (len(now), now[-3:-2]):
-        # Events after images, or other channels: how the checkpoint's samples were made says nothing of these.
-        saved = {part: values for part, values in saved.items() if part != "data"}
-        config = parse(run_config(model), argv, console_outputs, model.recipes(), saved)
+        # Events after images, or other channels: the checkpoint's normalisation does not apply to them.
+        config = replace(config, data=flags.data)
     from_checkpoint = [each for of_part in flags_between(flags, config).values() for each in of_part]
     if from_checkpoint and os.environ.get("RANK", "0") == "0":
         print(f"--load {in_message(flags.checkpoint.load)} gives {' '.join(map(in_message, from_checkpoint))}")

@@ -1,1 +1,1 @@
-"""The command lines beside training; each file, or folder, is a program."""
+"""Programs beside training, one for each file or folder."""

@@ -1,4 +1,4 @@
-"""Writes docs/flags.md: every flag that all models share, with its default and what it does.
+"""Writes docs/flags.md: every flag shared by all models, with its default and help text.
 
 python tools/flags.py > docs/flags.md
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megasnn.config.checks import flag, help_texts
+from megasnn.config.checks import flag, help_texts, shown_value
 from megasnn.config.cli import flag_names
-from megasnn.config.values import shown_value
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
 
@@ -28,15 +27,17 @@ page.
 
 def page() -> str:
     """Text of docs/flags.md."""
-    made: Any = run_config(MODELS["spikformer"])
+    run_class: Any = run_config(MODELS["spikformer"])
     rows = []
-    for part, names in flag_names(made).items():
-        values = getattr(made(), part)
-        of: Any = type(values)
-        texts = help_texts(of)
-        for name in names if part != "model" else ():
-            cells = f"`{flag(name)}`", shown_value(getattr(values, name)), texts[name].replace("|", "\\|")
-            rows.append(f"| {' | '.join(cells)} |\n")
+    for part, names in flag_names(run_class).items():
+        if part == "model":
+            continue
+        values = getattr(run_class(), part)
+        part_class: Any = type(values)
+        texts = help_texts(part_class)
+        for name in names:
+            text = texts[name].replace("|", "\\|")
+            rows.append(f"| `{flag(name)}` | {shown_value(getattr(values, name))} | {text} |\n")
     return HEAD + "".join(rows)
 
 

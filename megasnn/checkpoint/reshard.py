@@ -19,12 +19,14 @@ from megasnn.checkpoint.save import Written, commit_checkpoint, file_name, write
 from megasnn.checkpoint.source import Source
 from megasnn.checkpoint.tensor_io import boxes_of, read_boxes, require_intact
 from megasnn.common.files import CheckpointError, raise_problems
+from megasnn.common.grid import Grid
 from megasnn.layers import BuildContext
+from megasnn.layers.tensors import sharded_tensors
 from megasnn.models import registry
 from megasnn.models.description import ModelDescription
 from megasnn.models.registry import MODELS, model_of
-from megasnn.parallel.sharding import Shard, ShardedTensor, sharded_tensors
-from megasnn.parallel_state import Group
+from megasnn.parallel.sharding import Shard, ShardedTensor
+from megasnn.parallel_state import ParallelState
 from megasnn.schedule.partition import PLACEMENTS, layout_to_bounds, parse_layout, placed_bounds
 
 
@@ -131,8 +133,8 @@ def target_ranks(
     for stage in range(target.pipeline):
         mine = [index for span, home in zip(bounds, target.placement, strict=True) if home == stage for index in span]
         for rank in range(target.tensor):
-            group = Group("tp", tuple(range(target.tensor)), rank)
-            layers = description.named_layers(BuildContext(group))
+            state = ParallelState.without_process_groups(Grid(tp=target.tensor), rank)
+            layers = description.named_layers(BuildContext(state))
             entries = list(sharded_tensors([layers[index] for index in mine]))
             for entry in entries:
                 found = list(tensors[entry.name].shape) if entry.name in tensors else "missing"

@@ -1,4 +1,4 @@
-"""Values that go from layer to layer: a tensor, or a bundle, which is a tuple or a dict of tensors."""
+"""Values between layers: a tensor, or a bundle, which is a tuple or a dict of tensors."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ from torch import Tensor
 
 Bundle = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 EntryKey = int | str | None
-"""Which entry of an output: its place in a tuple, its key in a dict, None for a tensor by itself."""
+"""Key of an entry in an output: index in a tuple, key in a dict, None for a single tensor."""
 
 
 def entries_of(output: Any) -> dict[EntryKey, Tensor]:
-    """The tensors of a layer's output. Raises ValueError for an output of another kind."""
+    """Tensors of a layer's output by key. Raises ValueError for an output of another type."""
     if isinstance(output, Tensor):
         return {None: output}
     kind = type(output).__name__
+    entries: dict[Any, Any]
     if isinstance(output, tuple):
-        entries: dict[Any, Any] = dict(enumerate(output))
+        entries = dict(enumerate(output))
     elif isinstance(output, Mapping) and all(isinstance(key, str) for key in output):
         entries = dict(output)
     else:
-        raise ValueError(f"a layer gives a tensor, or a tuple or a dict (by name) of tensors, not a {kind}")
+        raise ValueError(f"a layer must return a tensor, or a tuple or dict (by name) of tensors, not a {kind}")
     if not entries:
-        raise ValueError(f"a layer gives one tensor or more, not an empty {kind}")
+        raise ValueError(f"a layer must return one tensor or more, not an empty {kind}")
     for key, entry in entries.items():
         if not isinstance(entry, Tensor):
-            raise ValueError(f"entry {key!r} is of type {type(entry).__name__}, where a layer gives tensors")
+            raise ValueError(f"entry {key!r} of a layer's output must be a tensor, not a {type(entry).__name__}")
     return entries
 
 
 def plain_bundle(output: Any) -> Any:
-    """A tuple or dict of a class of its own as a plain one, which is what other stages get; anything else as it is."""
+    """An output with subclasses of tuple and dict replaced by plain ones, as other stages receive it."""
     if isinstance(output, tuple):
         return tuple(output)
     return dict(output) if isinstance(output, Mapping) else output
 
 
 def bundle_of(entries: Mapping[Any, Any]) -> Any:
-    """The tensor, tuple or dict that has these entries; also of what else is said of each entry."""
+    """Inverse of `entries_of`, also for other values by key."""
     first = next(iter(entries))
     if first is None:
         return entries[first]
@@ -47,14 +48,14 @@ def bundle_of(entries: Mapping[Any, Any]) -> Any:
 
 
 def map_entries(function: Callable[[Tensor], Any], output: Bundle) -> Any:
-    """The output with `function` of each tensor in the tensor's place."""
+    """The output with `function` applied to each tensor."""
     if isinstance(output, Tensor):
         return function(output)
     return bundle_of({key: function(entry) for key, entry in entries_of(output).items()})
 
 
 def logits_of(output: Bundle) -> Tensor:
-    """The logits in what a model's last layer gives: the entry "logits" of a dict; otherwise the first entry."""
+    """Logits in the output of the last layer: entry "logits" of a dict, otherwise the first entry."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, dict) and "logits" in output:
@@ -63,5 +64,5 @@ def logits_of(output: Bundle) -> Tensor:
 
 
 def shapes_text(*outputs: Bundle) -> str:
-    """The shapes of outputs, for messages: `[2, 2, 8]`, or `{'a': [2, 2, 8]}`."""
+    """Shapes of outputs for messages: `[2, 2, 8]`, or `{'a': [2, 2, 8]}`."""
     return " and ".join(str(map_entries(lambda entry: list(entry.shape), output)) for output in outputs)

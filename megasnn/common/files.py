@@ -1,6 +1,6 @@
-"""Files: errors, JSON of known shape, sizes checked before memory is taken, durable writes, the cache.
+"""Files: errors, JSON with a schema, size checks before allocation, durable writes, the cache.
 
-The cache folder holds files that can be made again: indexes, fetched and unpacked shards, sample data, machine code.
+The cache folder holds reproducible files: indexes, fetched and unpacked shards, sample data, machine code.
 """
 
 from __future__ import annotations
@@ -31,58 +31,63 @@ from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 _T = TypeVar("_T")
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-"""For dataclasses that are read here: a number is no text, and unknown fields are refused."""
+"""For dataclasses read from files: no conversion of types, no unknown fields."""
 StoredCount = Annotated[int, Field(ge=0, le=1 << 62)]
 """Number of bytes, samples or elements; an offset in a file."""
 FreeForm = dict[str, JsonValue]
-"""Values that are shown or compared, and trusted for nothing."""
+"""Values only for display and comparison, never trusted."""
 SAMPLE_MB = 512
 """Default of --max-sample-mb: an RGB image of 134 million pixels, 41 million events."""
 SAMPLE_LIMIT = "MEGASNN_MAX_SAMPLE_MB"
-"""Environment variable that --max-sample-mb sets, so that worker processes inherit it."""
+"""Environment variable set by --max-sample-mb. Worker processes inherit it."""
 NAME_BYTES = 512
-"""Longest name of a sample in a shard: names of all samples are kept in memory, each as long as the longest."""
+"""Longest name of a sample in a shard. Memory holds all names, padded to the longest."""
 MOST_SHARDS = 100_000
-"""Shards that one data path may name."""
+"""Largest number of shards in a data path."""
 _SHOWN = 200  # characters of a value in a message
 _PROBLEMS = 30  # lines of one error
 FOLDER = "MEGASNN_CACHE"
-"""Environment variable: the cache folder, instead of megasnn in XDG_CACHE_HOME or ~/.cache."""
+"""Environment variable for the cache folder; by default megasnn in XDG_CACHE_HOME or ~/.cache."""
 MACHINE_CODE = "numba"
-"""Folder of the kernels' machine code."""
-_ADVICE = f"set the environment variable {FOLDER} to a folder with space that you alone can write to"
+"""Folder for the kernels' machine code."""
+_ADVICE = f"set the environment variable {FOLDER} to a folder with space where only you can write"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written, read, or used for this model. Every argument is one problem."""
+    """A checkpoint that cannot be written, read, or used for this model. Each argument is one problem."""
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.args)
 
 
 class DamagedError(CheckpointError):
-    """Files are missing, cut or altered. Another checkpoint may be intact."""
+    """Files of a checkpoint are missing, cut or altered. Another checkpoint may be intact."""
 
 
 class NoCheckpointError(CheckpointError):
-    """No checkpoint at all was found where one was looked for; a run may choose to start anew."""
+    """No checkpoint in the folder. A run may start anew."""
 
 
 class DescriptionError(ValueError):
-    """A description cannot be read. The message names the file, the field, the value found, and what to do."""
+    """An unreadable JSON description. The message names file, field, value and remedy."""
 
 
 def raise_problems(title: str, problems: Iterable[str], kind: type[CheckpointError] = CheckpointError) -> None:
-    """Raises one error with all distinct problems, when there is any; beyond 30 they are only counted."""
-    if distinct := sorted(set(problems)):
-        rest = [f"... and {len(distinct) - _PROBLEMS} more"] if len(distinct) > _PROBLEMS else []
-        raise kind(title, *(f"  {problem}" for problem in distinct[:_PROBLEMS] + rest))
+    """Raises one error with all distinct problems, if there are any. Beyond 30 they are only counted."""
+    distinct = sorted(set(problems))
+    if not distinct:
+        return
+    lines = [f"  {problem}" for problem in distinct[:_PROBLEMS]]
+    if len(distinct) > _PROBLEMS:
+        lines.append(f"  ... and {len(distinct) - _PROBLEMS} more")
+    raise kind(title, *lines)
 
 
 def in_message(value: object) -> str:
-    """Text of a value for a message: short, and without what would steer a terminal."""
+    """Text of a value for a message, shortened, with control characters escaped."""
     text = str(value) if isinstance(value, str | int | float) else reprlib.repr(value)
-    text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    if len(text) > _SHOWN:
+        text = f"{text[:_SHOWN]}..."
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
@@ -94,13 +99,13 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def described(
     kind: type[_T], content: bytes, file: object, *, advice: str = "it is damaged, or another program wrote it"
 ) -> _T:
-    """Reads JSON as a value of a type that pydantic knows, like a dataclass with `STRICT`.
+    """Reads JSON as a value of a pydantic type, such as a dataclass with `STRICT`.
 
     Args:
-        file: where it comes from, for the error.
-        advice: what to do when it is wrong, for the error.
+        file: source of the content, for the error.
+        advice: remedy, for the error.
     Raises:
-        DescriptionError: it is no JSON, or a field is missing, unknown, there twice, or of another type or range.
+        DescriptionError: no JSON, or a field that is missing, unknown, duplicate, or of a wrong type or range.
     """
     try:
         value: _T = _adapter(kind).validate_json(content)  # type: ignore[arg-type]
@@ -118,7 +123,7 @@ def described(
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, for `object_pairs_hook`. Raises ValueError where a name stands twice."""
+    """A JSON object, for `object_pairs_hook`. Raises ValueError for a duplicate name."""
     values: dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
@@ -128,22 +133,20 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def require_regular(path: Path) -> None:
-    """Raises OSError for a folder, a pipe, which would wait, and a device, which might never end."""
+    """Raises OSError for a folder, a pipe or a device."""
+    # Reading a pipe would wait for its other end, and a device may have no end.
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, and should be a file", str(path))
 
 
 def read_regular(path: Path) -> bytes:
-    """Reads a regular file, or what a link leads to. Raises OSError, for anything else too."""
+    """Reads a regular file, also behind a link. Raises OSError, also for other kinds of files."""
     require_regular(path)
     return path.read_bytes()
 
 
-# --- sizes
-
-
 def require_size(what: str, size: int) -> None:
-    """Raises ValueError for a sample, or a part of one, of more bytes than `SAMPLE_LIMIT` allows."""
+    """Raises ValueError for a sample, or a part of one, above the limit `SAMPLE_LIMIT`."""
     limit = float(os.environ.get(SAMPLE_LIMIT, SAMPLE_MB))
     if size > limit * (1 << 20):
         raise ValueError(
@@ -153,7 +156,7 @@ def require_size(what: str, size: int) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Reads a regular file, or what a link leads to. Raises OSError, and ValueError for one that is too large."""
+    """Reads a sample's file, also behind a link. Raises OSError, and ValueError for no regular or a too large file."""
     if path.exists() and not path.is_file():  # a pipe would wait for its other end
         raise ValueError("is no regular file")
     require_size("its content", path.stat().st_size)
@@ -161,10 +164,10 @@ def read_file(path: Path) -> bytes:
 
 
 def read_array(data: bytes) -> NDArray[Any]:
-    """Array of an .npy file, read-only. It takes no memory beside the file's, whatever the header says.
+    """Array of an .npy file as a read-only view of `data`. A wrong header allocates no memory.
 
     Raises:
-        ValueError: it is none, cut, damaged, too large, or of Python objects.
+        ValueError: no .npy file, or one that is cut, damaged, too large, or of Python objects.
     """
     file = io.BytesIO(data)
     try:
@@ -174,7 +177,8 @@ def read_array(data: bytes) -> NDArray[Any]:
         raise ValueError(f"not a sound .npy file of {len(data)} bytes: {error}") from error
     if dtype.hasobject:
         raise ValueError("holds Python objects, which are not read")
-    count, begin = math.prod(shape), file.tell()
+    begin = file.tell()
+    count = math.prod(shape)
     size = count * dtype.itemsize
     if min(shape, default=0) < 0 or size > len(data) - begin:
         raise ValueError(f"cut or damaged: its header says {size:,} bytes, and {len(data) - begin:,} are there")
@@ -183,10 +187,10 @@ def read_array(data: bytes) -> NDArray[Any]:
 
 
 def read_arrays(data: bytes) -> dict[str, NDArray]:
-    """Arrays of an .npz by name, or that of an .npy as "array"; the file is given whole. Python objects are refused.
+    """Arrays of an .npz file by name, or of an .npy file as "array".
 
     Raises:
-        ValueError: it is none, cut, damaged, or too large, or an array is not of numbers.
+        ValueError: no such file, or one that is cut, damaged, too large, or of Python objects.
     """
     try:
         if data.startswith(npy.MAGIC_PREFIX):
@@ -199,11 +203,8 @@ def read_arrays(data: bytes) -> dict[str, NDArray]:
         raise ValueError(f"not a sound NumPy file of {len(data)} bytes: {error}") from error
 
 
-# --- durable writes
-
-
 def sync(path: Path) -> None:
-    """Waits until a file, or a folder's list of names, is on disk. Raises OSError."""
+    """Waits until a file, or the list of names in a folder, is on disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -212,7 +213,7 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes or replaces a file by way of `.NAME.partial` beside it. Raises OSError; nothing is left of it then."""
+    """Writes or replaces a file through `.NAME.partial` beside it. Raises OSError, without leaving a partial file."""
     aside = path.with_name(f".{path.name}.partial")
     try:
         aside.write_text(text)
@@ -225,23 +226,27 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class CacheError(ValueError):
-    """The cache cannot be used: not this user's, not writable, or full. The message names the folder and what helps."""
+    """A cache folder of another user, not writable, or full. The message names the folder and the remedy."""
 
 
 def cache_folder(*parts: str) -> Path:
-    """The cache folder, or a folder in it; made where it is missing.
+    """The cache folder, or a folder in it. Creates missing folders.
 
     Raises:
-        CacheError: it cannot be made, or others can write to it: machine code that lies there is run.
+        CacheError: it cannot be created, or others can write to it.
     """
-    named, shared = os.environ.get(FOLDER), os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(named) if named else Path(shared if os.path.isabs(shared) else "~/.cache", "megasnn")
+    named = os.environ.get(FOLDER)
+    shared = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(shared):  # the XDG specification ignores relative paths
+        shared = "~/.cache"
+    root = Path(named) if named else Path(shared, "megasnn")
     try:
         folder = root.expanduser().absolute()
         for part in ("", *parts):
             folder = folder / part
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             state = folder.stat()
+            # Machine code in the cache is executed.
             if state.st_uid != os.geteuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise CacheError(f"another user owns or can write to the cache folder {folder}; {_ADVICE}")
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
@@ -250,38 +255,37 @@ def cache_folder(*parts: str) -> Path:
 
 
 def cached_name(source: Path, suffix: str, *version: str) -> str:
-    """File name that changes with the path and content of `source` and with `version`.
-
-    The time of the inode's change tells of a content that was changed and got its old size and time back.
-    """
+    """File name for a path, the file's content, and `version`; different for each."""
+    # ctime changes even if a changed file gets its old size and mtime back.
     state = source.stat()
     content = f"{state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
     return name_in_cache(source.name, suffix, str(source.absolute()), content, *version)
 
 
 def name_in_cache(readable: str, suffix: str, *version: str) -> str:
-    """File name that begins with `readable` and changes with `version`."""
+    """File name of `readable` and a hash of `version`."""
     beginning = re.sub(r"[^A-Za-z0-9_.-]", "_", readable).lstrip(".")[:80]
     return f"{beginning}-{hashlib.blake2b(os.fsencode(chr(0).join(version)), digest_size=8).hexdigest()}{suffix}"
 
 
 def build_once(target: Path, build: Callable[[Path], object]) -> Path:
-    """Returns `target`; where it does not exist yet, `build(temporary path)` makes it, in one process of a host.
+    """Returns `target`. If it is missing, one process of the host builds it, complete or not at all.
 
-    It appears complete or not at all: it is written beside its place, synced and renamed.
+    Args:
+        build: writes to a temporary path beside `target`, which is then synced and renamed.
 
     Raises:
-        CacheError: it cannot be written; and what `build` raises.
+        CacheError: it cannot be written. Errors of `build` other than OSError pass through.
     """
     if target.exists():
         return target
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with FileLock(target.with_name(f".{target.name}.lock")):  # a process that ends releases it
+        with FileLock(target.with_name(f".{target.name}.lock")):  # the system releases it at the end of a process
             if not target.exists():
                 build(temporary)
-                sync(temporary)  # lest a power cut leave an empty file in its place
+                sync(temporary)  # without it a power cut may leave an empty file under the final name
                 os.replace(temporary, target)
     except OSError as error:
         raise CacheError(f"cannot make {target}: {error}; {_ADVICE}") from error

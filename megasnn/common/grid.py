@@ -2,16 +2,12 @@
 
     rank = (((pp * DP_REPLICATE + dp_replicate) * DP_SHARD + dp_shard) * CP + cp) * TP + tp
 
-Neighbouring ranks share a tensor parallel group, pipeline stages are furthest apart: that is also how much they talk to
-each other (Megatron's ``tp-cp-ep-dp-pp`` without experts). With tp 2, dp_replicate 4 and pp 2 over 16 ranks, [0, 1] is
-a tensor parallel group, [0, 2, 4, 6] one of replicas and [0, 8] one of stages.
+Tensor-parallel ranks communicate most and are neighbours, pipeline stages least and furthest apart (Megatron's
+``tp-cp-ep-dp-pp`` without experts). With tp 2, dp_replicate 4, pp 2 and 16 ranks, [0, 1] is a tensor-parallel group,
+[0, 2, 4, 6] are replicas, [0, 8] stages. Ranks along dp_shard share one copy of the weights.
 
-Replicas lie along two axes: neighbours along dp_shard share one copy of the weights by rows, ranks along dp_replicate
-hold the same.
-
-Micro-batches of a global batch are counted here, too. The cut depends on the global batch and micro-batch sizes only.
-Normalisation works per micro-batch, so every layout computes the same function: a replica takes some of the
-micro-batches and never cuts them anew.
+Micro-batches depend on the global and micro-batch sizes only. Norms work per micro-batch, so replicas divide the
+micro-batches and never cut them, and every layout computes the same function.
 """
 
 from __future__ import annotations
@@ -24,16 +20,16 @@ import numpy as np
 
 Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
-"""Slowest to fastest."""
+"""Slowest to fastest in the order of ranks."""
 HOLDING_AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "cp", "tp")
-"""Ranks along these hold the same layers, whole or cut; along the pipeline they hold other layers."""
+"""Axes along which ranks hold the same layers, whole or cut: all but the pipeline."""
 REPLICA_AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard")
-"""Ranks along these compute the same layers on other micro-batches."""
+"""Axes along which ranks compute different micro-batches."""
 SUMMED_AXES: tuple[Axis, ...] = (*REPLICA_AXES, "cp")
-"""Ranks along these compute the same channels on other values: a gradient is the sum over them."""
+"""Axes along which ranks compute the same channels on different samples or rows: gradients are summed over them."""
 
 ContextCut = Literal["samples", "rows"]
-"""By what ranks share a micro-batch: each has some of its samples, or of every sample some rows of pixels."""
+"""How ranks share a micro-batch: by samples, or by pixel rows of every sample."""
 
 FLAG_OF_AXIS: dict[Axis, str] = {
     "pp": "--pipeline-model-parallel-size",
@@ -46,7 +42,7 @@ FLAG_OF_AXIS: dict[Axis, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The sizes of the axes."""
+    """Size of each axis."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -56,9 +52,9 @@ class Grid:
 
     @classmethod
     def fit(cls, world_size: int, *, tp: int = 1, pp: int = 1, dp_shard: int = 1, cp: int = 1) -> Grid:
-        """The grid over `world_size` ranks: what the other axes leave over is data parallel.
+        """Grid over `world_size` ranks. The data-parallel size follows from the other sizes.
 
-        Raises ValueError with every factor when one is below 1, or they do not multiply to the world size.
+        Raises ValueError with all factors if one is below 1, or their product does not divide the world size.
         """
         one = cls(pp=pp, dp_shard=dp_shard, cp=cp, tp=tp)
         if min(world_size, pp, dp_shard, cp, tp) < 1 or world_size % one.world_size:
@@ -75,7 +71,7 @@ class Grid:
 
     @property
     def replicas(self) -> int:
-        """Number of data parallel replicas, each of which has other micro-batches."""
+        """Number of data-parallel replicas, each with micro-batches of its own."""
         return self.dp_replicate * self.dp_shard
 
     def size(self, axis: Axis) -> int:
@@ -87,13 +83,12 @@ class Grid:
         return Coordinates(self, *map(int, indices))
 
     def groups(self, *axes: Axis) -> list[list[int]]:
-        """All groups of ranks that differ along `axes` only, each in ascending order: ``groups("tp")`` are the tensor
-        parallel groups, ``groups("tp", "pp")`` the model parallel ones."""
+        """Groups of ranks along `axes`, each in ascending order: ``groups("tp")``, ``groups("tp", "pp")``."""
         ranks = np.arange(self.world_size).reshape([self.size(axis) for axis in AXES])
-        kept, others = ([n for n, axis in enumerate(AXES) if (axis in axes) is keep] for keep in (True, False))
-        groups: list[list[int]] = (
-            ranks.transpose([*others, *kept]).reshape(-1, prod(ranks.shape[axis] for axis in kept)).tolist()
-        )
+        inside = [dim for dim, axis in enumerate(AXES) if axis in axes]
+        outside = [dim for dim, axis in enumerate(AXES) if axis not in axes]
+        group_size = prod(ranks.shape[dim] for dim in inside)
+        groups: list[list[int]] = ranks.transpose([*outside, *inside]).reshape(-1, group_size).tolist()
         return groups
 
     def __str__(self) -> str:
@@ -103,7 +98,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """One rank in a grid: its index along each axis."""
+    """Index of a rank along each axis of a grid."""
 
     grid: Grid = Grid()
     pp: int = 0
@@ -120,26 +115,21 @@ class Coordinates:
 
 
 def micro_batch_sizes(global_batch_size: int, micro_batch_size: int) -> list[int]:
-    """Samples in each micro-batch, in order; the last one is smaller where the sizes do not divide."""
+    """Samples of each micro-batch. The last one is smaller if the sizes do not divide."""
     whole, rest = divmod(global_batch_size, micro_batch_size)
     return [micro_batch_size] * whole + [rest] * (rest > 0)
 
 
 def micro_batches_of(micro_batches: int, dp_size: int, dp_rank: int) -> range:
-    """The contiguous run of global micro-batch indices that one data parallel replica computes.
-
-    The first replicas take one more where the number does not divide; in evaluation, the last may get none.
-    """
+    """Consecutive micro-batch indices of one replica. The first replicas take one more if the numbers do not divide."""
     each, extra = divmod(micro_batches, dp_size)
     start = dp_rank * each + min(dp_rank, extra)
     return range(start, start + each + (dp_rank < extra))
 
 
 def micro_batch_counts(samples: int, micro_batch_size: int, replicas: int, windows: int = 1) -> tuple[int, ...]:
-    """Micro-batches in a step of the replica with most, and of the one with least where that has another number.
-
-    Args:
-        samples: of the global batch. windows: of time steps, each of which is a micro-batch of its own.
-    """
+    """Largest and smallest number of micro-batches per replica; one number if equal. A window is a micro-batch."""
     count = -(-samples // min(micro_batch_size, samples))
-    return tuple(windows * each for each in dict.fromkeys((-(-count // replicas), count // replicas)))
+    most = windows * -(-count // replicas)
+    least = windows * (count // replicas)
+    return (most,) if most == least else (most, least)

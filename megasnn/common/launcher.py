@@ -1,12 +1,13 @@
-"""Ranks that Slurm's srun or MPI has started without torchrun: their numbers are in variables of the launcher's own."""
+"""Ranks started by Slurm's srun or MPI without torchrun: their numbers are in the launcher's own variables."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
 
-# Rank, number of ranks, rank on this host. mpirun starts its helpers by srun, whose variables then count these: MPI
-# comes first. A batch script and salloc have most of Slurm's variables in one process, but not the size of a step.
+# Variables of rank, number of ranks, rank on this host. MPI comes before srun: mpirun starts its helpers by srun, whose
+# variables then count the helpers. Batch scripts and salloc set most of Slurm's variables in one process, too, but not
+# the size of a step.
 _LAUNCHERS = {
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -16,23 +17,23 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def take_ranks(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Sets RANK, WORLD_SIZE and LOCAL_RANK, where torchrun has not, from the launcher of several processes.
+    """Sets RANK, WORLD_SIZE and LOCAL_RANK from the launcher's variables, unless torchrun has set them.
 
-    Raises ValueError where no variable says at which address the ranks meet.
+    Raises ValueError if MASTER_ADDR or MASTER_PORT is missing.
     """
     for launcher, names in _LAUNCHERS.items():
         size = environment.get(names[1], "1")
         if not size.isdecimal() or int(size) < 2 or names[0] not in environment:
             continue
-        is_same = environment.get("WORLD_SIZE", size) == size  # another size is that of torchruns in the step
-        if is_same and not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        if environment.get("WORLD_SIZE", size) != size:
+            return  # the launcher has started torchruns, and WORLD_SIZE counts their ranks
+        if not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
             raise ValueError(
                 f"{launcher} has started {size} processes ({names[1]}), and MASTER_ADDR and MASTER_PORT, where they "
                 "meet, are not set: export the first host's name and a free port, or let the step start one torchrun "
                 f"on each host (docs/clusters.md); for {size} runs of one process each, unset {names[1]}"
             )
-        if is_same:
-            for ours, theirs in zip(_NAMES, names, strict=True):
-                if theirs in environment:
-                    environment.setdefault(ours, environment[theirs])
+        for ours, theirs in zip(_NAMES, names, strict=True):
+            if theirs in environment:
+                environment.setdefault(ours, environment[theirs])
         return

@@ -1,6 +1,6 @@
-"""Memory: of the host as Linux counts it, of tensors as they are allocated, and copies to a GPU.
+"""Memory: of the host by Linux's count, of tensors by their allocations, and copies to a GPU.
 
-Memory of a rank is in MB (10^6 bytes). The count of tensors is exact, and the same in every run.
+Memory of a rank is in MB (10^6 bytes). The count of allocations is exact and the same in every run.
 """
 
 from __future__ import annotations
@@ -23,36 +23,31 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy
 from torch.profiler import record_function
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's numbers of what mallopt sets
-_MOST_OF_INT, _MOST_OF_MMAP = 2**31 - 1, 32 * 1024 * 1024  # the largest values that it takes
+_TRIM_THRESHOLD = -1  # parameter numbers of glibc's mallopt
+_MMAP_THRESHOLD = -3
+_LARGEST_TRIM = 2**31 - 1  # largest values mallopt accepts
+_LARGEST_MMAP = 32 * 1024 * 1024
 _ARRAY = "bytes of arrays:"
-_LONG_ENOUGH = 1e-3  # seconds
+_RELEASE_SECONDS = 1e-3
 
 
 def keep_free_memory() -> None:
-    """Lets the C library keep memory that was freed, for what comes next; with glibc only.
-
-    A step takes and frees the same blocks as the one before. By default glibc gives some of them back to the system,
-    which then fills them with zeros anew, page by page: 25,000 of them in a step of 8 images, 8 % of its time. Decoding
-    samples of events is a tenth faster. Blocks above 32 MiB, the most that glibc lets one set, still come and go. What
-    the user has set by a variable ``MALLOC_...`` or GLIBC_TUNABLES stays.
-    """
+    """Lets glibc keep freed memory for the next allocations. Blocks above 32 MiB, its largest threshold, excluded."""
+    # Each step allocates the same blocks. By default glibc returns some to the system, which clears them page by page:
+    # 25,000 pages in a step of 8 images, 8 % of its time. Decoding event samples is a tenth faster without this.
+    # A user who sets MALLOC_... or GLIBC_TUNABLES has chosen otherwise.
     if sys.platform != "linux" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
     try:
         set_option = ctypes.CDLL(None).mallopt
     except AttributeError:
         return  # a C library other than glibc
-    set_option(_MMAP_THRESHOLD, _MOST_OF_MMAP)
-    set_option(_TRIM_THRESHOLD, _MOST_OF_INT)
+    set_option(_MMAP_THRESHOLD, _LARGEST_MMAP)
+    set_option(_TRIM_THRESHOLD, _LARGEST_TRIM)
 
 
 def release_free_memory() -> None:
-    """Gives memory that was freed back to the system, where the C library would keep it for the next tensors.
-
-    Without that, tensors that fit into it are not seen in a peak that starts anew. What waits for the garbage collector
-    is not freed yet.
-    """
+    """Returns memory kept by the C library to the system. Otherwise a restarted peak misses tensors that fit in it."""
     if sys.platform == "linux":
         try:
             ctypes.CDLL(None).malloc_trim(0)
@@ -61,16 +56,17 @@ def release_free_memory() -> None:
 
 
 def without_waiting(values: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device. A GPU copies it from pinned memory, in the order of its current stream."""
+    """The tensor on a device, without a wait of the host."""
+    # A GPU copies from pinned memory in the order of its current stream; from pageable memory the host would wait.
     if device.type != "cuda" or values.device.type != "cpu":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Returns the largest memory of this rank since it began, or since `reset_peak_memory`.
+    """Peak memory of this rank since its start or `reset_peak_memory`.
 
-    On a GPU that of tensors on `device`; on a CPU the resident memory of the process, libraries included.
+    On a GPU: tensors on `device`. On a CPU: resident memory of the process, libraries included.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
@@ -78,14 +74,14 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 def resident_memory_mb(device: torch.device) -> float:
-    """Returns the present memory of this rank, counted as `peak_memory_mb` counts."""
+    """Current memory of this rank, counted as in `peak_memory_mb`."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / 1e6
     return _resident("VmRSS:") / 1e6
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Starts the peak anew."""
+    """Restarts the peak."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -93,45 +89,44 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def memory_scalars(peaks: Sequence[float], kind: str = "peak") -> dict[str, float]:
-    """Returns the largest and the mean of all ranks as scalars; none without ranks. `kind`: peak or predicted."""
+    """Maximum and mean over all ranks as scalars; none without ranks. Args: kind: peak or predicted."""
     if not peaks:
         return {}
     return {f"memory/{kind}_mb_largest": max(peaks), f"memory/{kind}_mb_mean": sum(peaks) / len(peaks)}
 
 
 def processor_name() -> str:
-    """Returns the processor's name as Linux tells it; "" where it does not."""
+    """Name of the processor from Linux; "" if unknown."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _resident(name: str) -> int:
-    """Bytes of this process from /proc/self/status. getrusage's maximum survives exec: a rank begun by a large launcher
-    would report the launcher's memory."""
+    """Bytes of this process from an entry of /proc/self/status."""
+    # getrusage's maximum survives exec: a rank started by a large launcher would report the launcher's memory.
     lines = Path("/proc/self/status").read_text().splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
 
 
 class AllocationCounter:
-    """Counts bytes of tensors on a device, while it is told to.
+    """Counts allocated bytes on a device inside `counting`.
 
-    On a CPU that is what torch takes, and the large arrays of compiled kernels; what another thread gives back is not
-    seen (`let_others_go`). On a GPU it is what torch's allocator counts.
+    On a CPU: torch's allocations and `counted_array`; releases by other threads are missed (`let_others_go`). On a GPU:
+    the count of torch's allocator.
 
     Attributes:
-        allocated: more than at the beginning. peak: the most, of those inside the last `counting`.
+        allocated: bytes above the start.
+        peak: largest `allocated` inside the last `counting`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.allocated = self.peak = 0
+        self.allocated = 0
+        self.peak = 0
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Counts within the block what is taken and given back. Not nested, nor used within a trace of torch.profiler.
-
-        Python frees no circles meanwhile: what is in them may have been taken before, which torch warns of.
-        """
+        """Counts allocations and releases inside the block. Must not be nested or run in a trace of torch.profiler."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             before = torch.cuda.memory_allocated(self._device)
@@ -140,7 +135,8 @@ class AllocationCounter:
             self.allocated += torch.cuda.memory_allocated(self._device) - before
             return
         config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-        frees_circles = gc.isenabled()
+        # Garbage may hold memory allocated before the block; torch warns of its release.
+        collects_garbage = gc.isenabled()
         gc.disable()
         _enable_profiler_legacy(config)
         _counting.append(self)
@@ -149,7 +145,7 @@ class AllocationCounter:
         finally:
             _counting.remove(self)
             events = _disable_profiler_legacy()
-            if frees_circles:
+            if collects_garbage:
                 gc.enable()
         self.peak = self.allocated
         for event in chain.from_iterable(events):
@@ -160,18 +156,18 @@ class AllocationCounter:
             self.peak = max(self.peak, self.allocated)
 
 
-_counting: list[AllocationCounter] = []  # on a CPU
+_counting: list[AllocationCounter] = []  # counters at work on a CPU
 
 
 def let_others_go() -> None:
-    """To be called when a collective is over: where memory is counted, its thread is to let its tensors go first, so
-    that they are given back by this one."""
+    """Waits after a collective until its thread has released its tensors, if memory is counted."""
+    # The count sees releases of this thread only, so this thread must be the last owner.
     if _counting:
-        time.sleep(_LONG_ENOUGH)
+        time.sleep(_RELEASE_SECONDS)
 
 
 def counted_array(array: np.ndarray) -> np.ndarray:
-    """An array with memory of its own, which torch does not see, and the forecast of memory is to see."""
+    """An array whose own memory is counted like a tensor's. torch does not see it."""
     if _counting:
         _mark(array.nbytes)
         weakref.finalize(array, _mark, -array.nbytes)
@@ -179,7 +175,7 @@ def counted_array(array: np.ndarray) -> np.ndarray:
 
 
 def _mark(size: int) -> None:
-    """Among the events of torch, so that the order is known."""
+    """Adds an array's bytes to torch's events, in order."""
     if _counting:
         with record_function(f"{_ARRAY}{size}"):
             pass

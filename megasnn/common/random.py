@@ -1,12 +1,11 @@
-"""Keyed randomness: every random number follows from what it is for, never from which rank draws it.
+"""Keyed randomness: a random number depends on its purpose only, never on the rank that draws it.
 
 A key is a tuple such as ``("init", "blocks.0.mlp.fc1.conv.weight")`` or ``("augment", epoch, sample)``. Equal keys give
-equal numbers on every rank, layout and number of workers; different keys give independent streams.
+equal numbers on every layout, different keys independent streams.
 
-Dropout and drop path draw from Philox4x32-10, a function of a key and a counter: value i of a stream is word i mod 4 of
-counter i // 4. So whoever needs some of the values computes just those, and plain integer arithmetic gives the same
-bits on every device; see `megasnn.kernels.philox`. Initial values come from torch's CPU generator, augmentation and
-mixing from NumPy's, the order of samples from NumPy's raw words.
+Dropout and drop path use Philox4x32-10: value i of a stream is word i mod 4 of counter i // 4, so a rank computes only
+the values it needs, with the same bits on every device (`megasnn.kernels.philox`). Initial values use torch's CPU
+generator, augmentation and mixing NumPy's, the order of samples NumPy's raw words.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ if TYPE_CHECKING:
     import torch
 
 WORD_MASK = 0xFFFFFFFF
-UNIFORM_BITS = 24  # as many as float32 holds exactly
+UNIFORM_BITS = 24  # float32 holds that many exactly
 
 
 def keyed_seed(*key: int | str) -> int:
-    """A seed in [0, 2^63) from a key of integers and strings: the first 8 bytes of BLAKE2b over their representation.
+    """Seed in [0, 2^63) from a key: the first 8 bytes of BLAKE2b over its text.
 
     Raises:
-        TypeError: a part of the key is neither an integer nor a string (floats and objects have no stable text).
+        TypeError: a part of the key is neither an integer nor a string. Floats and objects have no stable text.
     """
     for part in key:
         if not isinstance(part, (int, str)):
@@ -37,32 +36,34 @@ def keyed_seed(*key: int | str) -> int:
 
 
 def keyed_generator(*key: int | str) -> torch.Generator:
-    """A CPU generator for one key. The CPU's stream is used on every device, so that values do not depend on it."""
+    """torch's generator for a key. All devices use the CPU's stream, so their values are equal."""
     import torch
 
     return torch.Generator().manual_seed(keyed_seed(*key))
 
 
 def keyed_numbers(*key: int | str) -> np.random.Generator:
-    """NumPy's generator for one key, for decisions that are taken on the host."""
+    """NumPy's generator for a key, for decisions on the host."""
     return np.random.Generator(np.random.Philox(key=keyed_seed(*key)))
 
 
 def philox_key(*key: int | str) -> tuple[int, int]:
-    """The two 32-bit words that Philox takes as its key: the low and the high half of `keyed_seed`."""
+    """Philox's key as two 32-bit words: low and high half of `keyed_seed`."""
     seed = keyed_seed(*key)
     return seed & WORD_MASK, seed >> 32
 
 
 def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
-    """Philox4x32-10: the four random words of a counter of four words under a key of two.
+    """Philox4x32-10: four random words from a counter of four words and a key of two.
 
-    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". Words are integers in [0, 2^32): Python's, those
-    of int64 arrays and tensors, and those of compiled loops alike. A product that overflows 64 bits keeps the low ones,
-    and its upper half is masked after the shift, so that the sign does not matter.
+    Words are integers in [0, 2^32): of Python, int64 arrays and tensors, or compiled loops.
+
+    Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
     """
     for _ in range(10):
-        first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        # The product may overflow int64. Its low 64 bits are right, and the mask after the shift drops the sign.
+        first = 0xD2511F53 * c0
+        second = 0xCD9E8D57 * c2
         c0, c1 = (second >> 32 & WORD_MASK) ^ c1 ^ k0, second & WORD_MASK
         c2, c3 = (first >> 32 & WORD_MASK) ^ c3 ^ k1, first & WORD_MASK
         k0, k1 = k0 + 0x9E3779B9 & WORD_MASK, k1 + 0xBB67AE85 & WORD_MASK

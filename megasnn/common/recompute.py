@@ -1,7 +1,7 @@
 """Cache of batch-norm statistics and collectives of a first forward for the recomputed one.
 
-A layer asks for them by `cached_collective`; whoever runs the forwards records the first and replays it in the second.
-Anywhere else `cached_collective` only computes.
+The caller of the forwards records the first one and replays it in the second. Otherwise `cached_collective` only
+computes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from torch import Tensor
 
 Result = TypeVar("Result")
 Cache = deque[Any]
-"""Results of `cached_collective` in a forward, in the order of the calls."""
+"""Results of `cached_collective` in a forward, in call order."""
+_DIFFERS = (
+    "a forward that is computed again did something else than the first time: let it depend on its input alone, or use "
+    "--recompute never"
+)
 
 
 class _Forward(NamedTuple):
@@ -28,12 +32,12 @@ _forward: ContextVar[_Forward | None] = ContextVar("forward", default=None)
 
 
 def cached_collective(compute: Callable[[], Result]) -> Result:
-    """Computes, or in a recomputed forward gives what was computed at the same place in the first one.
+    """Computes, or in a recomputed forward returns the first forward's result of the same call.
 
-    A tensor is kept as a copy, since whoever is given it may change it; a list of tensors is not to be changed.
+    Tensors are cached as copies, since callers may change them. Callers must not change a list of tensors.
 
     Raises:
-        ValueError: a recomputed forward that comes here more often than the first one did.
+        ValueError: a recomputed forward calls this more often than the first one.
     """
     forward = _forward.get()
     if forward is None:
@@ -44,19 +48,19 @@ def cached_collective(compute: Callable[[], Result]) -> Result:
         return result
     if not forward.cache:
         raise ValueError(_DIFFERS)
-    kept: Result = forward.cache.popleft()
-    return kept
+    cached: Result = forward.cache.popleft()
+    return cached
 
 
 def is_replaying() -> bool:
-    """Tells whether this is a recomputed forward, in which `cached_collective` computes nothing."""
+    """Whether this is a recomputed forward, where `cached_collective` computes nothing."""
     forward = _forward.get()
     return forward is not None and forward.is_replay
 
 
 @contextmanager
 def recording(cache: Cache) -> Iterator[None]:
-    """Around a forward that is recomputed later; its results are added to `cache`."""
+    """Context of a first forward: adds its results to `cache`."""
     token = _forward.set(_Forward(cache, is_replay=False))
     try:
         yield
@@ -66,7 +70,7 @@ def recording(cache: Cache) -> Iterator[None]:
 
 @contextmanager
 def replaying(cache: Cache) -> Iterator[None]:
-    """Around the recomputed forward, which takes all of `cache`. Raises ValueError where it leaves some."""
+    """Context of the recomputed forward: consumes `cache`. Raises ValueError if results remain."""
     token = _forward.set(_Forward(cache, is_replay=True))
     try:
         yield
@@ -74,9 +78,3 @@ def replaying(cache: Cache) -> Iterator[None]:
         _forward.reset(token)
     if cache:
         raise ValueError(_DIFFERS)
-
-
-_DIFFERS = (
-    "a forward that is computed again did something else than the first time: let it depend on its input alone, or use "
-    "--recompute never"
-)

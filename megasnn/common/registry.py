@@ -1,4 +1,4 @@
-"""Registries of names: one for each kind of name, asked by everything that takes such a name."""
+"""Registries of names: one for each kind of name, read by everything that accepts such a name."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ Entry = TypeVar("Entry")
 
 
 class Registry(dict[str, Entry]):
-    """Entries of one kind by name, in the order in which they are shown.
+    """Entries of one kind by name, in display order. Users may add entries before flags are read.
 
-    An entry of one's own is put in, as into any dictionary, before flags are read. As an annotation of a field,
-    `loss: Annotated[str, LOSSES]`, it lets pydantic refuse names that it lacks.
+    In an annotation, `loss: Annotated[str, LOSSES]`, pydantic refuses unknown names.
 
     Attributes:
-        flag: by which a user gives the name.
-        also: names that the flag takes besides: they leave the choice among the entries to a search.
-        refused: names that one may look for here, and why there is no such entry.
+        flag: command line flag for the name.
+        also: names that leave the choice of an entry to a search.
+        refused: names that users may expect, with the reason for their absence.
     """
 
     def __init__(
@@ -32,21 +31,23 @@ class Registry(dict[str, Entry]):
         refused: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(entries)
-        self.flag, self.also, self.refused = flag, also, refused
+        self.flag = flag
+        self.also = also
+        self.refused = refused
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Names that the flag takes."""
+        """All names of the flag."""
         return (*self.also, *self)
 
     def of_argument(self, argument: str, name: str) -> Entry:
-        """The entry of a name that code gives as `argument`. Raises ValueError for a name that the registry lacks."""
+        """Entry for an argument in Python. Raises ValueError for an unknown name."""
         if name not in self:
             raise ValueError(f"unknown {argument}={name!r}; it is one of {', '.join(self)}")
         return self[name]
 
     def known(self, name: str) -> str:
-        """The name, where the flag takes it. Raises ValueError for others."""
+        """The name itself. Raises ValueError for a name unknown to the flag."""
         if name not in self.also:
             self[name]
         return name
@@ -57,14 +58,14 @@ class Registry(dict[str, Entry]):
     __hash__ = object.__hash__  # type: ignore[assignment]  # typing keeps annotations in sets
 
     def __missing__(self, name: str) -> Entry:
-        """Raises ValueError: `registry[name]` refuses a name that it lacks."""
+        """Raises ValueError for `registry[name]` with an unknown name."""
         if name in self.refused:
             raise ValueError(f"{self.flag} {name}: {self.refused[name]}")
         raise ValueError(f"unknown {self.flag} {name!r}; {self.flag} takes one of {', '.join(self.choices)}")
 
 
 def later(path: str) -> Callable[..., Any]:
-    """The function at "module:name", imported when it is first called: a registry needs no torch to list what does."""
+    """Function at "module:name", imported at its first call, so that a registry needs no torch."""
     module, name = path.split(":")
 
     def call(*args: Any, **options: Any) -> Any:

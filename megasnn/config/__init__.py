@@ -1,4 +1,8 @@
-"""The configuration: frozen dataclasses with bounds, one file for each part, and the command line made from them."""
+"""The configuration: frozen dataclasses with bounds, one file for each part, and the command line made from them.
+
+Registries stand beside their flags. Flags need the names, entries need the configuration, and neither may import torch
+before the flags are checked. Entries with torch code are imported at their first use.
+"""
 
 from megasnn.config.checks import ConfigError as ConfigError
 from megasnn.config.cli import parse as parse

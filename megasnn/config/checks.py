@@ -1,9 +1,10 @@
-"""Errors of a configuration, types of its fields, and checks that return messages with value and flag."""
+"""Errors of a configuration, types of its fields, and checks with messages of value and flag."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import shlex
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
@@ -20,11 +21,12 @@ Size = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+FractionAboveZero = Annotated[float, Field(gt=0, le=1)]
 FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ConfigError(ValueError):
-    """Lists all that is wrong with a configuration.
+    """All problems of a configuration at once.
 
     Attributes:
         problems: one sentence each, with value and flag.
@@ -32,10 +34,14 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
-        lines = [f"{len(self.problems)} problems in the configuration:", *(f"  - {each}" for each in self.problems)]
-        super().__init__(self.problems[0] if len(self.problems) == 1 else "\n".join(lines))
+        if len(self.problems) == 1:
+            super().__init__(self.problems[0])
+        else:
+            lines = "".join(f"\n  - {each}" for each in self.problems)
+            super().__init__(f"{len(self.problems)} problems in the configuration:{lines}")
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:  # so that other ranks rebuild it
+    # Another rank rebuilds the error from its problems, not from the text.
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:
         return type(self), (self.problems,)
 
 
@@ -44,16 +50,34 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def shown_value(value: Any) -> str:
+    """Text of a value on a command line."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def as_flag(name: str, value: Any) -> str:
+    """Flag and value of a field, quoted for a shell: `--depth 2`, `--no-shuffle`."""
+    if value is False:
+        return f"--no-{flag(name)[2:]}"
+    if value is True:
+        return flag(name)
+    return f"{flag(name)} {shlex.quote(shown_value(value))}"
+
+
 def parse_numbers(name: str, text: str, count: int) -> tuple[int, ...]:
-    """The numbers of a field like "1,2,7". Raises ValueError for anything but `count` whole numbers from 1 on."""
+    """Numbers of a field such as "1,2,7". Raises ValueError unless there are `count` positive integers."""
     words = [word.strip() for word in text.split(",")]
     if len(words) != count or not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ValueError(f'{flag(name)} "{text}" must be {count} whole numbers from 1 on with commas between them')
+        raise ValueError(f'{flag(name)} "{text}" must be {count} positive integers, separated by commas')
     return tuple(map(int, words))
 
 
 def refusal(check: Callable[..., object], *arguments: object) -> list[str]:
-    """Message of the ValueError that a function raises for its arguments; empty where it raises none."""
+    """Message of the ValueError a function raises for these arguments; empty without an error."""
     try:
         check(*arguments)
     except ValueError as error:
@@ -62,21 +86,25 @@ def refusal(check: Callable[..., object], *arguments: object) -> list[str]:
 
 
 def needs(config: object, needed: str, *names: str) -> list[str]:
-    """Fields that are set although the one that they depend on is not."""
+    """Problems of fields set without the field they depend on."""
     if getattr(config, needed):
         return []
-    values = {name: getattr(config, name) for name in names}
-    return [
-        f"{flag(name)}{'' if value is True else f' {value}'} needs {flag(needed)}"
-        for name, value in values.items()
-        if value not in (None, False, 0)
-    ]
+    problems = []
+    for name in names:
+        value = getattr(config, name)
+        if value not in (None, False, 0):
+            problems.append(f"{as_flag(name, value)} needs {flag(needed)}")
+    return problems
 
 
 def at_least(config: object, minimum: float, *names: str) -> list[str]:
-    """Fields that are smaller; None passes."""
-    found = {name: value for name in names if (value := getattr(config, name)) is not None}
-    return [f"{flag(name)} must be at least {minimum}, got {value}" for name, value in found.items() if value < minimum]
+    """Problems of fields below a minimum; None passes."""
+    problems = []
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < minimum:
+            problems.append(f"{flag(name)} must be at least {minimum}, got {value}")
+    return problems
 
 
 def _file_name(value: object) -> object:
@@ -85,30 +113,37 @@ def _file_name(value: object) -> object:
     return value
 
 
+# pydantic's own str refuses the surrogates that stand for bytes outside UTF-8 in a file name.
 FileName = Annotated[str, PlainValidator(_file_name)]
-"""A name that need not be UTF-8, as names of files need not."""
+"""Name of a file or folder, in any encoding."""
 
 
 def registry_of(hint: Any) -> Registry[Any] | None:
-    """The registry that a field's type takes a name from; None for other types."""
+    """Registry in the annotation of a field; None for other types."""
     return next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Registry)), None)
 
 
 @cache
 def help_texts(part: Any) -> dict[str, str]:
-    """The text below each field of a dataclass, on one line; those that it inherits included."""
+    """Docstring below each field of a dataclass, on one line, inherited fields included."""
     # pydantic's use_attribute_docstrings finds no inherited ones (findings/pydantic_inherited_texts.sh).
     texts: dict[str, str] = {}
     for each in reversed(part.__mro__):
-        if not is_dataclass(each):
-            continue
-        try:
-            source = inspect.getsource(each)  # type: ignore[arg-type]
-        except OSError:  # a program that was typed in, or read from a pipe
-            continue
-        (body,) = ast.parse(textwrap.dedent(source)).body
-        assert isinstance(body, ast.ClassDef)
-        for entry, below in zip(body.body, body.body[1:], strict=False):
-            if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and isinstance(below, ast.Expr):
-                texts[entry.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+        if is_dataclass(each):
+            texts.update(_own_texts(each))
+    return texts
+
+
+def _own_texts(part: Any) -> dict[str, str]:
+    """Docstring below each field in the class body itself."""
+    try:
+        source = inspect.getsource(part)
+    except OSError:  # a program that was typed in, or read from a pipe
+        return {}
+    (body,) = ast.parse(textwrap.dedent(source)).body
+    assert isinstance(body, ast.ClassDef)
+    texts = {}
+    for entry, below in zip(body.body, body.body[1:], strict=False):
+        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and isinstance(below, ast.Expr):
+            texts[entry.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
     return texts

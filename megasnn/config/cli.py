@@ -1,4 +1,4 @@
-"""The command line, generated from the dataclasses: Megatron's names, help from the fields' texts.
+"""The command line, generated from the dataclasses: Megatron's names, help from the fields' docstrings.
 
 Values without a flag come from the file of --config and from the checkpoint of --load.
 """
@@ -16,15 +16,15 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megasnn.common.files import in_message, unique
-from megasnn.config.checks import ConfigError, flag, help_texts, registry_of
+from megasnn.config.checks import ConfigError, flag, help_texts, registry_of, shown_value
 from megasnn.config.data import PATHS, names_command
-from megasnn.config.values import ABOUT, from_dict, shown_value
+from megasnn.config.values import ABOUT, from_dict
 
 _Config = TypeVar("_Config")
 ORDER = ("model", "data", "training", "optimizer", "parallel", "checkpoint", "logging", "neuron")
-"""Parts as --help shows them."""
+"""Parts in the order of --help."""
 Values = Mapping[str, Mapping[str, Any]]
-"""Values of fields by part and name, as `to_dict` gives them; not all of them need to be there."""
+"""Values by part and name, as from `to_dict`; parts and names may be missing."""
 _ADVICE = "correct the file, or give one that a run of this model wrote"
 
 
@@ -35,45 +35,43 @@ def parse(
     recipes: Mapping[str, Path] = MappingProxyType({}),
     saved: Values = MappingProxyType({}),
 ) -> _Config:
-    """Reads a command line: defaults, then values of a checkpoint, a file or recipe, flags; later ones win.
+    """Reads a command line. Values come from defaults, a checkpoint, a file or recipe, and flags; later ones win.
 
-    Each value is of its field's type and within its bounds; `validate` looks at what is between them.
+    Types and bounds of fields are checked here, contradictions between fields in `validate`.
 
     Args:
         config_class: composes the parts; every field is a dataclass.
         argv: without the program's name.
-        console_outputs: False keeps all ranks but one from printing the help.
-        recipes: files that `--config` takes by a name.
-        saved: values that count where neither a flag nor the file of `--config` gives one.
+        console_outputs: False suppresses the text of --help.
+        recipes: files by their names for `--config`.
+        saved: values of a checkpoint.
     Raises:
         SystemExit: after the help.
-        ConfigError: unknown flags, wrong values, a file that cannot be read or is none of this configuration, paths of
-            which the shell has made several words.
+        ConfigError: unknown flags, wrong values, an unreadable file or one for another model, a path expanded by
+            the shell into several words.
     """
     plain: Any = config_class()
     arguments, unknown = _parser(plain, recipes).parse_known_args(argv)
-    values = merged_values(config_class, arguments, recipes, saved)
+    values = _file_values(config_class, arguments, recipes, saved)
     if arguments.help:
         if console_outputs:
             _parser(from_dict(config_class, values), recipes).print_help()
         raise SystemExit(0)
     if unknown:
         raise ConfigError(_unknown_flags(config_class, unknown))
-    for name in map(flag, PATHS):  # as a shell makes them of braces; the last one would win
-        if any(first.startswith(f"{name}=") and second.startswith(f"{name}=") for first, second in pairwise(argv)):
-            raise ConfigError(
-                [f'{name} takes one value, and there are several: put it in quotes, {name} "a-{{0..9}}.tar"']
-            )
+    _refuse_expanded_paths(argv)
     for part in ORDER:
         kind = type(getattr(plain, part))
-        hints, names = get_type_hints(kind, include_extras=True), [each.name for each in fields(kind)]
-        flags = {name: _read(hints[name], getattr(arguments, name)) for name in names if hasattr(arguments, name)}
-        values[part] = {**values.get(part, {}), **flags}
+        hints = get_type_hints(kind, include_extras=True)
+        of_part = values.setdefault(part, {})
+        for entry in fields(kind):
+            if hasattr(arguments, entry.name):
+                of_part[entry.name] = _read(hints[entry.name], getattr(arguments, entry.name))
     return from_dict(config_class, values, texts=True)
 
 
 def flag_names(config_class: type[Any]) -> dict[str, tuple[str, ...]]:
-    """Fields of each part that are flags, in the order of --help."""
+    """Flags of each part by field name, in the order of --help."""
     plain = config_class()
     return {name: tuple(each.name for each in fields(getattr(plain, name))) for name in ORDER}
 
@@ -84,62 +82,91 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(defaults: Any, recipes: Iterable[str]) -> _Parser:
-    """A reader of flags, which gives those that stand in the command line, as texts."""
+    """A parser of all flags. Its result has the flags of the command line only, as text."""
     parser = _Parser(usage="%(prog)s [flags]", description=type(defaults).__doc__, add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true", help="Show this text and end.")
-    text = "File to take values from, over which flags win: config.json of a run, or some of what stands in one"
+    text = "File with values, overridden by flags: config.json of a run, or a part of one"
     if names := ", ".join(recipes):
         text += f"; or the name of a recipe: {names}"
     parser.add_argument("--config", metavar="FILE", help=f"{text}.")
     for part in ORDER:
-        values = getattr(defaults, part)
-        kind: Any = type(values)
-        group = parser.add_argument_group(f"{part} options", kind.__doc__)
-        texts, hints = help_texts(kind), get_type_hints(kind, include_extras=True)
-        for entry in fields(values):
-            hint, value = hints[entry.name], shown_value(getattr(values, entry.name))
-            text = f"{texts.get(entry.name, '')}{_summaries(hint)} (default: {value})".replace("%", "%%")
-            options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
-            if _members(hint) == (bool,):
-                group.add_argument(flag(entry.name), action=argparse.BooleanOptionalAction, **options)
-            else:
-                group.add_argument(flag(entry.name), metavar=_metavar(hint), **options)
+        _add_flags(parser, part, getattr(defaults, part))
     return parser
 
 
+def _add_flags(parser: _Parser, part: str, values: Any) -> None:
+    """Adds the flags of one part; the help shows `values` as defaults."""
+    kind: Any = type(values)
+    group = parser.add_argument_group(f"{part} options", kind.__doc__)
+    texts = help_texts(kind)
+    hints = get_type_hints(kind, include_extras=True)
+    for entry in fields(values):
+        hint = hints[entry.name]
+        default = shown_value(getattr(values, entry.name))
+        text = f"{texts.get(entry.name, '')}{_summaries(hint)} (default: {default})"
+        # argparse expands % in a help text.
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+        if _members(hint) == (bool,):
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["metavar"] = _metavar(hint)
+        group.add_argument(flag(entry.name), **options)
+
+
 def _unknown_flags(config_class: type[Any], unknown: Sequence[str]) -> list[str]:
-    """Sentences on words that no flag has taken."""
-    known = [flag(name) for names in flag_names(config_class).values() for name in names]
-    flags = []
+    """Problems of words unknown to argparse."""
+    known: list[str] = []
+    for names in flag_names(config_class).values():
+        known += map(flag, names)
+    problems = []
     for word in unknown:
         if word.startswith("--"):
-            near = get_close_matches(word := word.partition("=")[0], known, 1, 0.75)
-            flags.append(f"unknown flag {word}" + "".join(f"; is it {each}?" for each in near))
-    return flags or [f"{unknown[0]!r} belongs to no flag; a path with braces or stars stands in quotes"]
+            name = word.partition("=")[0]
+            near = get_close_matches(name, known, 1, 0.75)
+            problems.append(f"unknown flag {name}" + "".join(f"; is it {each}?" for each in near))
+    return problems or [f"{unknown[0]!r} belongs to no flag; put a path with braces or stars in quotes"]
+
+
+def _refuse_expanded_paths(argv: Sequence[str]) -> None:
+    """Raises ConfigError for a path flag twice in a row: a shell has expanded its braces."""
+    # argparse would silently take the last one.
+    for name in map(flag, PATHS):
+        for word, following in pairwise(argv):
+            if word.startswith(f"{name}=") and following.startswith(f"{name}="):
+                raise ConfigError(
+                    [f'{name} takes one value and got several: put it in quotes, {name} "a-{{0..9}}.tar"']
+                )
 
 
 def _read(hint: Any, text: Any) -> Any:
-    """None and numbers of a choice, as pydantic wants them; all other texts it reads itself."""
+    """Turns "none" into None and a choice into its value. pydantic reads all other texts."""
     members = _members(hint)
     if isinstance(text, str) and NoneType in members and text.lower() == "none":
         return None
-    choices = {
-        str(choice): choice for member in members if get_origin(member) is Literal for choice in get_args(member)
-    }
-    return choices.get(text, text)
+    for member in members:
+        if get_origin(member) is Literal:
+            # pydantic does not convert text to a number in a Literal.
+            for choice in get_args(member):
+                if str(choice) == text:
+                    return choice
+    return text
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """Types that a union allows, without annotations; of another type, the type itself."""
+    """Types of a union, without annotations; for any other type, the type itself."""
     if get_origin(hint) is Annotated:
         return _members(get_args(hint)[0])
-    if get_origin(hint) in (Union, UnionType):
-        return tuple(each for member in get_args(hint) for each in _members(member))
-    return (hint,)
+    if get_origin(hint) not in (Union, UnionType):
+        return (hint,)
+    members: tuple[Any, ...] = ()
+    for member in get_args(hint):
+        members += _members(member)
+    return members
 
 
 def _metavar(hint: Any) -> str:
-    if (registry := registry_of(hint)) is not None:
+    registry = registry_of(hint)
+    if registry is not None:
         return "{" + ",".join(registry.choices) + "}"
     member = next(each for each in _members(hint) if each is not NoneType)
     choices = [str(choice) for choice in get_args(member)]
@@ -147,71 +174,67 @@ def _metavar(hint: Any) -> str:
 
 
 def _summaries(hint: Any) -> str:
-    """Summaries of the names of a registry, for the help."""
+    """Summaries of a registry's entries, for the help; "" without a registry."""
     entries = (registry_of(hint) or {}).items()
     return "".join(f" {name}: {each.summary}." for name, each in entries if getattr(each, "summary", ""))
 
 
-def merged_values(
+def _file_values(
     config_class: type[Any], arguments: argparse.Namespace, recipes: Mapping[str, Path], saved: Values
 ) -> dict[str, dict[str, Any]]:
-    """Values beside the flags: of a checkpoint, then of the file; later ones win.
+    """Values beside the flags: of the checkpoint, overridden by the file of --config.
 
-    With `--evaluate-only` the file's checkpoints and logs do not count: they need not be taken back.
-
-    Args:
-        arguments: texts of the flags that were given.
-        recipes: files that `--config` takes by a name.
-        saved: values of the checkpoint of `--load`.
     Raises:
-        ConfigError: the file cannot be read, or is no configuration of this class.
+        ConfigError: the file cannot be read, or has other fields than this configuration.
     """
     values = {part: dict(of_part) for part, of_part in saved.items()}
-    if arguments.config is not None and arguments.config.lower() != "none":
-        found = _read_value_file(config_class, arguments.config, recipes)
-        _refuse_commands(found, arguments)
-        if getattr(arguments, "evaluate_only", False):
-            found = {part: of_part for part, of_part in found.items() if part not in ("checkpoint", "logging")}
-            # null was written by a run that had not been told: then the checkpoint says how samples are made
-            found["data"] = {name: value for name, value in found.get("data", {}).items() if value is not None}
-        for part, of_part in found.items():
-            values.setdefault(part, {}).update(of_part)
+    if arguments.config is None or arguments.config.lower() == "none":
+        return values
+    found = _read_value_file(config_class, arguments.config, recipes)
+    _refuse_commands(found, arguments)
+    if getattr(arguments, "evaluate_only", False):
+        # The file's checkpoint and log folders are the training's.
+        found = {part: of_part for part, of_part in found.items() if part not in ("checkpoint", "logging")}
+        # null stands for a default of the training; the checkpoint says how samples were made.
+        found["data"] = {name: value for name, value in found.get("data", {}).items() if value is not None}
+    for part, of_part in found.items():
+        values.setdefault(part, {}).update(of_part)
     return values
 
 
 def _read_value_file(config_class: type[Any], name: str, recipes: Mapping[str, Path]) -> dict[str, Any]:
-    """Values in a file, all of them fields of this configuration, and of this model where it names one."""
+    """Values of a file, checked against the fields and the model of this configuration."""
     path = recipes.get(name, Path(name))
+    shown = f"--config {in_message(str(path))}"
     try:
         if not path.is_file():
-            raise ConfigError(
-                [f"neither a file nor the name of a recipe of this model ({', '.join(recipes) or 'none'})"]
-            )
-        # Takes names of files that are not UTF-8, as pydantic does not.
+            names = ", ".join(recipes) or "none"
+            raise ConfigError([f"neither a file nor the name of a recipe of this model ({names})"])
+        # json accepts bytes in any encoding with a mark, and surrogates of file names that are not UTF-8.
         values = json.loads(path.read_bytes(), object_pairs_hook=unique)
-        mine, about = config_class().model.name, values.pop(ABOUT, {}) if isinstance(values, dict) else None
+        mine = config_class().model.name
+        about = values.pop(ABOUT, {}) if isinstance(values, dict) else None
         if not isinstance(about, dict):
-            raise ConfigError(["it should hold a dictionary for each part, as config.json of a run does"])
+            raise ConfigError(["it must hold a dictionary for each part, as config.json of a run does"])
         if about.get("model", mine) != mine:
             raise ConfigError([f"{ABOUT}.model is {in_message(about['model'])}, and this is {mine}"])
         from_dict(config_class, values)
     except ConfigError as error:
-        raise ConfigError(
-            f"--config {in_message(str(path))}: {problem}; {_ADVICE}" for problem in error.problems
-        ) from None
+        raise ConfigError(f"{shown}: {problem}; {_ADVICE}" for problem in error.problems) from None
     except (OSError, ValueError, RecursionError) as error:  # ValueError: a name with a zero in it, or no JSON
-        raise ConfigError([f"--config {in_message(str(path))} cannot be read: {error}; {_ADVICE}"]) from None
+        raise ConfigError([f"{shown} cannot be read: {error}; {_ADVICE}"]) from None
     return values
 
 
 def _refuse_commands(values: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Raises ConfigError where a file names a command to be run, unless a flag replaces it: files are strangers'."""
+    """Raises ConfigError for a command in a file, unless a flag replaces it."""
+    # A file may come from a stranger, and a command in it would run here.
     for name in PATHS:
-        paths = values.get("data", {}).get(name) or ""
-        if not hasattr(arguments, name) and names_command(paths):
+        path = values.get("data", {}).get(name) or ""
+        if not hasattr(arguments, name) and names_command(path):
             raise ConfigError(
                 [
-                    f"--config {in_message(arguments.config)}: data.{name} is {in_message(paths)}, a command that "
-                    f"would be run; only the command line may give one: {flag(name)}"
+                    f"--config {in_message(arguments.config)}: data.{name} is {in_message(path)}, a command that would "
+                    f"run; only the command line may give one: {flag(name)}"
                 ]
             )

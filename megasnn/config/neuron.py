@@ -21,11 +21,11 @@ class NeuronConfig:
     neuron: Annotated[str, NEURONS] = "lif"
     """Kind of neuron; ilif4 fires up to 4 spikes a step."""
     tau: Positive = 2.0
-    """Membrane time constant of lif and ilif in time steps; of plif, the initial one."""
+    """Membrane time constant of lif and ilif in time steps; initial value for plif."""
     v_threshold: Positive = 1.0
-    """Potential from which the neuron fires. The neuron behind Spikformer's attention always fires from 0.5."""
+    """Firing threshold of the membrane potential. Spikformer's neuron behind attention always has 0.5."""
     v_reset: float | None = 0.0
-    """Potential after a spike. "none" is a soft reset: the threshold is subtracted."""
+    """Potential after a spike; "none" is a soft reset, which subtracts the threshold."""
     decay_input: bool = True
     """Divide the input by the time constant too."""
     detach_reset: bool = True
@@ -33,13 +33,14 @@ class NeuronConfig:
     surrogate: SurrogateName = "sigmoid"
     """Surrogate gradient of the spike."""
     surrogate_alpha: NonNegative | None = None
-    """Sharpness of the surrogate gradient; "none" is SpikingJelly's default for it (4 for sigmoid, 2 for atan)."""
+    """Sharpness of the surrogate gradient; "none" is SpikingJelly's default (4 for sigmoid, 2 for atan)."""
     neuron_backend: Annotated[str, BACKENDS] = "auto"
-    """Implementation of the neurons; auto takes the fastest that can be used."""
+    """Implementation of the neurons; auto takes the fastest available."""
 
     @property
     def spec(self) -> NeuronSpec:
-        """The neuron that these flags describe. Raises ValueError for values that `problems` lists."""
+        """The neuron of these flags. Raises ValueError for values listed by `problems`."""
+        # The remaining two fields of NeuronSpec have longer flags: --neuron and --surrogate-alpha.
         shared: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(NeuronSpec) if hasattr(self, x.name)}
         return NeuronSpec(self.neuron, alpha=self.surrogate_alpha, **shared)
 

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from megasnn.common.files import STRICT
+from megasnn.common.grid import ContextCut
 from megasnn.config.checks import Count, FileName, Size, needs
 from megasnn.config.data import DataConfig
 from megasnn.config.neuron import NeuronConfig
@@ -18,7 +19,7 @@ from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import TrainingConfig
 
 WEIGHTS = (".pt", ".pth", ".tar", ".bin", ".safetensors")
-"""Ends of the names of files of weights."""
+"""Suffixes of weight files."""
 PICTURE_LINES = 10
 """Log lines between two pictures of spikes."""
 
@@ -28,47 +29,51 @@ class CheckpointConfig:
     """A checkpoint continues on any layout."""
 
     save: FileName | None = None
-    """Folder to save checkpoints in; one is always saved at the end."""
+    """Folder for checkpoints; one is always saved at the end."""
     save_interval: Size | None = None
-    """Also save every so many iterations."""
+    """Iterations between two saves."""
     async_save: bool = False
-    """Write checkpoints by a thread, from a copy in memory of the CPU, while training goes on."""
+    """Write checkpoints in a thread, from a copy in CPU memory, while training goes on."""
     keep_last: Size | None = None
-    """Keep only so many checkpoints, the latest ones."""
+    """Number of latest checkpoints to keep; by default all."""
     keep_every: Size | None = None
-    """With --keep-last: also keep those of iterations divisible by this."""
+    """With --keep-last, also keep checkpoints of iterations divisible by this."""
     keep_best: bool = False
-    """Also save and keep the checkpoint of the highest accuracy that an evaluation has found."""
+    """Also save and keep the checkpoint with the best accuracy in evaluations."""
     load: FileName | None = None
-    """Folder to continue from, or one of its folders iter_N, or a file of SpikingJelly's weights to start from. A run
-    that saves where it loads starts from the beginning where there is no checkpoint yet."""
+    """Folder to continue from, or one of its folders iter_N, or a file of SpikingJelly's weights to start from. Without
+    a checkpoint there the run ends with an error; if --save names the same folder it starts anew, with a warning."""
+    exit_on_missing_checkpoint: bool = False
+    """End with an error when --load finds no checkpoint, also if --save names the same folder."""
     ckpt_step: Count | None = None
-    """Continue from the checkpoint of this iteration instead of the latest."""
+    """Iteration of the checkpoint to load; by default the latest."""
     finetune: bool = False
-    """Take only the weights from --load, except a last layer of another shape; start at iteration 0."""
-
+    """Load only the weights, except a last layer of another shape; start at iteration 0."""
     ema: bool = True
-    """With --evaluate-only and --finetune take the average of the weights where --load has one; --no-ema never."""
+    """With --evaluate-only and --finetune, load the moving average of the weights if --load has one."""
 
     @property
     def saves_where_it_loads(self) -> bool:
-        """True when --save and --load are one folder, however the two flags spell it."""
+        """Whether --save and --load are one folder, also by different spellings."""
         return bool(self.save and self.load) and Path(str(self.save)).resolve() == Path(str(self.load)).resolve()
 
     @property
     def loads_weights(self) -> bool:
-        """True when --load names a file of weights, rather than a folder; by its name, which all ranks see alike."""
+        """Whether --load is a weight file rather than a folder. Decided by name, which is the same on all ranks."""
         return self.load is not None and Path(self.load).suffix in WEIGHTS
 
     @property
     def may_begin_anew(self) -> bool:
-        """True when --load need not hold a checkpoint: a job that saves where it loads finds none the first time."""
-        return self.ckpt_step is None and not self.finetune and self.saves_where_it_loads
+        """Whether a run without a checkpoint in --load starts from initial weights."""
+        # The first start of a job that is restarted with the same command finds no checkpoint.
+        must_exist = self.exit_on_missing_checkpoint or self.ckpt_step is not None or self.finetune
+        return self.saves_where_it_loads and not must_exist
 
     def problems(self) -> list[str]:
         """Contradictions, with values and flags."""
         wrong = needs(self, "save", "save_interval", "async_save", "keep_last", "keep_best")
-        return wrong + needs(self, "keep_last", "keep_every") + needs(self, "load", "ckpt_step", "finetune")
+        wrong += needs(self, "keep_last", "keep_every")
+        return wrong + needs(self, "load", "exit_on_missing_checkpoint", "ckpt_step", "finetune")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -76,28 +81,28 @@ class LoggingConfig:
     """One rank writes all logs."""
 
     log_interval: Size = 10
-    """Iterations between two log lines; spikes are drawn at every tenth of them."""
+    """Iterations between two log lines; every tenth line comes with pictures of spikes."""
     tensorboard_dir: str | None = None
-    """Folder for TensorBoard; without it nothing is written."""
+    """Folder for TensorBoard; by default none is written."""
     profile_step: Size | None = None
-    """Iteration of which torch.profiler writes a trace for each rank of the first replica."""
+    """Iteration to trace with torch.profiler, on each rank of the first replica."""
     eval_interval: Size | None = None
     """Iterations between two evaluations; by default only one at the end."""
     eval_iters: Count | None = None
-    """Global batches per evaluation; by default all of the validation data, 0 never evaluates."""
+    """Global batches per evaluation; by default all validation data, 0 never evaluates."""
 
     @property
     def picture_interval(self) -> int:
-        """Iterations between two pictures; 0 where there are none."""
+        """Iterations between two pictures; 0 without pictures."""
         return 0 if self.tensorboard_dir is None else PICTURE_LINES * self.log_interval
 
 
 @plain_dataclass(frozen=True)
 class PretrainConfig:
-    """The parts that every model shares; what does not depend on a model takes this type.
+    """The configuration of a run: a model and the parts shared by all models.
 
     Attributes:
-        model: a `megasnn.models.model.Model`, which needs this module.
+        model: a `megasnn.models.model.Model`. That module imports this one, so the type is not written here.
     """
 
     model: Any
@@ -111,6 +116,14 @@ class PretrainConfig:
 
     @property
     def windows(self) -> int:
-        """Number of windows of time steps in which each sample is shown; 1 without --bptt-steps."""
+        """Windows in time per sample; 1 without --bptt-steps."""
         steps = self.training.bptt_steps
         return 1 if steps is None else int(self.model.time_steps // steps)
+
+    @property
+    def context_cut(self) -> ContextCut:
+        """How context-parallel ranks share a micro-batch: `context_parallel_cut` with auto resolved."""
+        if self.parallel.context_parallel_cut != "auto":
+            return self.parallel.context_parallel_cut
+        has_enough = self.training.micro_batch_size >= self.parallel.context_parallel_size
+        return "samples" if has_enough else "rows"

@@ -1,7 +1,7 @@
 """Batch sizes, length of the run, precision, loss.
 
-The tables of precisions and losses stand beside their flags. They need no torch: types have the names that torch gives
-them, and the losses themselves are in `megasnn.models.losses`.
+The registries of precisions and losses stand beside their flags. They import no torch: types are torch's names, and the
+losses themselves are in `megasnn.models.losses`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from megasnn.common.files import STRICT
 from megasnn.common.registry import Registry, later
 from megasnn.config.checks import Count, FractionBelowOne, Positive, Size, flag
 
+LENGTHS = ("train_iters", "train_samples", "train_epochs")
+"""Fields for the length of a training. A run has exactly one."""
 _SUMS = "megasnn.models.losses"
-LENGTHS = ("train_iters", "train_epochs")
-"""Fields that give the length of a training; one of them does."""
 
 
 @plain_dataclass(frozen=True)
 class Loss:
-    """
+    """A loss by name.
+
     Attributes:
         summary: for --help.
-        sum: (what the model's last layer gives: logits `[T, N, classes]`, or a bundle with them, labels,
-            label_smoothing=...) -> the sum of the samples' losses.
-        mixes: labels may be probabilities `[N, classes]`, as mixed samples have them.
+        sum: (output of the last layer, labels, label_smoothing=...) -> loss, summed over samples. The output is
+            logits `[T, N, classes]` or a bundle with them.
+        mixes: accepts probabilities `[N, classes]` as labels, which mixup needs.
     """
 
     summary: str
@@ -49,13 +50,14 @@ LOSSES: Registry[Loss] = Registry(
 
 @plain_dataclass(frozen=True)
 class Precision:
-    """
+    """A set of number types by name.
+
     Attributes:
         summary: for --help.
         weights: type of parameters, buffers, gradients and optimizer state.
-        products: type of activations and of matrix products; their gradients cross stages in it.
-        rounds: whether products of float32 may round their operands to TF32, which has 11 significant bits. Only GPUs
-            of compute capability 8.0 or more do.
+        products: type of activations and matrix products. Their gradients cross pipeline stages in it.
+        rounds: float32 products may round operands to TF32 (11 significant bits). Only GPUs with compute capability 8.0
+            or more do.
     """
 
     summary: str
@@ -68,13 +70,13 @@ PRECISIONS: Registry[Precision] = Registry(
     "--precision",
     {
         "fp32": Precision("IEEE single precision everywhere, also on GPUs", "float32", "float32"),
-        "tf32": Precision("fp32 with products whose operands a GPU rounds to 11 bits", "float32", "float32", True),
+        "tf32": Precision("fp32, but a GPU rounds operands of products to 11 bits", "float32", "float32", True),
         "bf16": Precision("activations and products in bfloat16, weights and sums in fp32", "float32", "bfloat16"),
         "fp64": Precision("for checks", "float64", "float64"),
     },
     refused={
-        "fp16": "gradients of float16 vanish without a loss scale, which there is not; use bf16, which takes the same "
-        "memory and needs none"
+        "fp16": "float16 gradients vanish without loss scaling, which MegaSNN does not have; use bf16, which takes as "
+        "little memory and needs no scaling"
     },
 )
 
@@ -85,13 +87,15 @@ class Length:
 
     Attributes:
         iterations: optimizer steps.
-        epoch: iterations of an epoch; a fraction where a batch may go on in the next epoch.
-        epoch_samples: training samples of an epoch.
+        epoch: iterations per epoch; a fraction if a batch may span two epochs.
+        epoch_samples: training samples per epoch.
+        left_over: samples at the end, too few for a global batch. They are left out.
     """
 
     iterations: int
     epoch: Fraction = Fraction(1)
     epoch_samples: int = 1
+    left_over: int = 0
 
     @property
     def epochs(self) -> float:
@@ -100,68 +104,78 @@ class Length:
 
 @dataclass(frozen=True, config=STRICT)
 class TrainingConfig:
-    """The length is given in iterations or in epochs."""
+    """The length is in iterations, samples or epochs."""
 
     micro_batch_size: Size = 8
-    """Samples that go through the model together; normalisation is over them."""
+    """Samples that go through the model together; norms use their statistics."""
     global_batch_size: Size = 64
     """Samples per optimizer step, over all replicas."""
     train_iters: Size | None = None
-    """Optimizer steps to train, counted from the beginning of the first run."""
+    """Optimizer steps to train, counted from the start of the first run."""
+    train_samples: Size | None = None
+    """Samples to train on, instead of --train-iters; the training ends with the last full global batch."""
     train_epochs: Size | None = None
-    """Epochs to train, instead of --train-iters."""
+    """Epochs to train, instead of --train-iters; the training ends with the last full global batch."""
     evaluate_only: bool = False
-    """Evaluate what --load gives on the validation data, and end."""
+    """Evaluate the checkpoint of --load on the validation data, and end."""
     max_skipped_steps: Count = 10
-    """End with exit status 4 after so many steps in a row that were not finite; 0 goes on."""
+    """Consecutive skipped steps (loss or gradient not finite) after which the run ends with exit status 4; 0: never."""
     exit_interval: Size | None = None
-    """Stop at the next iteration that is a multiple of it, and save if --save is given."""
+    """Stop at the next iteration divisible by this, and save if --save is given."""
     exit_duration_in_mins: Positive | None = None
-    """Stop after so many minutes, and save if --save is given."""
+    """Stop after this many minutes, and save if --save is given."""
     bptt_steps: Size | None = None
-    """Truncated backpropagation: show each sample in windows of so many time steps, each a micro-batch."""
+    """Truncated backpropagation in time: windows of this many time steps, each a micro-batch."""
     seed: Count = 1234
     """Seed of initial weights, data order, augmentation and dropout."""
     precision: Annotated[str, PRECISIONS] = "fp32"
     """Types of weights and products."""
     sparse_products: Literal["auto", "off"] = "auto"
-    """Products with spikes as sums over the values that are not 0, on a CPU where these are at most 40 %."""
+    """Compute products with spikes as sums over the nonzero values, on CPUs, if at most 40 % are nonzero."""
     deterministic: bool = False
-    """The same bits in every run on the same layout, devices and versions, by slower algorithms on GPUs."""
+    """Same bits in every run with the same layout, devices and versions; slower algorithms on GPUs."""
     cuda_graphs: Literal["off", "on"] = "off"
-    """CUDA graphs of all layers; one that cannot have them is an error. Faster where Python is slower than the GPU."""
+    """Capture all layers in CUDA graphs, or fail; faster if Python is slower than the GPU."""
     loss: Annotated[str, LOSSES] = "cross-entropy"
-    """Loss that is minimised, as a mean over the samples."""
+    """Training loss, averaged over samples."""
     label_smoothing: FractionBelowOne = 0.0
     """Share of the target spread evenly over all classes."""
 
+    @property
+    def counts_samples(self) -> bool:
+        """Whether the length is in samples or epochs, rather than in iterations."""
+        return self.train_samples is not None or self.train_epochs is not None
+
     def length(self, epoch_samples: int, iteration: int = 0, consumed_samples: int = 0) -> Length:
-        """Length of a training on data with so many samples in an epoch; 0 iterations with --evaluate-only.
+        """Length of a training on data with `epoch_samples` samples in an epoch; 0 iterations with --evaluate-only.
 
         Args:
-            iteration: steps that are done, maybe in batches of another size.
-            consumed_samples: of these steps. Epochs are counted by them.
+            iteration: steps done, maybe with another global batch size.
+            consumed_samples: samples used in these steps; they count towards --train-samples and --train-epochs.
 
         Raises:
-            ValueError: it is less than one iteration.
+            ValueError: the training is shorter than one iteration.
         """
         epoch = Fraction(epoch_samples, self.global_batch_size)
         if self.evaluate_only:
             return Length(0, epoch, epoch_samples)
-        iterations = self.train_iters
-        if self.train_epochs is not None:
-            samples_to_go = max(self.train_epochs * epoch_samples - consumed_samples, 0)
-            iterations = iteration + samples_to_go // self.global_batch_size
-        if not iterations:
-            raise ValueError(
-                f"--train-epochs {self.train_epochs} of {epoch_samples} training samples is less than one "
-                f"--global-batch-size {self.global_batch_size}"
-            )
-        return Length(iterations, epoch, epoch_samples)
+        if self.train_samples is not None:
+            samples = self.train_samples
+            asked = f"--train-samples {samples}"
+        elif self.train_epochs is not None:
+            samples = self.train_epochs * epoch_samples
+            asked = f"--train-epochs {self.train_epochs} of {epoch_samples} training samples"
+        else:
+            return Length(self.train_iters or 0, epoch, epoch_samples)
+        # A smaller last batch would change the gradient's weight per sample, and batch norm's statistics.
+        to_go, left_over = divmod(max(samples - consumed_samples, 0), self.global_batch_size)
+        if iteration + to_go == 0:
+            raise ValueError(f"{asked} is less than one --global-batch-size {self.global_batch_size}")
+        return Length(iteration + to_go, epoch, epoch_samples, left_over)
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a global batch, over all replicas; the last one may be smaller than the others."""
+        """Micro-batches of a global batch, over all replicas. The last one may be smaller."""
         return -(-self.global_batch_size // self.micro_batch_size)
 
     def problems(self) -> list[str]:
@@ -172,7 +186,8 @@ class TrainingConfig:
                 f"--micro-batch-size {self.micro_batch_size} is larger than "
                 f"--global-batch-size {self.global_batch_size}"
             )
-        if self.train_iters is not None and self.train_epochs is not None:
-            lengths = " and ".join(f"{flag(name)} {getattr(self, name)}" for name in LENGTHS)
-            wrong.append(f"{lengths} are two lengths; give one (none takes the other back)")
+        asked = {name: getattr(self, name) for name in LENGTHS}
+        lengths = [f"{flag(name)} {value}" for name, value in asked.items() if value is not None]
+        if len(lengths) > 1:
+            wrong.append(f"{' and '.join(lengths)} are {len(lengths)} lengths; give one (none takes another back)")
         return wrong

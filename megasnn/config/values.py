@@ -1,13 +1,12 @@
 """A configuration as values (dictionaries, flags, JSON) and back.
 
-A checkpoint keeps two parts of it: the identity of the model, and flags that a later run may change.
+A checkpoint keeps two parts of it: the identity of the model, and the recipe, which a resumed run may change.
 """
 
 from __future__ import annotations
 
 import json
 import reprlib
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
@@ -15,37 +14,48 @@ from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from megasnn.common.files import in_message
-from megasnn.config.checks import ConfigError, flag
+from megasnn.config.checks import ConfigError, as_flag, flag
 from megasnn.config.data import CHANGES
 from megasnn.config.optimizer import DECAY_STYLES
 from megasnn.config.run import PretrainConfig
+from megasnn.config.training import LENGTHS
 
 _Config = TypeVar("_Config")
-ABOUT = "about"
-"""Beside the parts in a file: of which model the values are. A file need not say it."""
-CLASS_NAMES = "class_names"
-"""Entry beside a checkpoint's tensors: names of the classes by number; empty where they are not known."""
-SAMPLES_KEY = "samples"
-"""Under which a checkpoint keeps how samples were made."""
 Identity = dict[str, dict[str, object]]
-"""Dimensions and neuron of a model, as `config_identity` gives them."""
+"""Dimensions and neuron of a model (`config_identity`)."""
+ABOUT = "about"
+"""Optional key beside the parts in a file: the model of the values."""
+CLASS_NAMES = "class_names"
+"""Key beside a checkpoint's tensors: class names by number; empty if unknown."""
+SAMPLES_KEY = "samples"
+"""Key beside a checkpoint's tensors: values of `samples`."""
+_RUN_PARTS = ("data", "checkpoint", "logging")
+"""Parts that only a whole run reads, except `_ENGINE_FIELDS`."""
+_ENGINE_FIELDS = ("mixup_alpha", "cutmix_alpha")
+_RUN_FIELDS = (
+    *("train_epochs", "lr_warmup_epochs", "lr_cooldown_epochs", "lr_interval"),  # an Engine knows no epochs
+    *("evaluate_only", "exit_interval", "exit_duration_in_mins", "max_skipped_steps", "check_replicas_interval"),
+)
+"""Fields of the other parts that only a whole run reads."""
 _UPDATE = {
     "training": (
         *("micro_batch_size", "global_batch_size", "bptt_steps", "seed", "precision", "loss", "label_smoothing"),
     ),
     "data": ("augment", *CHANGES, "shuffle", "last_batch"),
 }
+"""Fields outside the optimizer that change the update."""
 
 
 def from_dict(config_class: type[_Config], values: Mapping[str, Any], texts: bool = False) -> _Config:
     """Builds a configuration from values by part and name; missing ones take their defaults.
 
     Args:
-        texts: values may be texts of a command line, which become numbers.
+        texts: values may be text from a command line, also for numbers.
     Raises:
-        ConfigError: unknown names, values of a wrong type or out of bounds, all of them.
+        ConfigError: lists all unknown names, values of a wrong type and values out of bounds.
     """
     types = get_type_hints(config_class)
     wrong = [f"unknown name {in_message(name)}" for name in values if name not in types]
@@ -64,24 +74,30 @@ def build_part(part: type[_Config], values: Any, name: str, texts: bool = False)
     """Builds one part of a configuration. Raises ConfigError as `from_dict`."""
     if not isinstance(values, dict):
         raise ConfigError([f"{name} must be a dictionary, got {reprlib.repr(values)}"])
-    known = {entry.name for entry in fields(part)}  # type: ignore[arg-type]  # a dataclass
-    wrong = {each: f"unknown name {name}.{in_message(each)}" for each in values if each not in known}
-    values = {each: value for each, value in values.items() if each in known}
+    names = {entry.name for entry in fields(part)}  # type: ignore[arg-type]  # a dataclass
+    wrong = {each: f"unknown name {name}.{in_message(each)}" for each in values if each not in names}
+    known = {each: value for each, value in values.items() if each in names}
+    adapter: TypeAdapter[_Config] = _adapter(part)  # type: ignore[arg-type]  # hashable
     try:
-        adapter = _adapter(part)  # type: ignore[arg-type]  # hashable
         if not texts:  # JSON has lists where a field has a tuple; its reader refuses file names that are not UTF-8
-            adapter.validate_json(json.dumps(values, ensure_ascii=False).encode(errors="replace"), strict=True)
-        built: _Config = adapter.validate_python(values, strict=False)
+            adapter.validate_json(json.dumps(known, ensure_ascii=False).encode(errors="replace"), strict=True)
+        built = adapter.validate_python(known, strict=False)
     except ValidationError as error:
         for each in error.errors(include_url=False):
-            field, text = str(each["loc"][0]) if each["loc"] else "", each["msg"].partition(", unable")[0]
-            given = in_message(each["input"]) if each["input"] != "" else '""'
-            sentence = f"{flag(field)} {given}: {text}".replace(": Input should", " should")
-            own = text.removeprefix("Value error, ")
-            wrong.setdefault(field, own if each["type"] == "value_error" else sentence)
+            field = str(each["loc"][0]) if each["loc"] else ""
+            wrong.setdefault(field, _sentence(field, each))
     if wrong:
         raise ConfigError(wrong.values())
     return built
+
+
+def _sentence(field: str, error: ErrorDetails) -> str:
+    """pydantic's error with flag and value; a message of a check of ours as it is."""
+    text = error["msg"].partition(", unable")[0]
+    if error["type"] == "value_error":
+        return text.removeprefix("Value error, ")
+    given = '""' if error["input"] == "" else in_message(error["input"])
+    return f"{flag(field)} {given}: {text}".replace(": Input should", " should")
 
 
 @cache
@@ -90,34 +106,37 @@ def _adapter(part: Any) -> TypeAdapter[Any]:
 
 
 def with_keywords(config: _Config, keywords: Mapping[str, Any]) -> _Config:
-    """Replaces values of a configuration by keyword arguments of an Engine, which are flags with underscores.
+    """Replaces values of a configuration by an Engine's keyword arguments, which are flags with underscores.
 
     Raises:
-        ConfigError: names that are no flags or that only a whole run takes, values of a wrong type or out of bounds.
+        ConfigError: unknown names, fields of the model, fields for whole runs only, wrong values.
     """
     part_of = {entry: part for part, entry, _ in _entries(config)}
+    wrong = [*_keyword_problems(config, part_of, keywords)]
+    if wrong:
+        raise ConfigError(wrong)
     changed: dict[str, dict[str, Any]] = {}
-    wrong = []
+    for name, value in keywords.items():
+        changed.setdefault(part_of[name], {})[name] = value
+    # A fresh configuration checks types and bounds of the keywords. The other fields may have any valid values.
+    checked = from_dict(type(config), changed)
+    replaced = {}
+    for part, names in changed.items():
+        values = {name: getattr(getattr(checked, part), name) for name in names}
+        replaced[part] = replace(getattr(config, part), **values)
+    return replace(config, **replaced)  # type: ignore[type-var]  # a dataclass
+
+
+def _keyword_problems(config: Any, part_of: Mapping[str, str], keywords: Mapping[str, Any]) -> Iterator[str]:
     for name, value in keywords.items():
         part = part_of.get(name)
         if part is None:
             near = get_close_matches(name, part_of, 1)
-            wrong.append(f"unknown name {name!r}" + "".join(f"; is it {each!r}?" for each in near))
+            yield f"unknown name {name!r}" + "".join(f"; is it {each!r}?" for each in near)
         elif part == "model":
-            kind = type(getattr(config, part)).__name__
-            wrong.append(f"{name} is the model's: give it to the model, {kind}({name}={value!r})")
-        elif part in ("data", "checkpoint", "logging") and name not in ("mixup_alpha", "cutmix_alpha"):
-            wrong.append(f"{name} is for whole runs, which megasnn.pretrain starts: leave it out")
-        else:
-            changed.setdefault(part, {})[name] = value
-    if wrong:
-        raise ConfigError(wrong)
-    checked = from_dict(type(config), changed)
-    replaced = {
-        part: replace(getattr(config, part), **{name: getattr(getattr(checked, part), name) for name in names})
-        for part, names in changed.items()
-    }
-    return replace(config, **replaced)  # type: ignore[type-var]  # a dataclass
+            yield f"{name} is the model's: give it to the model, {type(config.model).__name__}({name}={value!r})"
+        elif name in _RUN_FIELDS or (part in _RUN_PARTS and name not in _ENGINE_FIELDS):
+            yield f"{name} is for whole runs, which megasnn.pretrain starts: leave it out"
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -126,7 +145,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def with_model_name(config: Any) -> dict[str, Any]:
-    """Content of config.json: `to_dict` of a whole run, and the name of its model."""
+    """Content of config.json: `to_dict` and the name of the model."""
     return {ABOUT: {"model": config.model.name}, **to_dict(config)}
 
 
@@ -136,12 +155,12 @@ def to_json(config: Any) -> str:
 
 
 def changed_flags(config: Any) -> dict[str, list[str]]:
-    """Flags by part that differ from their defaults."""
+    """Flags by part with values other than the defaults."""
     return flags_between(type(config)(), config)
 
 
 def flags_between(before: Any, after: Any) -> dict[str, list[str]]:
-    """Flags by part that make one configuration of another of the same class, as a command line gives them."""
+    """Flags by part for turning one configuration into another of the same class."""
     changed: dict[str, list[str]] = {}
     for (part, name, old), (_, _, value) in zip(_entries(before), _entries(after), strict=True):
         if value != old:
@@ -149,52 +168,57 @@ def flags_between(before: Any, after: Any) -> dict[str, list[str]]:
     return changed
 
 
-def as_flag(name: str, value: Any) -> str:
-    """Flag of a field with a value, as a command line gives it."""
-    if isinstance(value, bool):
-        return flag(name) if value else f"--no-{flag(name)[2:]}"
-    return f"{flag(name)} {shlex.quote(shown_value(value))}"
-
-
-def shown_value(value: Any) -> str:
-    """Value as a command line gives it."""
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _entries(config: Any) -> Iterator[tuple[str, str, Any]]:
     """Part, name and value of every flag."""
     for part in fields(config):
-        for entry in fields(getattr(config, part.name)):
-            yield part.name, entry.name, getattr(getattr(config, part.name), entry.name)
+        values = getattr(config, part.name)
+        for entry in fields(values):
+            yield part.name, entry.name, getattr(values, entry.name)
 
 
 def config_identity(config: PretrainConfig) -> Identity:
-    """Dimensions, and neuron, whatever its backend."""
-    model, neuron = to_dict(config.model), to_dict(config.neuron)
+    """Dimensions of the model and its neuron, without the backend."""
+    neuron = to_dict(config.neuron)
     del neuron["neuron_backend"]
-    return {"model": model, "neuron": neuron}
+    return {"model": to_dict(config.model), "neuron": neuron}
 
 
 def recipe(config: PretrainConfig) -> dict[str, object]:
-    """Flags that change the update, and that a run may change on its way."""
-    names = {"optimizer": tuple(each.name for each in fields(config.optimizer)), **_UPDATE}
-    if DECAY_STYLES[config.optimizer.lr_decay_style](1.0) < 1.0:  # the rate follows from the length
-        names["training"] += "train_iters", "train_epochs"
-    if "loss" in config.model.own_task():
-        names["training"] = tuple(name for name in names["training"] if name not in ("loss", "label_smoothing"))
-    return {flag(name): getattr(getattr(config, part), name) for part, of_part in names.items() for name in of_part}
+    """Values by flag with an effect on the update. A resumed run may change them."""
+    return {flag(name): getattr(getattr(config, part), name) for part, name in _recipe_fields(config)}
 
 
-def changed_recipe(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """One line for a user about flags that differ from those of the run that saved, which is allowed.
+def _recipe_fields(config: PretrainConfig) -> Iterator[tuple[str, str]]:
+    """Part and name of each field with an effect on the update."""
+    for entry in fields(config.optimizer):
+        yield "optimizer", entry.name
+    has_own_loss = "loss" in config.model.own_task()
+    for part, names in _UPDATE.items():
+        for name in names:
+            if not (has_own_loss and name in ("loss", "label_smoothing")):
+                yield part, name
+    if DECAY_STYLES[config.optimizer.lr_decay_style](1.0) < 1.0:  # the rate depends on the length
+        for name in LENGTHS:
+            yield "training", name
+
+
+def changed_recipe(saved: Mapping[str, object], config: PretrainConfig) -> list[str]:
+    """One line about flags with other values than in the run before; empty without a difference.
 
     Args:
-        saved: kept by the run beside its tensors. now: as `recipe` gives it.
+        saved: entries beside the tensors of the checkpoint.
     """
     before = saved.get("recipe")
     if not isinstance(before, Mapping):  # weights from elsewhere
         return []
-    changed = {name: (before.get(name), value) for name, value in now.items() if before.get(name) != value}
+    changed = {}
+    for part, name in _recipe_fields(config):
+        values = getattr(config, part)
+        # A checkpoint older than a flag was trained with the flag's default.
+        earlier = before.get(flag(name), getattr(type(values), name))
+        now = getattr(values, name)
+        if earlier != now:
+            changed[flag(name)] = earlier, now
     return _line("changed since the checkpoint was saved: ", changed)
 
 
@@ -204,8 +228,9 @@ def _line(title: str, changed: Mapping[str, tuple[object, object]]) -> list[str]
 
 
 def samples(config: PretrainConfig) -> dict[str, object]:
-    """Values by which samples are made where nothing is drawn; a checkpoint keeps them as `SAMPLES_KEY`."""
-    data, shape = config.data, config.model.input_shape
+    """Values for turning stored samples into inputs, without augmentation. Checkpoints keep them as `SAMPLES_KEY`."""
+    data = config.data
+    shape = config.model.input_shape
     if len(shape) != 3:
         return {"split_by": data.split_by or "number"}
     constants = data.normalisation(shape[0], config.training.evaluate_only)
@@ -213,17 +238,23 @@ def samples(config: PretrainConfig) -> dict[str, object]:
 
 
 def samples_from(saved: Mapping[str, object], evaluates: bool) -> dict[str, object]:
-    """Those of a checkpoint's values of `samples` that count in an evaluation, or with --finetune, the constants alone.
+    """Values of `samples` from a checkpoint: all of them to evaluate, the constants with --finetune.
 
     Args:
-        saved: kept by the run beside its tensors.
+        saved: entries beside the tensors of the checkpoint.
     """
-    found, counts = saved.get(SAMPLES_KEY), ("normalize_images", *("center_crop", "split_by") * evaluates)
-    return {name: found[name] for name in counts if name in found} if isinstance(found, Mapping) else {}
+    found = saved.get(SAMPLES_KEY)
+    if not isinstance(found, Mapping):
+        return {}
+    taken = ["normalize_images"]
+    if evaluates:
+        taken += ["center_crop", "split_by"]
+    return {name: found[name] for name in taken if name in found}
 
 
 def changed_samples(saved: Mapping[str, object], config: PretrainConfig) -> list[str]:
-    """One line for a user where an evaluation or --finetune makes samples otherwise than the training that saved."""
-    before, now = samples_from(saved, config.training.evaluate_only), samples(config)
+    """One line about values of `samples` other than the training's; empty without a difference."""
+    before = samples_from(saved, config.training.evaluate_only)
+    now = samples(config)
     changed = {flag(name): (value, now[name]) for name, value in before.items() if name in now and value != now[name]}
-    return _line("samples are made otherwise than those that the checkpoint was trained on: ", changed)
+    return _line("samples are prepared differently from the samples of the training: ", changed)

@@ -1,4 +1,4 @@
-"""From whole batches, which are checked, to the micro-batches that this rank's chunks take."""
+"""From whole batches, checked, to the micro-batches of this rank's chunks."""
 
 from __future__ import annotations
 
@@ -25,30 +25,33 @@ from megasnn.pipeline.microbatch_state import MicroBatchInput
 
 
 class BatchError(ValueError):
-    """Refusal of a batch, on every rank alike: nothing has been changed."""
+    """A batch refused on all ranks, with nothing changed."""
 
 
 class Batches:
-    """Cuts whole batches, which every rank is given alike, into this rank's micro-batches. Making one is collective.
+    """Cuts whole batches, the same on every rank, into this rank's micro-batches. Construction is collective.
 
-    Ranks that share a micro-batch take their own samples; where samples are mixed, their own of the mixed ones.
+    Ranks that share a micro-batch by samples take their own samples, after mixing.
 
     Args:
-        mixing: of the samples of each micro-batch in training; None where they stay as they are.
+        mixing: mixup or CutMix within each micro-batch in training; None for neither.
     Attributes:
-        trained_share, evaluated_share: this rank's part of every batch.
+        trained_share: this rank's share in training batches.
+        evaluated_share: this rank's share in evaluation batches.
     """
 
     def __init__(self, config: PretrainConfig, distributed: DistributedModel, mixing: Mixing | None) -> None:
-        self._config, self._mixing = config, mixing
+        self._config = config
+        self._mixing = mixing
         self._state = distributed.state
-        self._dtype = distributed.context.dtype
+        self._dtype = distributed.context.numerics.dtype
         self._windows = config.windows
-        self._takes_images, self._takes_labels = distributed.takes_images, distributed.gives_logits
+        self._takes_images = distributed.takes_images
+        self._takes_labels = distributed.gives_logits
         self._task = task_of(config.model)
         self._takes_soft = self._task.loss is None and LOSSES[config.training.loss].mixes and mixing is None
-        self._samples = samples = distributed.context.sharing_samples
-        part = BatchShare(
+        self._samples = samples = distributed.context.sample_group
+        self.evaluated_share = BatchShare(
             config.training.global_batch_size,
             config.training.micro_batch_size,
             dp_size=distributed.state.dp.size,
@@ -58,52 +61,68 @@ class Batches:
             inputs=self._takes_images,
             targets=self._takes_labels,
         )
-        self.evaluated_share = part
-        self.trained_share = part if mixing is None else replace(part, cp_size=1, cp_rank=0)
-        by_batch = sum(norm.running_mean is None for norm in distributed.norms)
+        self.trained_share = self.evaluated_share
+        if mixing is not None:
+            # Mixing needs the whole micro-batch.
+            self.trained_share = replace(self.evaluated_share, cp_size=1, cp_rank=0)
+        without_running = sum(norm.running_mean is None for norm in distributed.norms)
         world = distributed.state.world.handle
-        self._evaluates_padding = samples.size == 1 or sum_over_ranks(world, [by_batch]) == [0]
-
-    # --- checks
+        self._evaluates_padding = samples.size == 1 or sum_over_ranks(world, [without_running]) == [0]
 
     def checked(
         self, inputs: Any, targets: Any = None, trains: bool = False, predicts: bool = False, problem: str | None = None
     ) -> tuple[Mapping[str, Tensor], Tensor, int]:
-        """Returns inputs by name, targets and number of samples of a batch that is as it should be. Collective.
+        """Returns a valid batch's inputs by name, targets, and number of samples. Collective.
 
         Args:
-            predicts: there are no targets. problem: an error text of the caller's on this rank.
+            predicts: True for a batch without targets.
+            problem: the caller's own error on this rank.
         Raises:
-            ValueError: on every rank, for what is wrong on one of them, and where they are given different numbers.
+            BatchError: on every rank, for a problem on any rank, or different numbers of samples.
         """
-        names, target = [*self._task.inputs], self._task.target
-        named = inputs if isinstance(inputs, Mapping) or len(names) > 1 else {names[0]: inputs}
+        names = list(self._task.inputs)
+        named = inputs
+        if len(names) == 1 and not isinstance(inputs, Mapping):
+            named = {names[0]: inputs}
         problem = problem or self._problem(named, targets, trains, predicts)
         samples = 0 if problem else len(named[names[0]])
-        self._agree("train_step" if trains else "predict" if predicts else "evaluate", problem or samples)
-        return named, named[target] if isinstance(target, str) else targets, samples
+        call = "evaluate"
+        if trains:
+            call = "train_step"
+        elif predicts:
+            call = "predict"
+        self._agree(call, problem or samples)
+        if isinstance(self._task.target, str):
+            targets = named[self._task.target]
+        return named, targets, samples
 
     def _agree(self, call: str, found: str | int) -> None:
-        """Raises ValueError on every rank for a problem of one of them; alone, it would leave the others waiting. Where
-        there is none, `found` is the number of samples of a batch, 0 behind the last batch."""
+        """Raises BatchError on every rank for a problem on any. A single rank would leave the others waiting.
+
+        Args:
+            found: this rank's problem, or its number of samples, 0 after the last batch.
+        """
         try:
             of_ranks = gather_in_call(self._state.world.handle, call, found)
         except ValueError as error:
             raise BatchError(str(error)) from None
-        if problems := [each for each in dict.fromkeys(of_ranks) if isinstance(each, str)]:
+        problems = [each for each in dict.fromkeys(of_ranks) if isinstance(each, str)]
+        if problems:
             raise BatchError("; ".join(problems))
         if len(set(of_ranks)) > 1:
-            raise BatchError(f"ranks are given different numbers of samples (0 where batches have ended): {of_ranks}")
+            raise BatchError(f"ranks have different numbers of samples (0 after the last batch): {of_ranks}")
 
     def _problem(self, inputs: Any, targets: Any, trains: bool, predicts: bool) -> str | None:
-        """Returns what is wrong with a batch: with its values on the ranks that take them, elsewhere with its size."""
-        task, samples = self._task, 0
+        """Returns a batch's first problem. Checks values on ranks that use them, sizes on all."""
+        task = self._task
         if not isinstance(inputs, Mapping) or inputs.keys() != task.inputs.keys():
             found = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
             return f"the model takes a dict of its inputs, {', '.join(task.inputs)}, and got {found}"
+        samples = 0
         for name, spec in task.inputs.items():
-            reads = self._takes_images or (name == task.target and self._takes_labels)
-            if problem := spec.problem(name, inputs[name], samples or None, reads):
+            uses_values = self._takes_images or (name == task.target and self._takes_labels)
+            problem = spec.problem(name, inputs[name], samples or None, uses_values)
+            if problem:
                 return problem
             samples = len(inputs[name])
         if isinstance(task.target, str):
@@ -113,96 +132,146 @@ class Batches:
             is_soft = trains and self._takes_soft and isinstance(targets, Tensor) and targets.is_floating_point()
             if not is_soft or targets.shape != (samples, task.classes):
                 name = "labels" if task.classes else "targets"
-                if problem := task.target.problem(name, targets, samples, self._takes_labels):
+                problem = task.target.problem(name, targets, samples, self._takes_labels)
+                if problem:
                     return problem
-        if not trains:  # in training loss or gradient tell of it
-            read = inputs.items() if self._takes_images else ()
-            return next(filter(None, (not_finite(name, each) for name, each in read)), None)
+        if not trains:
+            return self._first_not_finite(inputs)
         if not torch.is_grad_enabled():
             return "a step needs gradients: call it outside of torch.no_grad() and torch.inference_mode()"
-        size, replicas, shared = self._config.training.micro_batch_size, self._state.dp.size, self._samples.size
-        sizes, weight = micro_batch_sizes(samples, min(size, samples)), self._state.dp_shard.size
-        if len(sizes) >= replicas and (weight == 1 or len(sizes) % replicas == 0) and sizes[-1] >= shared:
+        sizes = micro_batch_sizes(samples, min(self._config.training.micro_batch_size, samples))
+        replicas = self._state.dp.size
+        is_even = self._state.dp_shard.size == 1 or len(sizes) % replicas == 0
+        if len(sizes) >= replicas and is_even and sizes[-1] >= self._samples.size:
             return None
+        return self._size_problem(samples, sizes)
+
+    def _first_not_finite(self, inputs: Mapping[str, Tensor]) -> str | None:
+        """The first input with nan or infinities. In training, loss or gradient show them."""
+        if not self._takes_images:
+            return None
+        for name, values in inputs.items():
+            problem = not_finite(name, values)
+            if problem:
+                return problem
+        return None
+
+    def _size_problem(self, samples: int, sizes: list[int]) -> str:
+        size = self._config.training.micro_batch_size
+        weight = self._state.dp_shard.size
         return (
             f"{samples} samples are {len(sizes)} micro-batch(es) of micro_batch_size {size}, the last of {sizes[-1]}: "
-            f"{replicas} data parallel replicas need one each (equally many, where weight_parallel_size {weight} is "
-            f"above 1), and a micro-batch needs context_parallel_size {shared} samples; give more "
-            "samples, or the Engine another micro_batch_size"
+            f"{self._state.dp.size} data parallel replicas need one each (equally many, where weight_parallel_size "
+            f"{weight} is above 1), and a micro-batch needs context_parallel_size {self._samples.size} samples; give "
+            "more samples, or the Engine another micro_batch_size"
         )
-
-    # --- cuts
 
     def share(
         self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int, position: int, evaluates: bool = False
     ) -> GlobalBatch:
-        """Returns this rank's share of a global batch, whose first sample has this `position` in the training: its
-        samples of this replica's micro-batches. In evaluation there may be none."""
-        micro_batches = []
-        order = torch.channels_last
-        # Autograd does not keep tensors that were made under torch.inference_mode() for backward; copies it does.
+        """Returns this rank's share in a global batch. In evaluation it may be empty.
+
+        Args:
+            position: index of the batch's first sample in the training.
+        """
+        # Autograd cannot save tensors made under torch.inference_mode() for backward, but it can save copies.
         inputs = {name: x.clone() if x.is_inference() else x for name, x in inputs.items()}
         targets = targets.clone() if targets.is_inference() else targets
-        if self._takes_images:  # as the loader of a run gives them
+        if self._takes_images:
+            # As a run's loader lays images out.
+            order = torch.channels_last
             inputs = {name: x.contiguous(memory_format=order) if x.ndim == 4 else x for name, x in inputs.items()}
-        for start, size in (self.evaluated_share if evaluates else self.trained_share).spans(samples):
+        micro_batches = []
+        share = self.evaluated_share if evaluates else self.trained_share
+        for start, size in share.spans(samples):
             span = slice(start, start + size)
-            x = {name: each[span] for name, each in inputs.items()} if self._takes_images else None
-            y = targets[span] if self._takes_labels else None
-            y = y if y is None or y.is_floating_point() else y.long()
+            own_inputs = None
+            own_targets = None
+            if self._takes_images:
+                own_inputs = {name: x[span] for name, x in inputs.items()}
+            if self._takes_labels:
+                own_targets = targets[span]
+                if not own_targets.is_floating_point():
+                    own_targets = own_targets.long()
             positions = torch.arange(position + start, position + start + size)
-            micro_batches.append(MicroBatch(start, size, positions, x, y))
+            micro_batches.append(MicroBatch(start, size, positions, own_inputs, own_targets))
         return GlobalBatch(micro_batches, samples, position + samples)
 
     def evaluated(self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int) -> Iterator[GlobalBatch]:
-        """Yields shares of samples to evaluate, in parts of no more than a usual global batch."""
+        """Yields this rank's shares in batches of up to `global_batch_size` samples."""
         most = self._config.training.global_batch_size
         for start in range(0, samples, most):
             part = {name: each[start : start + most] for name, each in inputs.items()}
             yield self.share(part, targets[start : start + most], min(most, samples - start), start, evaluates=True)
 
     def evaluated_pairs(self, pairs: Iterable[Any]) -> Iterator[GlobalBatch]:
-        """Yields `evaluated` of (inputs, targets), one after the other."""
+        """Yields `evaluated` for each (inputs, targets), or for inputs alone."""
         for pair in pairs:
-            inputs, targets = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, None)
+            inputs = pair
+            targets = None
+            if isinstance(pair, (tuple, list)) and len(pair) == 2:
+                inputs, targets = pair
             yield from self.evaluated(*self.checked(inputs, targets))
         self._agree("evaluate", 0)
 
-    # --- inputs of the pipeline
-
     def inputs(self, batch: GlobalBatch, trains: bool) -> list[MicroBatchInput]:
-        """Moves a batch to this rank's device, in the types that the model takes: in training, samples are mixed where
-        that is asked for; in evaluation, it is filled up where ranks need equally many micro-batches, and refused by a
-        ValueError on every rank where one has no sample of a micro-batch whose statistics norms need."""
-        device, begin, specs = self._state.device, batch.consumed_samples - batch.size, self._task.inputs
-        whole, padding = [], [] if trains else self._padding(batch)
+        """Moves a batch to this rank's device, in the model's types, and cuts it into windows.
+
+        Training mixes samples. Evaluation pads the batch where ranks need the same number of micro-batches.
+
+        Raises:
+            BatchError: on every rank, in evaluation, for a micro-batch without samples on some rank, where norms need
+                its statistics.
+        """
+        device = self._state.device
+        specs = self._task.inputs
+        begin = batch.consumed_samples - batch.size
+        whole = []
         for micro in batch.micro_batches:
-            inputs, targets, first, size = None, None, begin + micro.start, micro.size
-            if micro.inputs is not None:  # of a run, the tensor of the only input
+            inputs: dict[str, Tensor] | None = None
+            targets: Tensor | None = None
+            if micro.inputs is not None:
+                # A run's loader gives the only input without its name.
                 named = micro.inputs if isinstance(micro.inputs, Mapping) else dict.fromkeys(specs, micro.inputs)
-                moved = {name: without_waiting(x, device) for name, x in named.items()}
-                inputs = {name: x.to(specs[name].type_for(self._dtype)) for name, x in moved.items()}
+                inputs = {}
+                for name, x in named.items():
+                    inputs[name] = without_waiting(x, device).to(specs[name].type_for(self._dtype))
             if micro.targets is not None:
                 targets = without_waiting(micro.targets, device)
                 if targets.is_floating_point() and not self._task.classes:
                     targets = targets.to(self._dtype)
+            first = begin + micro.start
+            samples = range(first, first + micro.size)
             if trains and self._mixing is not None:
-                own = own_span(size, self._samples.sizes, self._samples.rank)
-                part, mix = slice(own.start, own.stop), self._mixing
-                inputs = None if inputs is None else {name: mix.images(x, first)[part] for name, x in inputs.items()}
-                targets = None if targets is None else mix.labels(targets, first)[part]
-                first, size = first + own.start, len(own)
-            whole.append(MicroBatchInput(inputs, targets, size, range(first, first + size), left_out=micro.left_out))
-        whole += padding
+                inputs, targets, samples = self._mixed(self._mixing, inputs, targets, samples)
+            whole.append(MicroBatchInput(inputs, targets, len(samples), samples, left_out=micro.left_out))
+        if not trains:
+            whole += self._padding(batch)
         if self._windows == 1:
             return whole
         steps = self._config.model.time_steps // self._windows
-        cut = [windows_of(micro, self._task, self._windows, steps) for micro in whole]
-        return [window for of_micro in cut for window in of_micro]
+        windows = []
+        for each in whole:
+            windows += windows_of(each, self._task, self._windows, steps)
+        return windows
+
+    def _mixed(
+        self, mixing: Mixing, inputs: dict[str, Tensor] | None, targets: Tensor | None, samples: range
+    ) -> tuple[dict[str, Tensor] | None, Tensor | None, range]:
+        """Mixes a whole micro-batch, alike on all ranks that share it, and returns this rank's samples."""
+        own = own_span(len(samples), self._samples.sizes, self._samples.rank)
+        part = slice(own.start, own.stop)
+        if inputs is not None:
+            inputs = {name: mixing.images(x, samples.start)[part] for name, x in inputs.items()}
+        if targets is not None:
+            targets = mixing.labels(targets, samples.start)[part]
+        return inputs, targets, samples[part]
 
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """Micro-batches without samples of the batch, up to the most that a replica has: all that share a micro-batch
-        need equally many, and so do all replicas that gather weights together."""
+        """Empty micro-batches, up to the largest number on any replica.
+
+        Ranks that share micro-batches or weights need the same number.
+        """
         if self._state.dp_shard.size == self._samples.size == 1:
             return []
         size = min(self._config.training.micro_batch_size, batch.size)
@@ -214,8 +283,9 @@ class Batches:
                 "evaluation, too: evaluate another number of samples, or change --micro-batch-size"
             )
         missing = micro_batch_counts(batch.size, size, self._state.dp.size)[0] - len(batch.micro_batches)
-        specs = self._task.inputs.items()
-        zeros = {name: torch.zeros_like(each.empty(1, self._dtype), device=self._state.device) for name, each in specs}
-        padding = MicroBatchInput(zeros if self._takes_images else None, None, 1, range(1), is_padding=True)
-        return missing * [padding]
-
+        inputs = None
+        if self._takes_images:
+            inputs = {}
+            for name, spec in self._task.inputs.items():
+                inputs[name] = torch.zeros_like(spec.empty(1, self._dtype), device=self._state.device)
+        return missing * [MicroBatchInput(inputs, None, 1, range(1), is_padding=True)]

@@ -1,4 +1,4 @@
-"""From a model and flags to what is built: configuration, description, layer context, plan, chunks."""
+"""From a model and flags to the configuration, the layer context, the pipeline plan and the chunks."""
 
 from __future__ import annotations
 
@@ -14,84 +14,101 @@ from megasnn.augment.mixing import Mixing
 from megasnn.common.checks import error_context
 from megasnn.common.launcher import take_ranks
 from megasnn.config import ConfigError, PretrainConfig, validate
+from megasnn.config.checks import refusal
 from megasnn.config.training import PRECISIONS
 from megasnn.config.validate import cut_problems
 from megasnn.config.values import build_part, to_dict, with_keywords
 from megasnn.engine.model import DistributedModel
 from megasnn.engine.replica import build_replica
 from megasnn.kernels.backends import BACKENDS, backend_for
-from megasnn.kernels.products import can_be_sparse
-from megasnn.layers import BuildContext
+from megasnn.layers.context import BuildContext, Numerics
 from megasnn.layers.weight_grad import CastWeights
 from megasnn.models.build import building_problems, describe_model
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model, run_config
+from megasnn.optim.scales import learning_rate_scales
 from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import Group, ParallelState
 from megasnn.pipeline.graphs import Capture, CudaCapture
 from megasnn.pipeline.plan import plan_pipeline
 
-_ENDLESS = 10**12  # steps of a training whose learning rate does not decay
-_PER_HOST = ("data", "checkpoint", "logging")  # parts of a run that may differ: paths, workers
+_ENDLESS = 10**12  # steps of a training with a constant learning rate
+_PER_HOST = ("data", "checkpoint", "logging")  # configuration that may differ between ranks: paths, workers
 
 
 def run_configuration(
     model: Model | PretrainConfig, flags: Mapping[str, Any], has_schedule: bool = False
 ) -> PretrainConfig:
-    """Returns the whole configuration of a model's training, validated; one that is given stays as it is. With
-    `has_schedule` the learning rate comes from a function of the user's own.
+    """Returns the validated configuration of a model's training. A `PretrainConfig` is returned as it is.
 
+    Args:
+        has_schedule: True where the user's function sets the learning rate.
     Raises:
-        ConfigError: flags that do not go together, or a model that cannot be built.
-        ValueError: flags beside a whole configuration or `lr_schedule`, a value that is no model, or processes of a
-            launcher's that cannot meet.
+        ConfigError: contradictory flags, or a model that cannot be built.
+        ValueError: flags beside a `PretrainConfig`, learning rate flags beside a schedule, another value than a model,
+            or a launcher's processes without a meeting point.
     """
-    if has_schedule and (refused := [name for name in flags if name.startswith(("lr", "min_lr"))]):
-        raise ValueError(f"lr_schedule gives the learning rate of each step: leave out {', '.join(refused)}")
+    rates = [name for name in flags if name.startswith(("lr", "min_lr")) and name != "lr_scale"]
+    if has_schedule and rates:
+        raise ValueError(f"lr_schedule gives the learning rate of each step: leave out {', '.join(rates)}")
     if isinstance(model, PretrainConfig):
-        if refused := [*flags, *["lr_schedule"] * has_schedule]:
+        refused = list(flags)
+        if has_schedule:
+            refused.append("lr_schedule")
+        if refused:
             raise ValueError(f"{', '.join(refused)} beside a whole configuration: give a model and flags")
         return model
     if not isinstance(model, Model):
         raise ValueError(f"give an instance of a subclass of megasnn.Model, such as MyModel(...), not {model!r}")
-    build_part(type(model), to_dict(model), type(model).__name__)  # refuses values of other types
+    # Refuses values of other types, which a plain dataclass takes.
+    build_part(type(model), to_dict(model), type(model).__name__)
     config = with_keywords(run_config(type(model))(model=model), flags)
-    if config.training.train_iters is None:
+    if config.training.train_iters is None and config.training.train_samples is None:
         if config.optimizer.lr_decay_style != "constant" and not has_schedule:
-            raise ConfigError(["give train_iters: the learning rate decays until then; or lr_decay_style='constant'"])
+            raise ConfigError(
+                ["give train_iters or train_samples: the learning rate decays until then; or lr_decay_style='constant'"]
+            )
         config = replace(config, training=replace(config.training, train_iters=_ENDLESS))
     if not dist.is_initialized():
         take_ranks()
-    validate(config, dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1")))
-    if problems := model_problems(config):
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if dist.is_initialized():
+        world_size = dist.get_world_size()
+    validate(config, world_size)
+    problems = model_problems(config)
+    if problems:
         raise ConfigError(problems)
     return config
 
 
 def model_problems(config: PretrainConfig) -> list[str]:
-    """Returns why the layers of the model cannot be built, or do not fit together."""
-    parallel, cut = config.parallel, config.parallel.context_cut(config.training.micro_batch_size)
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    problems = building_problems(config.model, config.neuron.spec, tp, cp, cut)
-    if problems or parallel.layout is None:
+    """Returns problems with building the model's layers, with their learning rates, and with an explicit cut."""
+    parallel = config.parallel
+    tp = parallel.tensor_model_parallel_size
+    cp = parallel.context_parallel_size
+    problems = building_problems(config.model, config.neuron.spec, tp, cp, config.context_cut)
+    if problems:
         return problems
-    return cut_problems(
-        parallel, [each.layer_group for each in describe_model(config.model, config.neuron.spec).layers]
-    )
+    description = describe_model(config.model, config.neuron.spec)
+    problems += refusal(learning_rate_scales, config.optimizer, description)
+    return problems + cut_problems(parallel, [each.layer_group for each in description.layers])
 
 
 def require_alike(config: PretrainConfig, world: Group) -> None:
-    """Raises ValueError on every rank where one is given another model or other flags than the first. Collective."""
-    parts = {part: values for part, values in to_dict(config).items() if part not in _PER_HOST}
-    flags = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
-    first, *others = gather(world.handle, {"model": config.model.name, **flags})
+    """Raises ValueError on every rank where one has another model or other flags than the first. Collective."""
+    mine = {"model": config.model.name}
+    for part, values in to_dict(config).items():
+        if part not in _PER_HOST:
+            mine |= {f"{part}.{name}": value for name, value in values.items()}
+    first, *others = gather(world.handle, mine)
     for rank, theirs in enumerate(others, start=1):
-        if names := [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]:
+        names = [name for name in first | theirs if first.get(name) != theirs.get(name)]
+        if names:
             raise ValueError(f"give every rank the same model and flags: rank {rank} differs in {', '.join(names)}")
 
 
 def require_kernels(config: PretrainConfig, device: torch.device) -> None:
-    """Raises ValueError where this device does not have the `--neuron-backend` that is asked for."""
+    """Raises ValueError where this device has no such `--neuron-backend`."""
     name = config.neuron.neuron_backend
     if name not in BACKENDS.also:
         products = getattr(torch, PRECISIONS[config.training.precision].products)
@@ -99,18 +116,19 @@ def require_kernels(config: PretrainConfig, device: torch.device) -> None:
 
 
 def mixing_of(config: PretrainConfig, epoch_samples: int) -> Mixing | None:
-    """Returns how samples are mixed with each other (mixup, CutMix); None where they are not."""
+    """Returns the mixing of samples by mixup or CutMix; None for neither."""
     data = config.data
     if not data.mixes:
         return None
     until = data.mixup_off_epoch * epoch_samples if data.mixup_off_epoch else None
     height, width = config.model.input_shape[-2:]
-    alphas = data.mixup_alpha or None, data.cutmix_alpha or None
-    return Mixing(config.training.seed, *alphas, config.model.num_classes, (height, width), until)
+    mixup = data.mixup_alpha or None
+    cutmix = data.cutmix_alpha or None
+    return Mixing(config.training.seed, mixup, cutmix, config.model.num_classes, (height, width), until)
 
 
 def capture_on(device: torch.device) -> Capture:
-    """Returns what makes CUDA graphs on a device. Raises ValueError where there are none."""
+    """Returns the capture of CUDA graphs on a device. Raises ValueError for other devices than GPUs."""
     if device.type != "cuda":
         raise ValueError(f"--cuda-graphs on: this rank computes on a {device.type.upper()}; use off")
     return CudaCapture(device)
@@ -119,31 +137,25 @@ def capture_on(device: torch.device) -> Capture:
 def build_model(
     config: PretrainConfig, description: ModelDescription, state: ParallelState, wants_to_stop: Callable[[], bool]
 ) -> DistributedModel:
-    """Plans the pipeline, and builds this rank's part of the model. Collective."""
-    training, types = config.training, PRECISIONS[config.training.precision]
+    """Plans the pipeline and builds this rank's part of the model. Collective."""
+    training = config.training
     graphs = capture_on(state.device) if training.cuda_graphs == "on" else None
-    products = getattr(torch, types.products)
     context = BuildContext(
-        tp=state.tp,
-        dtype=getattr(torch, types.weights),
-        compute_dtype=products,
-        neuron_backend=config.neuron.neuron_backend,
+        state=state,
+        numerics=Numerics.of_run(config, state.device),
+        cut=config.context_cut,
+        stateful=config.windows > 1,
         seed=training.seed,
-        dp=state.dp,
-        dp_shard=state.dp_shard,
-        cp=state.cp,
-        cut=config.parallel.context_cut(training.micro_batch_size),
-        carries=config.windows > 1,
         cast_weights=CastWeights(stay=graphs is not None),
-        sparse_products=training.sparse_products == "auto" and can_be_sparse(state.device, products),
     )
+    # All layers without memory: the plan decides which of them this rank has.
     with error_context("while building the model"):
         built = description.build(context)
     with error_context("while planning the pipeline"):
-        plan = plan_pipeline(config, description, context, state, built)
+        plan = plan_pipeline(config, description, context, built)
     with error_context("while building the model"):
-        made = build_replica(config, description, built, context, state, plan, wants_to_stop)
-        for chunk in made.chunks.values():
-            if graphs is not None:
+        replica = build_replica(config, description, built, context, plan, wants_to_stop)
+        if graphs is not None:
+            for chunk in replica.chunks.values():
                 chunk.capture_graphs(graphs)
-        return made
+        return replica

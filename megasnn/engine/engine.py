@@ -21,7 +21,7 @@ from megasnn.common.checks import context_of_error
 from megasnn.common.memory import keep_free_memory
 from megasnn.config import PretrainConfig
 from megasnn.config.training import Length
-from megasnn.config.values import changed_recipe, config_identity, recipe
+from megasnn.config.values import changed_recipe, config_identity
 from megasnn.data import GlobalBatch
 from megasnn.engine.batch import BatchError, Batches
 from megasnn.engine.build import (
@@ -47,11 +47,11 @@ from megasnn.parallel_state import (
 )
 from megasnn.telemetry.records import EvaluationRecord, StepResult
 
-_open: list[Engine] = []  # one at most
+_open: list[Engine] = []  # at most one
 
 
 class Engine:
-    """A model in training, on this rank of a layout: one process by itself, or the ranks that torchrun has started.
+    """A model in training on this rank: the only process, or one of torchrun's.
 
         with megasnn.Engine(MyModel(width=32), micro_batch_size=8, lr=1e-3, train_iters=100) as engine:
             for images, labels in batches:
@@ -59,26 +59,27 @@ class Engine:
             print(result.loss, engine.evaluate(test_images, test_labels).top1)
             engine.save("checkpoints")
 
-    A step is bit for bit that of `megasnn.pretrain`. All methods are collective: every rank calls them in the same
-    order, with the whole batch, and takes its share. A rank without the first stage (`takes_images` is False) only
-    looks at the number of inputs, and one without the last stage (`takes_labels`) at that of the targets: there a
-    tensor on the meta device will do. A wrong argument on one rank, or another method, is a ValueError on all of them,
-    and changes nothing. Any other error within a step, an evaluation or a prediction, Ctrl-C included, ends the Engine:
-    whatever is asked of it then is a RuntimeError. A process has one open Engine at a time.
+    A step equals that of `megasnn.pretrain` bit for bit. All methods are collective: every rank calls them in the same
+    order with the whole batch, and takes its share. Where `takes_images` is False, a rank uses only the inputs' length,
+    and without `takes_labels` only the targets' length: tensors on the meta device suffice. A process has one open
+    Engine at a time.
+
+    Wrong arguments on any rank, or another method, are a ValueError on all ranks, and change nothing. Any other error
+    in a step, evaluation or prediction, Ctrl-C included, ends the Engine: its methods then raise RuntimeError.
 
     Args:
-        model: an instance of one's own class or of one in `megasnn.MODELS`; or a validated configuration.
-        lr_schedule: (step, from 0 on) -> its learning rate, in the place of the flags of the rate.
-        length: of the training; by default `train_iters` of the flags.
-        wants_to_stop: asked on every rank in each step and each batch of an evaluation (`distributed.stop_votes`).
-        flags: those of the command line, with underscores.
+        model: instance of a model class, or a validated configuration.
+        lr_schedule: step, counted from 0 -> learning rate; replaces the learning rate flags.
+        length: training length; by default `train_iters` or `train_samples`.
+        wants_to_stop: called on every rank in each training step and evaluation batch (`distributed.stop_votes`).
+        flags: command line flags, with underscores.
     Attributes:
-        config: with the flags in it. state: the grid of ranks.
-        optimizer: of the parameters that this rank owns.
-        takes_images, takes_labels: True where this rank needs their values.
+        optimizer: optimizer over this rank's parameters or shards.
+        takes_images: True where this rank needs input values.
+        takes_labels: True where this rank needs target values.
     Raises:
-        ConfigError: flags that do not go together, or a model that cannot be built; lists all of it.
-        ValueError: a pipeline that cannot be planned, another open Engine, ranks of another layout or with other flags.
+        ConfigError: contradictory flags, or a model that cannot be built.
+        ValueError: no pipeline plan, another open Engine, or ranks with other flags.
     """
 
     def __init__(
@@ -91,19 +92,23 @@ class Engine:
         **flags: Any,
     ) -> None:
         self.config = config = run_configuration(model, flags, lr_schedule is not None)
-        self.length = length = length or Length(config.training.train_iters or 0)
+        # An Engine knows no epochs: an iteration counts as one.
+        self.length = length = length or config.training.length(config.training.global_batch_size)
         described = describe_windows(config)
         if not config.training.evaluate_only and lr_schedule is None:
             require_schedule(config.optimizer, length.iterations, length.epoch)
-        # Others may have freed the grid of one that was not closed.
+        # The grid of an Engine that was not closed may be gone.
         if _open and model_parallel_is_initialized() and get_parallel_state() is _open[0].state:
             raise ValueError("another Engine is open in this process: close it first (engine.close() or `with`)")
-        self._closed, self._failure = False, ""
+        self._closed = False
+        self._failure = ""
         self.state: ParallelState
         self.state, self._leave = join_ranks(config)
         _open[:] = [self]
         with ExitStack() as undo:
+            # An error from here on frees the process groups.
             undo.callback(self.close)
+            # Before the first collective whose number of calls follows from flags.
             require_alike(config, self.state.world)
             require_kernels(config, self.state.device)
             if self.state.device.type == "cpu":
@@ -114,36 +119,34 @@ class Engine:
             rate = partial(learning_rate, config.optimizer, iterations=length.iterations, epoch=length.epoch)
             self.step = TrainStep(config, self.distributed, lr_schedule or rate, length.iterations)
             self.optimizer = self.step.optimizer
-            self.takes_images, self.takes_labels = self.distributed.takes_images, self.distributed.gives_logits
+            self.takes_images = self.distributed.takes_images
+            self.takes_labels = self.distributed.gives_logits
             self.checkpoints = Checkpoints(config, self.step)
             undo.pop_all()
 
     @property
     def iteration(self) -> int:
-        """Optimizer steps done, over all runs that this one continues."""
+        """Optimizer steps done, before a resume too."""
         return self.step.iteration
 
     @property
     def consumed_samples(self) -> int:
-        """Training samples used; the position in the data."""
+        """Training samples used, the position in the data."""
         return self.step.consumed_samples
 
-    # --- training
-
     def train_step(self, inputs: Tensor | Mapping[str, Tensor], targets: Tensor | None = None) -> StepResult:
-        """Takes one optimizer step on a global batch, which is the same on every rank.
+        """Takes one optimizer step on a global batch, the same on every rank.
 
         Args:
-            inputs: by name, or the tensor of the only one: images `[N, C, H, W]`, or event frames `[N, T, C, H, W]`.
-            targets: class indices `[N]`, or probabilities `[N, classes]`; or as the model's `target` says, None where
-                it is one of the inputs. Leave all on the CPU: here their range is looked at.
+            inputs: tensors by name, or the only one: images `[N, C, H, W]`, or event frames `[N, T, C, H, W]`.
+            targets: class indices `[N]`, probabilities `[N, classes]`, or the model's own `target`; None where the
+                target is an input. Tensors on the CPU are checked without waiting for a GPU.
         Returns:
-            loss, metrics, gradient norm and rate, over the whole batch, the same on every rank. A step that is not
-            finite changes nothing, and says so.
+            loss, metrics, gradient norm and rate, the same on every rank. A step that is not finite is marked as
+            skipped, and changes nothing.
         Raises:
-            ValueError: on every rank: a batch that is wrong on one of them, `train_iters` steps that are done, or
-                learning rates of the optimizer that were changed from outside.
-            RuntimeError: an earlier step has ended in an error.
+            ValueError: a wrong batch on any rank, no steps left, or optimizer rates changed from outside.
+            RuntimeError: an error has ended the Engine.
         """
         with self._running():
             checked = self.batches.checked(inputs, targets, trains=True, problem=self.step.problem())
@@ -151,26 +154,27 @@ class Engine:
             return self.step(self.batches.inputs(batch, trains=True), batch)
 
     def train_on(self, batch: GlobalBatch) -> StepResult:
-        """`train_step` on this rank's share of a global batch, as `megasnn.data.BatchLoader` gives it."""
+        """Takes a step on this rank's share of a global batch, from `megasnn.data.BatchLoader`."""
         with self._running():
             return self.step(self.batches.inputs(batch, trains=True), batch)
-
-    # --- evaluation
 
     def evaluate(
         self, inputs: Tensor | Mapping[str, Tensor] | Iterable[Any], targets: Tensor | None = None
     ) -> EvaluationRecord:
-        """Computes loss, without label smoothing, and metrics over any number of samples.
+        """Computes metrics, and the loss without label smoothing, over any number of samples.
 
-        They are inputs and targets, or an iterable of pairs of them (of inputs alone, where one is the target), the
-        same on every rank. With `ema_decay` the weights are the averaged ones. Raises what `train_step` raises, and
-        ValueError where there are no samples."""
-        by_itself = targets is not None or isinstance(inputs, (Tensor, Mapping)) or not isinstance(inputs, Iterable)
-        return self.evaluate_on(self.batches.evaluated_pairs([(inputs, targets)] if by_itself else inputs))
+        Takes inputs and targets, or an iterable with such pairs (or with inputs, where one is the target). Uses the
+        averaged weights with `ema_decay`. Raises as `train_step`, and ValueError without samples.
+        """
+        is_batch = targets is not None or isinstance(inputs, (Tensor, Mapping)) or not isinstance(inputs, Iterable)
+        pairs = [(inputs, targets)] if is_batch else inputs
+        return self.evaluate_on(self.batches.evaluated_pairs(pairs))
 
     def evaluate_on(self, batches: Iterable[GlobalBatch]) -> EvaluationRecord:
-        """`evaluate` on this rank's shares of global batches, as `megasnn.data.BatchLoader` gives them."""
-        distributed, task = self.distributed, self.distributed.description.task
+        """Evaluates on this rank's shares of global batches, from `megasnn.data.BatchLoader`."""
+        distributed = self.distributed
+        task = distributed.description.task
+        # Loss, samples and metrics. On the device, so that the host waits only at the end.
         totals = torch.zeros(2 + len(task.evaluated), dtype=torch.float64, device=self.state.device)
 
         def count(output: Bundle, targets: Tensor) -> None:
@@ -188,25 +192,31 @@ class Engine:
         return EvaluationRecord(self.iteration, self.consumed_samples, int(samples), loss / samples, metrics)
 
     def predict(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
-        """Returns what the model's `predict` gives for any number of samples, in their order, on the CPU of every rank:
-        by default the mean over time of the logits, `[N, classes]`. With `ema_decay` the weights are the averaged ones.
+        """Predicts any number of samples, and returns their answers in order on the CPU of every rank.
+
+        The model's `predict` defines answers, by default the logits' mean over time, `[N, classes]`. Uses the averaged
+        weights with `ema_decay`.
         """
+        distributed = self.distributed
+        task = distributed.description.task
         with self._running():
             named, _, samples = self.batches.checked(inputs, predicts=True)
-            task, dtype = self.distributed.description.task, self.distributed.context.dtype
-            answers = torch.zeros_like(task.answer.empty(samples, dtype), device=self.state.device)
+            empty = task.answer.empty(samples, distributed.context.numerics.dtype)
+            answers = torch.zeros_like(empty, device=self.state.device)
 
-            def keep(output: Bundle, positions: Tensor) -> None:
-                answers[positions] = task.answers_of(output).to(answers.dtype)
+            def fill(output: Bundle, indices: Tensor) -> None:
+                answers[indices] = task.answers_of(output).to(answers.dtype)
 
-            with self._averaged_weights():  # and places in the targets' stead
-                for batch in self.batches.evaluated(named, torch.arange(samples), samples):
-                    self.distributed.evaluate(self.batches.inputs(batch, trains=False), keep)
-            return self.distributed.of_all_replicas(answers).cpu()
+            # Each sample's index takes the place of its target.
+            indices = torch.arange(samples)
+            with self._averaged_weights():
+                for batch in self.batches.evaluated(named, indices, samples):
+                    distributed.evaluate(self.batches.inputs(batch, trains=False), fill)
+            return distributed.of_all_replicas(answers).cpu()
 
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:
-        """Puts the average of the weights, where one is kept, in their place inside the block."""
+        """Uses the moving average of the weights inside the block, if there is one."""
         if self.step.average is None:
             yield
             return
@@ -216,32 +226,34 @@ class Engine:
         except BatchError:
             self.step.exchange_average()
             raise
+        # After another error the Engine has ended: an exchange, which is collective, would wait for ever.
         self.step.exchange_average()
 
-    # --- weights and checkpoints
-
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns all weights and buffers of the model, whole, by global name: copies on the CPU of every rank."""
+        """Returns all weights and buffers by global name, as unsharded copies on every rank's CPU."""
         self._begin("state_dict")
         return self.checkpoints.full_tensors()
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Takes whole weights and buffers by global names, as `state_dict` or `Model.from_spikingjelly` gives them. The
-        optimizer's state and the iteration stay; an average of the weights begins again.
+        """Loads unsharded weights and buffers by global name, from `state_dict` or `Model.from_spikingjelly`.
+
+        Keeps optimizer state and iteration, and restarts the moving average of the weights.
 
         Raises:
-            CheckpointError: on every rank, before anything is changed: names, shapes or types are not the model's.
+            CheckpointError: on every rank, with nothing changed: other names, shapes or types than the model's.
         """
         self._begin("load_state_dict")
         load_globals_into(self.distributed.tensors, values, self.state.world.handle)
         self.step.loaded()
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Writes `<folder>/iter_<iteration>`: weights, optimizer and progress, for any layout. The first rank's folder
-        counts. A run takes the weights by `--load` with `--finetune`: it knows nothing of the order of one's own data.
+        """Writes weights, optimizer state and progress to `<folder>/iter_<iteration>`, for any layout.
+
+        All ranks use the first rank's folder. A run loads its weights by `--load` with `--finetune`, because an Engine
+        does not know the data's order.
 
         Raises:
-            CheckpointError: on every rank, when it cannot be written.
+            CheckpointError: on every rank, when the checkpoint cannot be written.
         """
         self._begin("save")
         path = broadcast_result(self.state.world.handle, lambda: Path(folder))
@@ -250,13 +262,16 @@ class Engine:
     def load(
         self, folder: str | os.PathLike[str], step: int | None = None, weights_only: bool = False, ema: bool = True
     ) -> None:
-        """Continues from a checkpoint that an Engine or a run has saved, on any layout: the latest that is intact, or
-        that of iteration `step`. The first rank's folder counts. Warns of flags that are others than they were. With
-        `weights_only` it begins anew with weights and buffers, of a checkpoint with another optimizer, too: with their
-        average where there is one, without `ema` never.
+        """Continues from a checkpoint of an Engine or a run, saved on any layout.
 
+        All ranks use the first rank's folder. Warns of changed flags.
+
+        Args:
+            step: iteration of the checkpoint; by default the latest intact one.
+            weights_only: load weights and buffers alone, from a checkpoint with any optimizer; the iteration stays.
+            ema: with `weights_only`, load the moving average of the weights, if the checkpoint has one.
         Raises:
-            CheckpointError: on every rank, when there is none, or it is of another model.
+            CheckpointError: on every rank, for no checkpoint, or one of another model.
         """
         self._begin("load")
         world, config = self.state.world.handle, self.config
@@ -271,16 +286,24 @@ class Engine:
             self.step.loaded()
         else:
             self.step.loaded((loaded.iteration, loaded.consumed_samples), loaded.averaged_steps)
-        changed = [] if weights_only else changed_recipe(loaded.extra, recipe(config))
+            self._follow_position()
+        changed = [] if weights_only else changed_recipe(loaded.extra, config)
         for remark in (*loaded.remarks, *changed):
             warnings.warn(remark, stacklevel=2)
 
-    # --- the end
+    def _follow_position(self) -> None:
+        """Ends the training after `train_samples`, whatever batch size the checkpoint's steps had."""
+        training = self.config.training
+        if training.train_samples is not None:
+            self.length = training.length(training.global_batch_size, self.iteration, self.consumed_samples)
+            self.step.iterations = self.length.iterations
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Ends the Engine with an error in the block, since the ranks are no longer at the same action; the others are
-        told, so that they do not wait. A batch that all ranks have refused together ends nothing."""
+        """Ends the Engine at an error in the block, because ranks may be at different actions.
+
+        Other ranks end with the same error instead of waiting. All ranks raise a BatchError together, and go on.
+        """
         self._require_open()
         try:
             yield
@@ -296,7 +319,7 @@ class Engine:
             raise
 
     def close(self) -> None:
-        """Frees the process groups that were made for this Engine, which cannot be used any more."""
+        """Ends the Engine, and frees its process groups."""
         if not self._closed:
             self._closed = True
             if self in _open:
@@ -307,11 +330,12 @@ class Engine:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        with nullcontext() if error is None else suppress(Exception):  # the first error is the one to be reported
+        # The first error is the one to report.
+        with nullcontext() if error is None else suppress(Exception):
             self.close()
 
     def _begin(self, call: str) -> None:
-        """Begins a method that every rank calls. Raises ValueError on every rank where one calls another."""
+        """Begins a collective method. Raises ValueError on every rank where one calls another method."""
         self._require_open()
         gather_in_call(self.state.world.handle, call, None)
 

@@ -1,4 +1,4 @@
-"""Loss and metrics of the micro-batches of a training step."""
+"""Loss and metrics of a training step's micro-batches."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megasnn.models.task import Task
 
 
 class MicroBatchLoss:
-    """Share of a micro-batch in the global batch's mean loss, and sums of its metrics.
+    """A micro-batch's part in the global batch's mean loss, and sums of its metrics.
 
     Args:
-        counts: True on one of the ranks that have the same logits; the others give a loss of 0 and its gradient.
-        device: of the logits.
+        counts: True on the first rank with these logits. On others loss and gradient are 0.
+        device: the logits' device.
     Attributes:
-        of_samples: (output of the model, targets) -> sum of the samples' losses.
-        of_evaluation: the same without label smoothing, as published logs have it.
-        windows: joins outputs of the windows of a micro-batch; None where each micro-batch has all time steps.
-        metrics: sums over the step's samples of this rank, float64 `[metrics]`.
+        of_samples: (model output, targets) -> summed loss.
+        of_evaluation: the same without label smoothing, as in published logs.
+        windows: joins a micro-batch's windows; None where micro-batches have all time steps.
+        metrics: sums over this rank's samples in the step, float64 `[metrics]`.
     """
 
     def __init__(self, config: PretrainConfig, task: Task, counts: bool, device: torch.device) -> None:
@@ -40,12 +40,12 @@ class MicroBatchLoss:
         self._windows = config.windows
 
     def begin(self, global_batch_size: int) -> None:
-        """Begins a step on so many samples."""
+        """Begins a step on a global batch of this size."""
         self._parts = global_batch_size * self._windows
         self.metrics.zero_()
 
     def __call__(self, output: Bundle, targets: Tensor, again: bool) -> Tensor:
-        """Loss of a micro-batch, or of a window of it. Metrics are not counted when it is computed `again`."""
+        """Loss of a micro-batch or one of its windows. Adds no metrics when computed `again`."""
         loss = self.of_samples(output, targets) / self._parts
         if not again:
             whole = output if self.windows is None else self.windows.complete(output)

@@ -1,4 +1,4 @@
-"""This rank's part of a distributed model: its chunks, and the schedules that take micro-batches through them."""
+"""This rank's part of a distributed model: its chunks, and their runs over micro-batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megasnn.common.bundle import Bundle
-from megasnn.common.checks import DeviceChecks, error_context
+from megasnn.common.checks import DeviceChecks, Finding, error_context
 from megasnn.engine.loss import MicroBatchLoss
 from megasnn.engine.step_sums import StepFigures, StepSums
 from megasnn.engine.windows import WindowOutputs
@@ -35,24 +35,21 @@ from megasnn.pipeline.ties import Ties
 
 @dataclass(kw_only=True)
 class DistributedModel:
-    """The chunks of a model on one rank, with their gradients reduced over the replicas. `build_replica` makes it.
+    """A model's chunks on one rank, with gradients reduced over the replicas. Made by `build_replica`.
 
     Attributes:
-        description: of the whole model. context: of the building of its layers.
-        chunks: of this rank, by index.
-        takes_images, gives_logits: True on a rank of the first stage, and of the last stage, which computes the loss.
-        reports: True on one of the ranks that have the same logits.
-        tensors: parameters and buffers of this rank. copies: tensors of it that another layer owns (ties).
-        owned: the part of each of `tensors` that this rank updates and saves: with ZeRO-1 its shard, otherwise all.
-        norms: batch norms of this rank.
-        loss: of the micro-batches, and their metrics.
-        wants_to_stop: asked in each step and each batch of an evaluation.
-        stop_votes: ranks that wanted to stop in the last step or batch of an evaluation, the same on every rank.
+        takes_images: True in the first stage.
+        gives_logits: True in the last stage, which computes the loss.
+        reports: True on the first rank with the same logits.
+        tensors: parameters and buffers of this rank's chunks.
+        copies: tied tensors owned by other layers.
+        owned: parts of `tensors` that this rank updates and saves: shards with ZeRO-1, otherwise all.
+        wants_to_stop: called in each training step and evaluation batch.
+        stop_votes: ranks with a true `wants_to_stop` in the last call, the same on every rank.
     """
 
     description: ModelDescription
     context: BuildContext
-    state: ParallelState
     plan: PipelinePlan
     chunks: Mapping[int, PipelineChunk]
     takes_images: bool
@@ -72,17 +69,22 @@ class DistributedModel:
     stop_votes: float = field(default=0.0, init=False)
 
     @property
+    def state(self) -> ParallelState:
+        """Grid of ranks and process groups."""
+        return self.context.state
+
+    @property
     def parameters(self) -> int:
-        """Elements of the whole model's parameters."""
+        """Number of the whole model's parameters."""
         return parameter_count(self.description.tensors)
 
     @property
     def trained_parameters(self) -> int:
-        """Elements of the whole model's parameters that have a gradient."""
+        """Number of the whole model's trained parameters."""
         return parameter_count(entry for entry in self.description.tensors if entry.tensor.requires_grad)
 
     def neurons(self) -> list[tuple[str, NeuronLayer]]:
-        """(global name, layer) of this rank's neurons, in the order of the model."""
+        """(global name, layer) of this rank's neurons, in model order."""
         found = []
         for chunk in self.chunks.values():
             for name, layer in chunk.named_layers():
@@ -92,10 +94,10 @@ class DistributedModel:
         return found
 
     def run(self, micro_batches: Sequence[MicroBatchInput], global_batch_size: int) -> StepSums:
-        """Takes this replica's micro-batches forward and backward, and sums the step over all ranks. Collective.
+        """Runs forward and backward of this replica's micro-batches, and sums the step over all ranks. Collective.
 
-        The schedule reduces gradients over the replicas; they are of the mean over the global batch's samples. The
-        host does not wait for the device. Statistics of norms are recorded, and not merged.
+        Reduces gradients over the replicas. The host does not wait for the device. Norms record statistics for
+        `merge_statistics`.
         """
         self.loss.begin(global_batch_size)
         self.gradient_buckets.zero(len(micro_batches))
@@ -106,7 +108,8 @@ class DistributedModel:
             loss = self.executor.run(schedule, micro_batches).reshape(1)
         if self.ties is not None:
             self.ties.sum_gradients()
-        largest = torch.finfo(self.context.dtype).max
+        largest = torch.finfo(self.context.numerics.dtype).max
+        # Of ranks with the same logits, one counts.
         parts = {
             "loss": loss if self.reports else torch.zeros_like(loss),
             "stop_votes": torch.full_like(loss, float(self.wants_to_stop())),
@@ -115,19 +118,21 @@ class DistributedModel:
             "squares": self.gradient_norm.squares(),
             "metrics": self.loss.metrics if self.reports else torch.zeros_like(self.loss.metrics),
         }
-        return StepSums.over_ranks(parts, largest, self.state.world)
+        return StepSums.over_ranks(parts, largest, self.context.state.world)
 
     def _overflows(self, largest: float, like: Tensor) -> Tensor:
-        """Number of recorded statistics that running statistics of the weights' type cannot take, `[1]`."""
+        """Number of recorded statistics that overflow running statistics in the weights' type, `[1]`."""
         recorded = [value for norm in self.norms for record in norm.pending for value in record[:2]]
         if not recorded:
             return torch.zeros_like(like)
+        # One launch for all statistics.
         found = torch.stack([each.double() for each in torch._foreach_norm(recorded, math.inf)])
-        # Running statistics take unbiased variances, at most twice the biased ones.
+        # Running variances are unbiased, at most twice the recorded ones.
+        # A nan is not smaller either, and counts.
         return (~(found <= largest / 2)).sum(0, keepdim=True, dtype=torch.float64)
 
     def check(self, sums: StepSums) -> StepFigures:
-        """Reads the sums of a step. Raises ValueError on every rank for findings of one."""
+        """Reads a step's sums. Raises ValueError on every rank for findings on any."""
         figures = sums.read()
         (self.stop_votes,) = figures.values["stop_votes"]
         if figures.values["findings"][0]:
@@ -135,25 +140,27 @@ class DistributedModel:
         return figures
 
     def merge_statistics(self, most_micro_batches: int) -> None:
-        """Merges the recorded statistics of a step into the norms' running statistics. Collective over the replicas.
+        """Merges recorded statistics into running statistics. Collective over the replicas.
 
         Args:
-            most_micro_batches: of the step, on any replica.
+            most_micro_batches: largest number on any replica.
         """
-        of_owners = None if self.ties is None else self.ties.statistics_of_owners
-        merge_running_statistics(self.norms, self.state.dp, most_micro_batches, of_owners)
+        of_owners = None
+        if self.ties is not None:
+            of_owners = self.ties.statistics_of_owners
+        merge_running_statistics(self.norms, self.context.state.dp, most_micro_batches, of_owners)
 
     def refresh_copies(self) -> None:
-        """Gives changed values from their owners to the replicas and to tied layers. Collective."""
+        """Copies changed values from their owners to replicas and tied layers. Collective."""
         self.gradient_buckets.all_gather_params()
         if self.ties is not None:
             self.ties.refresh()
 
     def evaluate(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
-        """Computes outputs without gradients. Raises ValueError on every rank for findings of one. Collective.
+        """Computes outputs without gradients. Raises ValueError on every rank for findings on any. Collective.
 
         Args:
-            consume: called with the output for all time steps, and targets, on the ranks of the last stage.
+            consume: called in the last stage with the output for all time steps, and the targets.
         """
         if micro_batches:
             schedule = self.plan.schedules.evaluation(len(micro_batches))
@@ -162,26 +169,28 @@ class DistributedModel:
             with self._mode(trains=False):
                 self.executor.run(schedule, micro_batches, consume)
         findings = self.checks.count()
+        # One exchange for both.
         vote = torch.full_like(findings, float(self.wants_to_stop()))
-        self.stop_votes, found = all_reduce_sum(torch.cat([vote, findings]), self.state.world).tolist()
+        self.stop_votes, found = all_reduce_sum(torch.cat([vote, findings]), self.context.state.world).tolist()
         if found:
             self._raise_findings()
 
     def run_again(self, micro_batches: Sequence[MicroBatchInput]) -> None:
-        """Repeats the forward of the last step for its outputs; changes nothing that training keeps. Collective."""
+        """Repeats the last step's forward, and changes no state of the training. Collective."""
         for norm in self.norms:
-            norm.recording = False
-        with self.checks.collecting():  # these findings were those of the step
+            norm.record_statistics(False)
+        # Collected and dropped: the step has reported these findings.
+        with self.checks.collecting():
             schedule = self.plan.schedules.evaluation(len(micro_batches))
             self.executor.run(schedule, micro_batches, lambda output, targets: None)
 
     @contextmanager
     def _mode(self, trains: bool) -> Iterator[None]:
-        """Training or evaluation inside the block; windows leave no state behind."""
+        """Training or evaluation mode inside the block. At its end, windows leave no state."""
         for chunk in self.chunks.values():
             chunk.train(trains)
         for norm in self.norms:
-            norm.recording = trains
+            norm.record_statistics(trains)
         with self.checks.collecting(), self.context.cast_weights.caching():
             yield
         if self.loss.windows is not None:
@@ -190,15 +199,20 @@ class DistributedModel:
                 chunk.forget()
 
     def _raise_findings(self) -> None:
-        """Raises ValueError on every rank, with the first finding of any."""
-        of_ranks = gather(self.state.world.handle, self.checks.findings())
-        first, *others = [each for findings in of_ranks for each in findings]
+        """Raises ValueError with the first finding of all ranks, on every rank."""
+        findings: list[Finding] = []
+        for of_rank in gather(self.context.state.world.handle, self.checks.findings()):
+            findings += of_rank
+        first = findings[0]
+        others = f"; and {len(findings) - 1} more" if len(findings) > 1 else ""
         with error_context(first.context):
-            raise ValueError(f"{first.text}; and {len(others)} more" if others else first.text)
+            raise ValueError(first.text + others)
 
     def of_all_replicas(self, values: Tensor) -> Tensor:
-        """Sum over all replicas of a tensor that is where their logits are. It may be changed in place. Collective."""
-        return all_reduce_sum(values if self.reports else torch.zeros_like(values), self.state.world)
+        """Sums a tensor over the ranks with `reports`. May change it in place. Collective."""
+        if not self.reports:
+            values = torch.zeros_like(values)
+        return all_reduce_sum(values, self.context.state.world)
 
 
 def _consume_whole(windows: WindowOutputs, consume: OutputConsumer, output: Bundle, targets: Any) -> None:

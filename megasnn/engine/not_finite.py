@@ -1,4 +1,4 @@
-"""The first place in a step that is not finite: the layer, or the gradient."""
+"""The first layer or gradient in a step with nan or infinities."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from megasnn.parallel.agreement import gather
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 
 Found = tuple[int, int, str]
-"""(chunk, order within it, text), the smallest first."""
+"""(chunk, order within it, text); the smallest is first in the pass."""
 
 
 def first_not_finite(distributed: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> str | None:
-    """Finds the first layer of the last step whose output was not finite, or else the gradient. Collective.
+    """Finds the last step's first output with nan or infinities, or else the first such gradient. Collective.
 
-    The forward is run again; nothing that training keeps is touched.
+    Runs the forward again, and changes no state of the training.
 
     Returns:
-        text with the place, the same on every rank; None where all is finite.
+        text with layer or gradient, the same on every rank; None where all values are finite.
     """
-    for place, found in (
+    for where, found in (
         ("forward, first in", _in_forward(distributed, micro_batches)),
         ("backward, first in the gradient of", _in_gradients(distributed)),
     ):
-        of_ranks = gather(distributed.state.world.handle, found[:1])
-        everywhere = [each for of_rank in of_ranks for each in of_rank]
-        if everywhere:
-            return f"not finite in {place} {min(everywhere)[2]}; the step is skipped"
+        first_of_ranks: list[Found] = []
+        for of_rank in gather(distributed.state.world.handle, found[:1]):
+            first_of_ranks += of_rank
+        if first_of_ranks:
+            _, _, text = min(first_of_ranks)
+            return f"not finite in {where} {text}; the step is skipped"
     return None
 
 
 def _in_forward(distributed: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> list[Found]:
-    """Outputs that are not finite when the forward is run again, of the lowest chunk first. Collective."""
+    """Layers with such outputs in a repeated forward, lowest chunk first. Collective."""
     found: list[Found] = []
     paths = _paths(distributed)
 
@@ -56,13 +58,15 @@ def _in_forward(distributed: DistributedModel, micro_batches: Sequence[MicroBatc
         distributed.run_again(micro_batches)
     finally:
         hook.remove()
-    return sorted(found)  # the lowest chunk first, whichever micro-batch came first
+    # The lowest chunk first, whichever micro-batch came first.
+    return sorted(found)
 
 
 def _paths(distributed: DistributedModel) -> dict[nn.Module, tuple[int, str]]:
-    """Chunk and name of all modules: a neuron hides nan, which reaches no threshold, so that all are watched."""
+    """Chunk and name of every module. Outer modules do not suffice: nan crosses no threshold, so neurons hide it."""
     paths = {}
-    for index, chunk in reversed([*distributed.chunks.items()]):  # a module that is called twice has its first place
+    # In reverse, so that a module in two places gets the first.
+    for index, chunk in reversed([*distributed.chunks.items()]):
         for name, layer in reversed([*chunk.named_layers()]):
             for path, module in layer.named_modules(prefix=name):
                 paths[module] = index, path
@@ -70,7 +74,7 @@ def _paths(distributed: DistributedModel) -> dict[nn.Module, tuple[int, str]]:
 
 
 def _in_gradients(distributed: DistributedModel) -> list[Found]:
-    """Gradients that are not finite: one of each chunk, the last layer's first, as backward goes."""
+    """The first such gradient of each chunk in the order of backward."""
     found: list[Found] = []
     for index, chunk in reversed([*distributed.chunks.items()]):
         gradients = []
@@ -85,7 +89,7 @@ def _in_gradients(distributed: DistributedModel) -> list[Found]:
 
 
 def first_non_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Text with the name of the first tensor that holds nan or an infinity, and how many; None when all are finite."""
+    """Text with the first tensor with nan or infinities, and their numbers; None where all values are finite."""
     for name, tensor in named:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             nan = int(torch.isnan(tensor).sum())

@@ -1,4 +1,4 @@
-"""Building of this rank's part of a model: chunks, gradients, ties and the executor, put together."""
+"""Builds this rank's part of a model: chunks, gradient buckets, ties and the executor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megasnn.config import PretrainConfig
 from megasnn.engine.loss import MicroBatchLoss
 from megasnn.engine.model import DistributedModel
 from megasnn.layers import BuildContext, ParallelBatchNorm, ParallelConv, ParallelLinear
-from megasnn.layers.shape_inference import calls_of
+from megasnn.layers.facts import facts
 from megasnn.models.description import Built, ModelDescription
 from megasnn.optim.norms import GradientNorm
 from megasnn.parallel.fsdp import GatheredWeights
@@ -24,7 +24,6 @@ from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.pipeline.p2p import Boundaries, Transfers
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.pipeline.ties import Ties
-from megasnn.schedule.plan import ScheduleChoice
 
 
 def build_replica(
@@ -32,37 +31,55 @@ def build_replica(
     description: ModelDescription,
     built: Sequence[Built],
     context: BuildContext,
-    state: ParallelState,
     plan: PipelinePlan,
     wants_to_stop: Callable[[], bool],
 ) -> DistributedModel:
     """Builds this rank's part of a model. Collective.
 
     Args:
-        built: the layers of the whole model, with this context; only those of this rank get memory.
+        built: all layers of the model in this context, without memory. Only this rank's get memory.
     """
+    state = context.state
     schedules = plan.schedules
     weights = None
     if state.dp_shard.size > 1:
         weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
     here = [index for index, rank in enumerate(schedules.placement) if rank == state.pp.rank]
-    shard = None if weights is None else (plan.segment_bounds, weights.shard)
+    shard = None
+    if weights is not None:
+        shard = (plan.segment_bounds, weights.shard)
     chunks = build_chunks(description, plan.bounds, here, context, state.device, config.training.seed, built, shard)
 
     def local_part(entry: ShardedTensor) -> ShardedTensor:
         return entry if weights is None else weights.local_part(entry)
 
-    tensors = [local_part(entry) for chunk in chunks.values() for entry in chunk.sharded_tensors()]
-    copies = [local_part(entry) for chunk in chunks.values() for entry in chunk.copied_tensors()]
-    modules = [module for chunk in chunks.values() for module in chunk.modules()]
-    segments = _segments(chunks, plan)
-    buckets = _gradient_buckets(config, modules, chunks, segments, state, schedules, weights)
-    context.weight_gradients.on_added = buckets.accumulated
+    tensors: list[ShardedTensor] = []
+    copies: list[ShardedTensor] = []
+    modules: list[nn.Module] = []
+    for chunk in chunks.values():
+        tensors += [local_part(entry) for entry in chunk.sharded_tensors()]
+        copies += [local_part(entry) for entry in chunk.copied_tensors()]
+        modules += chunk.modules()
+    # The first segment of each chunk, and at the end the number of segments.
+    first = [0, *accumulate(schedules.segment_counts)]
+    segments = chunks
+    if schedules.segments_per_chunk is not None:
+        segments = _segments(chunks, plan, first)
+    # Gradients scattered after each micro-batch are reduced after each segment. Otherwise a chunk is reduced when its
+    # first segment, the last in backward, is complete.
+    scatters = schedules.weights is not None and bool(schedules.weights.scattered)
+    reduced = segments
+    if not scatters:
+        reduced = {first[index]: chunk for index, chunk in chunks.items()}
+    buckets = _gradient_buckets(config, modules, reduced, state, weights, scatters)
+    # Layers add weight gradients outside of autograd, whose hooks do not see them.
+    context.weight_gradients.report_to(buckets.accumulated)
     owned = [buckets.owned(entry) for entry in tensors]
     ties = None
     if description.ties:
         gradient = buckets.gradient
         ties = Ties(description, plan.bounds, schedules.placement, chunks, state.pp, state.device, gradient, local_part)
+    # A parameter's slot in the norm is its place in this list, the same on every rank.
     names = [entry.name for entry in description.tensors if entry.is_parameter]
     loss = MicroBatchLoss(config, description.task, context.counts_logits, state.device)
     checks = DeviceChecks(state.device)
@@ -74,7 +91,6 @@ def build_replica(
     return DistributedModel(
         description=description,
         context=context,
-        state=state,
         plan=plan,
         chunks=chunks,
         takes_images=0 in chunks,
@@ -94,12 +110,10 @@ def build_replica(
     )
 
 
-def _segments(chunks: Mapping[int, PipelineChunk], plan: PipelinePlan) -> Mapping[int, PipelineChunk]:
-    """Segments of this rank by number: its chunks, or their layers where the schedule is refined."""
-    schedules = plan.schedules
-    if schedules.segments_per_chunk is None:
-        return chunks
-    first = _first_segments(schedules)
+def _segments(
+    chunks: Mapping[int, PipelineChunk], plan: PipelinePlan, first: Sequence[int]
+) -> dict[int, PipelineChunk]:
+    """This rank's segments by number, in a refined schedule: the layers of its chunks."""
     segments = {}
     for index, chunk in chunks.items():
         for number in range(first[index], first[index + 1]):
@@ -107,33 +121,24 @@ def _segments(chunks: Mapping[int, PipelineChunk], plan: PipelinePlan) -> Mappin
     return segments
 
 
-def _first_segments(schedules: ScheduleChoice) -> list[int]:
-    """Number of the first segment of each chunk, and behind them the number of all segments."""
-    return [0, *accumulate(schedules.segment_counts)]
-
-
 def _gradient_buckets(
     config: PretrainConfig,
     modules: Sequence[nn.Module],
-    chunks: Mapping[int, PipelineChunk],
-    segments: Mapping[int, PipelineChunk],
+    reduced: Mapping[int, PipelineChunk],
     state: ParallelState,
-    schedules: ScheduleChoice,
     weights: GatheredWeights | None,
+    scatters: bool,
 ) -> GradientBuckets:
-    # Gradients that are scattered after each micro-batch are reduced after each segment. The others of a chunk are
-    # complete when its first segment's are.
-    scatters = schedules.weights is not None and bool(schedules.weights.scattered)
-    reduced = segments
-    if not scatters:
-        first = _first_segments(schedules)
-        reduced = {first[index]: chunk for index, chunk in chunks.items()}
-    weighted = [module for module in modules if isinstance(module, (ParallelConv, ParallelLinear))]
+    # A layer called several times in a forward adds as many gradients.
+    additions = {}
+    for module in modules:
+        if isinstance(module, (ParallelConv, ParallelLinear)):
+            additions[module.weight] = facts(module).calls
     return GradientBuckets(
         [(number, part.sharded_tensors() + part.copied_tensors()) for number, part in reduced.items()],
         state.dp_replicate_cp,
         state.tp,
-        additions={module.weight: calls_of(module) for module in weighted},
+        additions=additions,
         shards_have_owners=config.parallel.use_distributed_optimizer,
         weights=weights,
         scattered=scatters,

@@ -1,4 +1,4 @@
-"""The training step: from micro-batches to new weights, and the first place that is not finite."""
+"""The training step: from micro-batches to new weights."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megasnn.engine.model import DistributedModel
 from megasnn.engine.not_finite import first_not_finite
 from megasnn.optim.average import WeightAverage
 from megasnn.optim.build import build_optimizer, takes_found_inf
+from megasnn.optim.scales import learning_rate_scales
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import Timers
@@ -31,27 +32,32 @@ class TrainStep:
     """Optimizer steps of a distributed model.
 
     Args:
-        rate: (step, from 0 on) -> its learning rate.
-        iterations: length of the training, in steps.
+        rate: step, counted from 0 -> learning rate.
+        iterations: length of the training in steps; a run sets it again after loading a checkpoint.
     Attributes:
-        iterations: as above; a run sets it when it knows the position it goes on from.
-        optimizer: of the parameters that this rank owns.
-        average: moving average of the weights that this rank owns; None without `ema_decay`.
-        iteration, consumed_samples: position in the training.
+        optimizer: optimizer over this rank's parameters or shards.
+        average: their moving average; None without `ema_decay`.
+        iteration: steps done.
+        consumed_samples: samples used in these steps.
     """
 
     def __init__(
         self, config: PretrainConfig, distributed: DistributedModel, rate: Callable[[int], float], iterations: int
     ) -> None:
         self.distributed = distributed
-        self.optimizer = build_optimizer(distributed.owned, config.optimizer, distributed.state.holding_groups)
+        scales = learning_rate_scales(config.optimizer, distributed.description)
+        groups = distributed.state.holding_groups
+        self.optimizer = build_optimizer(distributed.owned, config.optimizer, groups, scales)
         decay = config.optimizer.ema_decay
-        evaluates = config.training.evaluate_only  # what is loaded, the average or the weights
-        self.average = WeightAverage(distributed.owned, decay) if decay and not evaluates else None
+        self.average = None
+        # With --evaluate-only the loaded weights may be averages themselves.
+        if decay and not config.training.evaluate_only:
+            self.average = WeightAverage(distributed.owned, decay)
         self.timers = Timers(distributed.state.device)
         self.iteration = 0
         self.consumed_samples = 0
         self._config = config
+        self._counts_samples = config.training.counts_samples
         self._rate = rate
         self.iterations = iterations
         self._cut = config.training.micro_batch_size, distributed.state.dp.size, config.windows
@@ -59,26 +65,27 @@ class TrainStep:
         self._masks = takes_found_inf(self.optimizer, config.optimizer)
 
     def __call__(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
-        """Takes one step on this replica's micro-batches of a global batch. Collective.
+        """Takes one step on this replica's micro-batches. Collective.
 
-        A step that is not finite changes nothing: weights, optimizer state, average and running statistics stay.
+        A step that is not finite changes nothing but the position.
 
         Raises:
             BatchError: all steps of the training are done.
-            ValueError: a learning rate that is negative or not finite, or findings of the checks on any rank.
+            ValueError: a negative or infinite learning rate, or findings of the checks on any rank.
         """
         if self.iteration >= self.iterations:
             raise BatchError(f"all {self.iterations} steps are done (train_iters); make an Engine with more")
         distributed = self.distributed
         done = self.iteration
         training = self._config.training
-        if training.train_epochs is not None:  # steps before a change of the batch size were of other sizes
+        if self._counts_samples:
+            # Earlier steps may have had another batch size.
             done = self.consumed_samples // training.global_batch_size
         rate = self._rate(done)
         if not 0 <= rate < math.inf:
             raise ValueError(f"the learning rate of step {self.iteration} is {rate}: lr_schedule must give 0 or more")
-        # A GPU updates before the host has read the step, and leaves the weights as they are where it is void.
-        updates_unread = self._masks and checks.runs_ahead(distributed.state.device)
+        # A GPU updates before the host has read the sums, and keeps the weights if the step is void.
+        updates_unread = self._masks and checks.runs_ahead(distributed.context.state.device)
         with self.timers("forward_backward"):
             # Zeroes gradients; forward, backward and reductions by schedule.
             sums = distributed.run(micro_batches, batch.size)
@@ -109,28 +116,29 @@ class TrainStep:
         )
 
     def _update(self, rate: float, norm: float | Tensor, is_void: Tensor | None = None) -> None:
-        """Clips the gradients by their norm and steps the optimizer, unless `is_void` on the device."""
+        """Clips the gradients by their norm and steps the optimizer, except where `is_void` on the device."""
         self.distributed.gradient_norm.clip(norm, self._config.optimizer.clip_grad, is_void)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]
         self._groups_set = self._groups()
+        # Some optimizers skip a step on the device where found_inf is 1.
         if self._masks:
             self.optimizer.found_inf = None if is_void is None else is_void.float()  # type: ignore[attr-defined]
         self.optimizer.step()
 
     def problem(self) -> str | None:
-        """Returns an error text where learning rates or parameters of the optimizer were changed from outside."""
+        """Returns an error text where the optimizer's rates or parameters were changed from outside."""
         return None if self._groups() == self._groups_set else _CHANGED
 
     def _groups(self) -> list[tuple[object, ...]]:
         return [(group["lr"], *map(id, group["params"])) for group in self.optimizer.param_groups]
 
     def loaded(self, position: tuple[int, int] | None = None, averaged_steps: int | None = None) -> None:
-        """Follows other values in the model's tensors. Collective.
+        """Adopts loaded weights. Collective.
 
         Args:
-            position: iteration and consumed samples to go on from; None to stay.
-            averaged_steps: steps of the average of the weights, where it was loaded, too; otherwise it begins again.
+            position: loaded iteration and consumed samples; None keeps the current ones.
+            averaged_steps: steps of a loaded moving average; None restarts it.
         """
         self.distributed.refresh_copies()
         if self.average is not None and averaged_steps is None:
@@ -141,7 +149,7 @@ class TrainStep:
             self.iteration, self.consumed_samples = position
 
     def exchange_average(self) -> None:
-        """Exchanges the values of the weights and of their average. Collective."""
+        """Swaps the weights and their moving average. Collective."""
         assert self.average is not None
         self.average.exchange()
         self.distributed.refresh_copies()

@@ -1,4 +1,4 @@
-"""Sums of a training step over all ranks: one exchange, and one read of the device by the host."""
+"""Sums of a training step over all ranks: one all-reduce, and one wait for the device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from megasnn.parallel_state import Group
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sums of a step over all ranks, on the device: the host has not waited for them.
+    """Sums of a step over all ranks, on the device.
 
     Attributes:
-        values: float64 vector of all sums. slices: the part of it for each name.
-        norm: of the gradient. is_void: True where the step must change nothing.
+        values: all sums, float64.
+        slices: slices in `values` by name.
+        norm: gradient norm.
+        is_void: True where the step must change nothing.
     """
 
     values: Tensor
@@ -32,9 +34,9 @@ class StepSums:
         """Sums this rank's parts over all ranks, in one all-reduce. Collective.
 
         Args:
-            parts: float64 vectors by name: `loss`, `overflows` (numbers too large for their type) and `squares` (of the
-                gradient, as `GradientNorm` gives them), which decide whether the step counts, and any others.
-            largest: number of the weights' type; optimizers keep the squares in it.
+            parts: float64 vectors by name. `loss`, `findings`, `overflows` (statistics too large for their type) and
+                `squares` (from `GradientNorm`) decide whether the step is void.
+            largest: largest number in the weights' type, in which optimizers store squares.
         """
         slices = {}
         end = 0
@@ -44,16 +46,18 @@ class StepSums:
         values = all_reduce_sum(torch.cat([*parts.values()]), world)
         squares = values[slices["squares"]].sum()
         loss = values[slices["loss"].start]
-        # A finding on any rank makes the step void, too: its values are not those of the model.
+        # With a finding on any rank, values are not the model's.
         is_void = (values[slices["findings"].start] != 0) | (values[slices["overflows"].start] != 0)
         is_void = is_void | ~(loss.isfinite() & (squares <= largest))
         return cls(values, slices, squares.sqrt(), is_void)
 
     def read(self) -> StepFigures:
-        """Reads all sums: the one place in a step where the host waits for the device."""
+        """Reads all sums. Only here does the host wait for the device in a step."""
+        # One copy to the host for all of them.
         is_void, *numbers = torch.cat([self.is_void.to(self.values.dtype).reshape(1), self.values]).tolist()
         values = {name: numbers[part] for name, part in self.slices.items()}
         (loss,) = values["loss"]
+        # Summed exactly, so that the norm does not depend on the order.
         grad_norm = math.sqrt(math.fsum(values["squares"]))
         return StepFigures(loss, grad_norm, not is_void, values)
 
@@ -63,10 +67,9 @@ class StepFigures:
     """Sums of a step on the host, the same on every rank.
 
     Attributes:
-        loss: mean over the samples of the global batch.
-        grad_norm: over all parameters.
-        is_finite: False where nothing may change.
-        values: all numbers by name.
+        loss: mean over the global batch.
+        is_finite: False for a void step.
+        values: all sums by name.
     """
 
     loss: float

@@ -1,7 +1,7 @@
-"""Windows of the time steps, for truncated backpropagation (--bptt-steps): their model, inputs and outputs.
+"""Windows of time steps for truncated backpropagation (--bptt-steps): their model, inputs and outputs.
 
-Each sample is shown in windows of so many time steps. A window is a micro-batch of its own. Neurons go on from the
-state that the window before left, and gradients end between windows.
+A micro-batch is cut into windows along time, each run as a micro-batch. Neurons keep their state from one window to the
+next; gradients stop between windows.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from megasnn.pipeline.microbatch_state import MicroBatchInput
 
 
 def describe_windows(config: PretrainConfig) -> ModelDescription:
-    """Describes the model that is built, with the time steps of one window.
+    """Describes the model with the time steps of one window.
 
     Raises:
-        ValueError: tensors of the model depend on the number of time steps.
+        ValueError: a tensor's shape depends on the number of time steps.
     """
     model: Any = config.model
     whole = describe_model(model, config.neuron.spec)
     steps = config.training.bptt_steps
     if steps is None or steps == model.time_steps:
         return whole
+    # A weight over all time steps, as PSN's, cannot be applied to a window.
     of_window = describe_model(replace(model, time_steps=steps), config.neuron.spec)
     shapes = {entry.name: entry.shard.global_shape for entry in of_window.tensors}
     for entry in whole.tensors:
@@ -44,7 +45,7 @@ def describe_windows(config: PretrainConfig) -> ModelDescription:
 
 
 def windows_of(micro: MicroBatchInput, task: Task, windows: int, steps: int) -> list[MicroBatchInput]:
-    """Cuts a micro-batch into windows of `steps` time steps. An image stands for all steps; frames are cut."""
+    """Cuts a micro-batch into windows of `steps` time steps. Images without time are repeated."""
     cut = []
     for number in range(windows):
         inputs = micro.inputs
@@ -56,10 +57,10 @@ def windows_of(micro: MicroBatchInput, task: Task, windows: int, steps: int) -> 
 
 
 class WindowOutputs:
-    """Outputs of a micro-batch's windows, until the last window completes them.
+    """Outputs of a micro-batch's windows, joined after the last window.
 
     Args:
-        windows: of each micro-batch.
+        windows: number of windows of a micro-batch.
     """
 
     def __init__(self, windows: int) -> None:
@@ -67,17 +68,16 @@ class WindowOutputs:
         self._outputs: list[dict[EntryKey, Tensor]] = []
 
     def complete(self, output: Bundle) -> Bundle | None:
-        """Takes the output of the next window. Returns the output for all time steps, or None before the last window.
-
-        It has no gradient.
-        """
+        """Adds the next window's output. After the last window returns the output for all time steps, detached."""
         self._outputs.append({key: entry.detach() for key, entry in entries_of(output).items()})
         if len(self._outputs) < self._windows:
             return None
-        whole = {key: torch.cat([each[key] for each in self._outputs]) for key in self._outputs[0]}
+        whole = {}
+        for key in self._outputs[0]:
+            whole[key] = torch.cat([each[key] for each in self._outputs])
         self._outputs.clear()
         return bundle_of(whole)
 
     def clear(self) -> None:
-        """Forgets windows of a micro-batch that was not finished."""
+        """Drops the windows of an unfinished micro-batch."""
         self._outputs.clear()

@@ -1,7 +1,7 @@
 """Models as graphs of NIR (arXiv 2311.14641), which simulators and chips exchange.
 
-Numbers are those of SpikingJelly's `nir_exchange`, so that it reads what is written here: a LIF's tau is in seconds,
-`dt` for each time step, and its r is 1, or tau in time steps where the input does not decay.
+Numbers follow SpikingJelly's `nir_exchange`, so that it reads these graphs: tau of a LIF is in seconds, `dt` for each
+time step; r is 1, or tau in time steps if the input does not decay.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ from megasnn.layers import (
     ParallelNeuron,
     WholeImages,
 )
+from megasnn.layers.facts import facts
 from megasnn.layers.layer import FunctionLayer
 
-DT = 1e-4  # seconds; SpikingJelly's default
+# Seconds; SpikingJelly's default.
+DT = 1e-4
 
 
 class Value(NamedTuple):
-    """Tensor between nodes, of a sample at a time step: the sum of the outputs of `nodes`.
+    """Tensor between nodes, of one sample at one time step: the sum of the outputs of `nodes`.
 
     Attributes:
-        folds_time: True where a module has it as `[T * N, ...]`.
-        is_product: True behind a convolution or linear layer, into which a norm can be folded.
+        folds_time: True inside a module that has the tensor as `[T * N, ...]`.
+        is_product: True behind a convolution or linear layer, which a norm can be folded into.
     """
 
     nodes: tuple[str, ...]
@@ -53,7 +55,7 @@ class Value(NamedTuple):
 
 
 def require_time_step(dt: float) -> None:
-    """Raises CheckpointError for seconds that no time step has."""
+    """Raises CheckpointError unless `dt` is a positive number of seconds."""
     if not 0 < dt < inf:
         raise CheckpointError(f"dt is {dt}, and must be a positive number of seconds")
 
@@ -64,48 +66,59 @@ def to_nir(model: TrainedModel, dt: float = DT) -> nir.NIRGraph:
     Args:
         dt: seconds of a time step.
     Raises:
-        CheckpointError: NIR has no node for something, like a soft reset, max pooling or attention; names its place.
-            Or no time step is that long.
+        CheckpointError: names a module or function without a NIR node, such as a soft reset, max pooling or attention.
+            Or `dt` is no positive number.
     """
     require_time_step(dt)
-    graph, shape = _Graph(dt), model.config.input_shape[-3:]
     if "inputs" in model.config.own_task():
         raise CheckpointError(f"{model.config.name} has its own inputs, and a graph is for images")
+    graph = _Graph(dt)
+    shape = model.config.input_shape[-3:]
     graph.nodes["input"] = nir.Input(np.array(shape))
     outputs = {-1: Value(("input",), shape)}
     layers = zip(model.description.layers, model.chunk.layers, strict=True)
     for number, (described, module) in enumerate(layers):
-        outputs[number] = graph.follow(described.name, module, [outputs[source] for source in described.inputs])
+        inputs = [outputs[source] for source in described.inputs]
+        outputs[number] = graph.follow(described.name, module, inputs)
     last = graph.joined(outputs[number])
     graph.add("output", nir.Output(np.array(last.shape)), last, last.shape)
     return nir.NIRGraph(graph.nodes, graph.edges)
 
 
 class _Tracer(fx.Tracer):
-    """Follows blocks, and modules of one's own, down to layers."""
+    """Divides blocks, and the user's modules, into layers."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        place = type(m).__module__
-        is_layer = place.startswith("megasnn.layers.") and place != "megasnn.layers.blocks"
+        file = type(m).__module__
+        is_layer = file.startswith("megasnn.layers.") and file != "megasnn.layers.blocks"
         return is_layer or isinstance(m, NeuronLayer) or super().is_leaf_module(m, module_qualified_name)
 
 
 class _Graph:
-    """Nodes and edges, which grow by layers. path: what is followed, for errors."""
+    """Nodes and edges, added layer by layer.
+
+    Attributes:
+        path: module or layer being followed, for errors.
+    """
 
     def __init__(self, dt: float) -> None:
-        self.dt, self.path = dt, ""
+        self.dt = dt
+        self.path = ""
         self.nodes: dict[str, Any] = {}
         self.edges: list[tuple[str, str]] = []
-        self._used, self._normed = set[str](), set[str]()
+        self._used: set[str] = set()
+        self._normed: set[str] = set()
 
-    def refuse(self, what: str) -> NoReturn:
-        raise CheckpointError(f"{self.path}: {what} has no NIR node")
+    def refuse(self, subject: str) -> NoReturn:
+        raise CheckpointError(f"{self.path}: {subject} has no NIR node")
 
     def follow(self, name: str, module: nn.Module, inputs: list[Value]) -> Value:
         """Adds a layer of the model, which torch's tracer divides into modules and functions."""
-        call, tracer, self.path = vars(module).get("_layer_call"), _Tracer(), name
-        sources = [each._replace(folds_time=call is not None and call.fold_time) for each in inputs]
+        self.path = name
+        call = facts(module).call
+        folds_time = call is not None and call.fold_time
+        sources = [each._replace(folds_time=folds_time) for each in inputs]
+        tracer = _Tracer()
         if isinstance(module, FunctionLayer):
             output = self.call(name, module.function, *sources)
         elif tracer.is_leaf_module(module, ""):
@@ -113,7 +126,8 @@ class _Graph:
         else:
             try:
                 traced = fx.GraphModule(module, tracer.trace(module))
-            except Exception as error:  # of a forward that decides by values
+            except Exception as error:
+                # torch.fx raises many kinds for a forward that branches on values.
                 raise CheckpointError(f"{name}: it cannot be followed: {error}") from error
             output = _Walk(traced, self, name).run(*sources)
         if not isinstance(output, Value):
@@ -128,10 +142,12 @@ class _Graph:
         self.refuse(type(module).__name__)
 
     def add(self, name: str, node: Any, x: Value, shape: Any, is_product: bool = False) -> Value:
+        """Adds a node with edges from a value's nodes. Returns its output, of the given shape."""
         if x.is_product and x.nodes[0] in self._normed:
-            self.refuse("what a convolution gives beside its norm")
+            self.refuse("a second output of a convolution beside its norm")
         unique = name
-        while unique in self.nodes:  # a module that is called again
+        # The module was called before.
+        while unique in self.nodes:
             unique += "_again"
         self.nodes[unique] = node
         self.edges += [(source, unique) for source in x.nodes]
@@ -145,57 +161,61 @@ class _Graph:
         return Value(a.nodes + b.nodes, a.shape, a.folds_time)
 
     def joined(self, x: Value) -> Value:
-        """The same tensor as the output of one node.
-
-        Readers take two edges into an output for two outputs (SpikingJelly 2.0.0, snnTorch 1.0.0). Flattening the first
-        dimension alone changes nothing, and has a node for every shape.
-        """
+        """The same tensor as the output of one node."""
         if len(x.nodes) == 1:
             return x
+        # Readers take two edges into an output for two outputs (SpikingJelly 2.0.0, snnTorch 1.0.0). A Flatten of the
+        # first dimension alone changes nothing, and fits every shape.
         return self.add("sum", nir.Flatten(np.array(x.shape), 0, 0), x, x.shape)
 
     def call(self, path: str, target: Any, x: Any, *args: Any, **options: Any) -> Any:
-        """Adds the node of a function, or of a method by its name."""
+        """Adds the node of a function, or of a method by its name. Returns None for sizes."""
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        self.path, place = path, f"{path}.{name}"
+        node_name = f"{path}.{name}"
+        self.path = path
         if x is None or name == "size" or (target is getattr and args == ("shape",)):
-            return None  # sizes, of which only those of time and samples are used
+            # Only the sizes of time and samples are used, and a graph has neither.
+            return None
         if not isinstance(x, Value):
             self.refuse(f"{name} of a number or a parameter")
         if target in (operator.add, torch.add, "add") and len(args) == 1 and not options:
             return self.sum(x, *args)
         if target is F.avg_pool2d and len(args) < 3 and not options:
-            return self.average_pool(place, x, *args)
+            return self.average_pool(node_name, x, *args)
         if name == "flatten":
-            names = "start_dim", "end_dim"
-            dims = {"start_dim": 0, "end_dim": -1} | dict(zip(names, args, strict=False)) | options
-            return self.flatten(place, x, dims["start_dim"], dims["end_dim"])
+            by_position = zip(("start_dim", "end_dim"), args, strict=False)
+            dims = {"start_dim": 0, "end_dim": -1, **dict(by_position), **options}
+            return self.flatten(node_name, x, dims["start_dim"], dims["end_dim"])
         if name == "unflatten" and args[:1] == (0,) and x.folds_time:
             return x._replace(folds_time=False)
         self.refuse(name)
 
-    # --- modules
-
     def conv(self, name: str, module: Any, x: Value) -> Value:
         if len(x.shape) != 3:
             self.refuse("a convolution of signals")
+        geometry = module
         if isinstance(module, ParallelConv):
-            options = module.options.products.geometry
-            x = self.average_pool(f"{name}.pool", x, module.options.pool) if module.options.pool > 1 else x
-        elif module.padding_mode == "zeros" and not isinstance(module.padding, str):
-            options = module
-        else:
+            geometry = module.options.products.geometry
+            if module.options.pool > 1:
+                x = self.average_pool(f"{name}.pool", x, module.options.pool)
+        elif module.padding_mode != "zeros" or isinstance(module.padding, str):
             self.refuse(f"the padding {module.padding_mode} {module.padding}")
         weight = module.weight[(..., *[None] * (4 - module.weight.ndim))].numpy()
-        if options.groups > 1:  # findings/nir_grouped_convolution.sh
+        if geometry.groups > 1:  # findings/nir_grouped_convolution.sh
             self.refuse(
-                f"a convolution of {options.groups} groups (nir 1.0 takes it for one of {weight.shape[1]} inputs)"
+                f"a convolution of {geometry.groups} groups (nir 1.0 takes it for one of {weight.shape[1]} inputs)"
             )
         if weight.shape[2] != weight.shape[3]:
             self.refuse("a kernel that is not square (nir 1.0 takes it for one)")
-        bias = np.zeros(len(weight), weight.dtype) if module.bias is None else module.bias.numpy()
-        sizes = options.stride, options.padding, options.dilation, options.groups
-        node = nir.Conv2d(x.shape[1:], weight, *sizes, bias)
+        node = nir.Conv2d(
+            x.shape[1:],
+            weight,
+            geometry.stride,
+            geometry.padding,
+            geometry.dilation,
+            geometry.groups,
+            _bias(module, weight),
+        )
         return self.add(name, node, x, node.output_type["output"], is_product=True)
 
     def linear(self, name: str, module: Any, x: Value) -> Value:
@@ -210,19 +230,23 @@ class _Graph:
         node = x.nodes[0]
         if not x.is_product or node in self._used | self._normed or module.running_mean is None:
             self.refuse("a batch norm that follows no convolution of its own")
-        product, dtype = self.nodes[node], self.nodes[node].weight.dtype
+        product = self.nodes[node]
         scale = 1 / np.sqrt(module.running_var.double().numpy() + module.eps)
-        scale *= 1.0 if module.weight is None else module.weight.double().numpy()
-        shift = 0.0 if module.bias is None else module.bias.double().numpy()
-        bias = (getattr(product, "bias", 0.0) - module.running_mean.double().numpy()) * scale + shift
+        if module.weight is not None:
+            scale *= module.weight.double().numpy()
+        bias = (getattr(product, "bias", 0.0) - module.running_mean.double().numpy()) * scale
+        if module.bias is not None:
+            bias += module.bias.double().numpy()
         weight = product.weight * scale.reshape(-1, *[1] * (product.weight.ndim - 1))
+        dtype = product.weight.dtype
         folded = {"weight": weight.astype(dtype), "bias": bias.astype(dtype)}
         self.nodes[node] = nir.Affine(**folded) if weight.ndim == 2 else replace(product, **folded)
         self._normed.add(node)
         return x._replace(is_product=False)
 
     def neuron(self, name: str, module: ParallelNeuron, x: Value) -> Value:
-        spec, full = module.spec, partial(np.full, x.shape)
+        spec = module.spec
+        full = partial(np.full, x.shape)
         if spec.v_reset is None:
             self.refuse("a neuron with a soft reset")
         ends = {"v_threshold": full(spec.v_threshold), "v_reset": full(spec.v_reset)}
@@ -234,7 +258,8 @@ class _Graph:
         return self.add(name, node, x, x.shape)
 
     def average_pool(self, name: str, x: Value, size: Any, stride: Any = None, pool: Any = nir.AvgPool2d) -> Value:
-        kernel, step = (np.array(np.broadcast_to(each, 2)) for each in (size, stride or size))
+        kernel = np.array(np.broadcast_to(size, 2))
+        step = np.array(np.broadcast_to(stride or size, 2))
         sides = (np.array(x.shape[1:]) - kernel) // step + 1
         return self.add(name, pool(kernel, step, np.zeros(2, int)), x, (x.shape[0], *sides))
 
@@ -245,27 +270,40 @@ class _Graph:
         return self.average_pool(name, x, module.kernel_size, module.stride, pool)
 
     def mean(self, name: str, module: nn.Module, x: Value) -> Value:
-        return self.flatten(f"{name}.flatten", self.average_pool(f"{name}.mean", x, x.shape[1:]), 2 - x.folds_time, -1)
+        averaged = self.average_pool(f"{name}.mean", x, x.shape[1:])
+        return self.flatten(f"{name}.flatten", averaged, 2 - x.folds_time, -1)
 
     def mean_linear(self, name: str, module: MeanLinear, x: Value) -> Value:
         return self.linear(name, module, self.mean(name, module, x))
 
     def flatten(self, name: str, x: Value, start: int, end: int) -> Value:
-        """Flattens dimensions; time and samples stay, or become one."""
+        """Flattens dimensions of a sample, or time and samples into one."""
         if (start, end, x.folds_time) == (0, 1, False):
             return x._replace(folds_time=True)
+        # Dimensions of time and samples, which a graph lacks.
         before = 1 if x.folds_time else 2
-        first, last = (dim - before if dim >= 0 else len(x.shape) + dim for dim in (start, end))
+        first = start - before if start >= 0 else len(x.shape) + start
+        last = end - before if end >= 0 else len(x.shape) + end
         if first < 0:
             self.refuse("flattening of samples")
+        if first == last:
+            return x
         shape = (*x.shape[:first], prod(x.shape[first : last + 1]), *x.shape[last + 1 :])
-        return x if first == last else self.add(name, nir.Flatten(np.array(x.shape), first, last), x, shape)
+        return self.add(name, nir.Flatten(np.array(x.shape), first, last), x, shape)
 
     def flatten_module(self, name: str, module: nn.Flatten, x: Value) -> Value:
         return self.flatten(name, x, module.start_dim, module.end_dim)
 
     def unchanged(self, name: str, module: nn.Module, x: Value) -> Value:
         return x
+
+
+def _bias(module: Any, weight: np.ndarray) -> np.ndarray:
+    """Bias of a convolution. NIR's node has one in any case."""
+    if module.bias is None:
+        return np.zeros(len(weight), weight.dtype)
+    bias: np.ndarray = module.bias.numpy()
+    return bias
 
 
 _MODULES: dict[Any, Callable[..., Value]] = {
@@ -282,15 +320,18 @@ _MODULES: dict[Any, Callable[..., Value]] = {
 
 
 class _Walk(fx.Interpreter):
-    """Runs a layer on values, in place of tensors: modules and functions add their nodes to the graph."""
+    """Runs a traced layer on values in place of tensors. Modules and functions add their nodes to the graph."""
 
     def __init__(self, traced: fx.GraphModule, graph: _Graph, name: str) -> None:
         super().__init__(traced)
-        self.extra_traceback = False  # an error is a refusal, and torch.fx would write its own lines behind it
-        self._graph, self._name = graph, name
+        # torch.fx would append its own lines to a refusal.
+        self.extra_traceback = False
+        self._graph = graph
+        self._name = name
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        self._graph.path = name = f"{self._name}.{target}"
+        name = f"{self._name}.{target}"
+        self._graph.path = name
         return self._graph.convert(name, self.fetch_attr(target), *args, *kwargs.values())
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

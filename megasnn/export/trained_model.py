@@ -1,4 +1,4 @@
-"""Trained models as plain modules on one device: loaded from checkpoints, traced, exported, kept in a folder."""
+"""Trained models as plain modules on one device: loaded from checkpoints, traced, exported, saved in a folder."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field, with_config
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -23,57 +22,40 @@ from megasnn.checkpoint.load import load_globals_into
 from megasnn.checkpoint.tensor_io import file_checksum, read_full
 from megasnn.common.bundle import Bundle, logits_of, map_entries
 from megasnn.common.files import (
-    STRICT,
     CheckpointError,
     DamagedError,
     DescriptionError,
-    FreeForm,
     described,
     read_regular,
     write_whole,
 )
 from megasnn.config.values import CLASS_NAMES, SAMPLES_KEY
 from megasnn.data.images import NORMALISATIONS
-from megasnn.layers import BuildContext
+from megasnn.export.model_card import About, model_card
+from megasnn.layers.context import BuildContext, Numerics
 from megasnn.models.arrays import not_finite
 from megasnn.models.model import Model
 from megasnn.models.registry import MODELS, saved_model
 from megasnn.pipeline.chunk import build_chunks
 
-CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
-
-
-@with_config(STRICT)
-@dataclass(frozen=True)
-class About:
-    """Content of config.json.
-
-    Attributes:
-        model: its name. config: its dimensions and its neuron, {"model": {...}, "neuron": {...}}.
-        samples: how pixels become inputs: mean and standard deviation of a channel, of values from 0 to 1; names of the
-            classes by number, "class_names", where the data told them.
-        training: iteration, flags of the run, and accuracy where it is known.
-        crc32: checksum of the file of weights; none of a model that is in no folder.
-        format: number of this shape of the file.
-    """
-
-    model: str
-    config: dict[str, FreeForm]
-    samples: FreeForm = field(default_factory=dict)
-    training: FreeForm = field(default_factory=dict)
-    crc32: Annotated[str, Field(pattern="^([0-9a-f]{8})?$")] = ""
-    format: Literal[1] = 1
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+CARD = "README.md"
 
 
 class TrainedModel(nn.Module):
-    """A model for inference, on one device, in evaluation mode and without gradients. Consists of plain functions of
-    torch: torch.export and torch.jit.trace follow it, for the model's T.
+    """A model for inference on one device, in evaluation mode and without gradients.
+
+    It consists of plain torch functions, so torch.export and torch.jit.trace can follow it, for the model's T.
 
     Args:
-        about: what was saved. values: all weights and buffers by global name.
-        model: the class of the model; None for the one that `megasnn.MODELS` has by its name.
+        about: saved description.
+        values: all weights and buffers by global name.
+        model: class of the model; None to look up its name in `megasnn.MODELS`.
     Attributes:
-        about: the same. config: the model's dimensions. description: its layers. dtype: of weights and computation.
+        config: dimensions of the model.
+        description: layers of the model.
+        dtype: floating-point type of weights and computation.
     Raises:
         CheckpointError: an unknown model, dimensions that cannot be, or weights of another model.
     """
@@ -92,10 +74,11 @@ class TrainedModel(nn.Module):
         run, self.description = saved_model(about.model, model, about.config)
         is_double = any(value.dtype == torch.float64 for value in values.values())
         dtype = torch.float64 if is_double else torch.float32
-        self.about, self.config, self._built_in = about, run.model, dtype
-        context = BuildContext(
-            dtype=dtype, compute_dtype=dtype, neuron_backend="torch", neuron=run.neuron.spec, traceable=True
-        )
+        self.about = about
+        self.config = run.model
+        self._built_in = dtype
+        numerics = Numerics(dtype, dtype, neuron_backend="torch", traceable=True)
+        context = BuildContext(numerics=numerics, neuron=run.neuron.spec)
         bounds = [range(len(self.description.layers))]
         (self.chunk,) = build_chunks(self.description, bounds, [0], context, torch.device("cpu"), 0).values()
         load_globals_into(self.chunk.sharded_tensors(), values)
@@ -106,82 +89,83 @@ class TrainedModel(nn.Module):
         return next((each.dtype for each in self.parameters()), self._built_in)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As description and weights: layers hold functions, which pickle does not take."""
+        """Pickles description and weights. Layers hold functions, which cannot be pickled."""
         values = self.state()
         device = next((each.device for each in values.values()), torch.device("cpu"))
         return _remade, (type(self), self.about, values, type(self.config), device, self.dtype)
 
     def output(self, inputs: Tensor | Mapping[str, Tensor]) -> Bundle:
-        """Computes the output of the last layer.
+        """Output of the last layer.
 
         Args:
-            inputs: by name, or the only one: images `[N, C, H, W]`, or event frames `[N, T, C, H, W]`, normalised as in
-                training; tensors or arrays of NumPy, of any number of samples.
+            inputs: tensors or NumPy arrays by name, or the only input, of any number of samples: images `[N, C, H, W]`
+                or event frames `[N, T, C, H, W]`, normalised as in training.
         Raises:
-            ValueError: other inputs than the model's: of another shape, whole numbers in place of floating-point ones,
-                values that are not finite.
+            ValueError: unknown inputs, another shape, integers for floating-point values, or values that are not
+                finite.
         """
         specs = self.description.task.inputs
         named = inputs if isinstance(inputs, Mapping) else {next(iter(specs)): inputs}
         if named.keys() != specs.keys():
             raise ValueError(f"the model takes a dict of its inputs, {', '.join(specs)}; got {', '.join(named)}")
-        named = {name: _of_numpy(name, x) if isinstance(x, np.ndarray) else x for name, x in named.items()}
+        arrays = {name: _of_numpy(name, x) if isinstance(x, np.ndarray) else x for name, x in named.items()}
+        # Values and sizes are unknown while a compiler follows the model.
         is_followed = torch.compiler.is_exporting() or torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if not is_followed:  # values and sizes are not known there
-            named = self._checked(named)
-        with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():  # which torch.export cannot read back
-            values = {name: x.to(specs[name].type_for(self.dtype)) for name, x in named.items()}
+        if not is_followed:
+            self._check(arrays)
+        # torch.export cannot load a graph with no_grad in it.
+        with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():
+            values = {name: x.to(specs[name].type_for(self.dtype)) for name, x in arrays.items()}
             has_samples = is_followed or min(map(len, values.values())) > 0
-            if not has_samples:
-                values = {name: x.new_zeros(1, *x.shape[1:]) for name, x in values.items()}
-            output: Bundle = self.chunk(values)
-            return output if has_samples else map_entries(lambda y: y[:, :0], output)
+            if has_samples:
+                return self.chunk(values)
+            one = {name: x.new_zeros(1, *x.shape[1:]) for name, x in values.items()}
+            output: Bundle = self.chunk(one)
+            return map_entries(lambda y: y[:, :0], output)
 
-    def _checked(self, given: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """Inputs that are the model's. Raises ValueError as of `output`."""
+    def _check(self, inputs: Mapping[str, Any]) -> None:
+        """Raises ValueError for arrays that are no inputs of the model."""
         samples: int | None = None
         for name, spec in self.description.task.inputs.items():
-            x = given[name]
+            x = inputs[name]
             is_empty = isinstance(x, Tensor) and x.ndim > 0 and len(x) == 0 and not samples
             read = x.new_zeros(1, *x.shape[1:]) if is_empty else x
-            if problem := spec.problem(name, read, samples, reads=True) or not_finite(name, read.to(self.dtype)):
+            problem = spec.problem(name, read, samples, reads=True) or not_finite(name, read.to(self.dtype))
+            if problem:
                 raise ValueError(problem)
             samples = None if is_empty else len(x)
-        return given
 
     def steps(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
-        """Computes the logits of each time step, `[T, N, classes]`."""
+        """Logits of each time step, `[T, N, classes]`."""
         return logits_of(self.output(inputs))
 
     def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
-        """Computes logits `[N, classes]`, the mean over time, or what the model's `predict` gives, as `Engine.predict`
-        does."""
+        """Answers as in `Engine.predict`: mean logits `[N, classes]`, or the model's own `predict`."""
         return self.description.task.answers_of(self.output(inputs))
 
     def state(self) -> dict[str, Tensor]:
-        """Returns weights and buffers by global name; a tied tensor has the name of its owner."""
+        """Weights and buffers by global name; a tied tensor has the name of its owner."""
         return {entry.name: entry.tensor.detach() for entry in self.chunk.sharded_tensors()}
 
-    # --- folders
-
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Writes weights, description and a model card: the files that a hub of models has of one."""
+        """Writes weights, description and a model card into a folder, as hubs of models expect them."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         weights = {name: value.cpu().contiguous().clone() for name, value in self.state().items()}
         save_file(weights, path / WEIGHTS, {"format": "pt"})
         about = replace(self.about, crc32=file_checksum(path / WEIGHTS))
-        write_whole(path / CARD, _card(self))
+        write_whole(path / CARD, self._card())
         write_whole(path / CONFIG, json.dumps(vars(about), indent=2, allow_nan=False) + "\n")
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str], model: type[Model] | None = None) -> TrainedModel:
-        """Reads a folder of `save_pretrained`. Nothing in it is run.
+        """Reads a folder written by `save_pretrained`, without running anything in it.
 
         Args:
-            model: the class of the model, where `megasnn.MODELS` does not have it.
+            model: class of the model, if `megasnn.MODELS` lacks it.
         Raises:
-            DamagedError: a file is missing, cut or altered. CheckpointError: as of the class.
+            DamagedError: a file is missing, cut or altered.
+            CheckpointError: see the class.
         """
         path = Path(folder)
         try:
@@ -193,6 +177,10 @@ class TrainedModel(nn.Module):
             raise DamagedError(f"cannot read {path}: {error}") from None
         return cls(about, values, model)
 
+    def _card(self) -> str:
+        parameters = sum(each.numel() for each in self.parameters())
+        return model_card(self.about, self.config.time_steps, self.description.task, parameters, self.dtype)
+
 
 def _remade(
     kind: type[TrainedModel],
@@ -202,9 +190,12 @@ def _remade(
     device: torch.device,
     dtype: torch.dtype,
 ) -> TrainedModel:
-    """A model as `TrainedModel.__reduce__` describes it."""
-    built_in = torch.float64 if dtype == torch.float64 else torch.float32  # the types that a model is built in
-    wide = {name: x.to("cpu", built_in if x.is_floating_point() else x.dtype) for name, x in values.items()}
+    """Makes a model again from `TrainedModel.__reduce__`."""
+    # The types that a model is built in.
+    built_in = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = {}
+    for name, x in values.items():
+        wide[name] = x.to("cpu", built_in if x.is_floating_point() else x.dtype)
     return kind(about, wide, model).to(device, dtype)
 
 
@@ -214,16 +205,16 @@ def load_model(
     step: int | None = None,
     ema: bool = True,
 ) -> TrainedModel:
-    """Loads the model of a checkpoint, of any layout, for inference.
+    """Loads the model of a checkpoint for inference, whatever its layout.
 
     Args:
-        checkpoint: a run's folder, of which the latest is taken, or one checkpoint in it.
-        model: the class of the model, where `megasnn.MODELS` does not have it.
+        checkpoint: one checkpoint, or a run's folder for the latest one.
+        model: class of the model, if `megasnn.MODELS` lacks it.
         step: iteration of the checkpoint.
-        ema: the average of the weights where there is one; False for the weights.
+        ema: True for the averaged weights, if there are any.
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged (DamagedError), holds no configuration, or
-            is of another model.
+        CheckpointError: there is no such checkpoint, or it holds no configuration or another model.
+        DamagedError: the checkpoint is damaged.
     """
     path = resolve(Path(checkpoint), step)[0]
     metadata = read_metadata(path)
@@ -238,12 +229,16 @@ def load_model(
 
 
 def _samples(metadata: Metadata) -> dict[str, Any]:
-    """How the run has made its inputs; empty where a program of its own has."""
+    """How the run made its inputs; empty if a user's program made them."""
     found = metadata.extra.get(SAMPLES_KEY)
     samples = dict(found) if isinstance(found, dict) else {}
-    if (constants := samples.get("normalize_images")) in NORMALISATIONS:
-        samples["mean"], samples["std"] = map(list, NORMALISATIONS[constants])
-    if names := metadata.extra.get(CLASS_NAMES):
+    constants = samples.get("normalize_images")
+    if constants in NORMALISATIONS:
+        mean, std = NORMALISATIONS[constants]
+        samples["mean"] = list(mean)
+        samples["std"] = list(std)
+    names = metadata.extra.get(CLASS_NAMES)
+    if names:
         samples[CLASS_NAMES] = names
     return samples
 
@@ -254,65 +249,15 @@ def _training(metadata: Metadata, averaged: bool) -> dict[str, Any]:
         "samples": metadata.consumed_samples,
         "averaged_weights": averaged,
     }
-    best, recipe = metadata.extra.get("best"), metadata.extra.get("recipe")
+    best = metadata.extra.get("best")
+    recipe = metadata.extra.get("recipe")
     if isinstance(best, dict) and best.get("iteration") == metadata.iteration:
         done["accuracy_top1"] = best.get("accuracy_top1")
     return {**done, "flags": recipe if isinstance(recipe, dict) else {}}
 
 
-def _card(model: TrainedModel) -> str:
-    """Text of the model card; hubs of models read its head."""
-    about, config, task = model.about, model.config, model.description.task
-    shapes = {name: ["N", *each.shape] for name, each in task.inputs.items()}
-    inputs: object = shapes if len(shapes) > 1 else next(iter(shapes.values()))
-    flags, top1 = about.training.get("flags"), about.training.get("accuracy_top1")
-    accuracy_text = "not known" if top1 is None else f"{top1:.2%}, in training, on its validation data"
-    return _CARD.format(
-        name=about.model,
-        parameters=f"{sum(each.numel() for each in model.parameters()):,}",
-        dtype=str(model.dtype).removeprefix("torch."),
-        time_steps=config.time_steps,
-        tag="image-classification" if task.classes else "other",
-        inputs=str(inputs).replace("'N'", "N"),
-        answers=", ".join(map(str, ["N", *task.answer.shape])),
-        samples=json.dumps(about.samples) if about.samples else "by the program that trained it, which says how",
-        call="logits = model(images)" if task.classes and len(shapes) == 1 else "answers = model(inputs)",
-        accuracy=f"- Accuracy (top-1): {accuracy_text}.\n" if task.classes else "",
-        dimensions=json.dumps(about.config),
-        training=json.dumps({name: value for name, value in about.training.items() if name != "flags"}),
-        flags=json.dumps(flags),
-    )
-
-
-_CARD = """\
----
-library_name: megasnn
-pipeline_tag: {tag}
-tags:
-- spiking-neural-network
-- {name}
----
-
-# {name}
-
-A spiking neural network trained with MegaSNN: {parameters} parameters ({dtype}), T = {time_steps}.
-
-```python
-import megasnn
-
-model = megasnn.TrainedModel.from_pretrained("this folder")  # a class of your own: model=CLASS
-{call}  # {inputs} -> [{answers}]
-```
-
-- Inputs: {samples}. Pixels are scaled to 0 to 1; then `mean` is subtracted, and the rest divided by `std`.
-{accuracy}- Dimensions and neuron: {dimensions}
-- Training: {training}
-- Flags: {flags}
-"""
-
-
 def _of_numpy(name: str, array: np.ndarray) -> Tensor:
-    """A tensor of an array of any memory and byte order. Raises ValueError for an array that is not of numbers."""
+    """A tensor from an array of any memory and byte order. Raises ValueError for an array without numbers."""
     if array.dtype.kind not in "biuf":
         raise ValueError(f"{name} is an array of {array.dtype}, and must be one of numbers")
     return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))

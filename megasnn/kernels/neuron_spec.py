@@ -21,7 +21,7 @@ LARGEST_LEVEL = 8
 _OF_COUNTS = {"v_reset": None, "decay_input": False, "surrogate": "sigmoid", "alpha": None}
 _WITHOUT_RECURRENCE = {"tau": 2.0, "v_reset": 0.0, "decay_input": True, "detach_reset": True}
 # Layers are a higher room. The table only names a layer of theirs, which is imported when it is first built.
-_LAYERS = "megasnn.layers.neuron"
+_LAYERS = "megasnn.layers.psn"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
-"""Spiking self-attention cut by whole heads (Spikformer, arXiv 2209.15425, equation 10; SpikingJelly 2.0.0's form), and
-what QKFormer and the Spike-driven Transformer have in its place."""
+"""Spiking attention, sharded by heads or channels.
+
+Spikformer (arXiv 2209.15425, equation 10, in the form of SpikingJelly 2.0.0), QKFormer (arXiv 2403.16552) and the
+Spike-driven Transformer (arXiv 2307.01694).
+"""
 
 from __future__ import annotations
 
@@ -19,24 +22,32 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import make_neuron
 from megasnn.layers.norm import ParallelBatchNorm
-from megasnn.layers.row_context import row_group, sum_counts, sum_for_each
+from megasnn.layers.row_context import sum_counts, sum_for_each
 from megasnn.layers.shape_inference import LARGEST_COUNT
 from megasnn.parallel.collectives import from_matrix, start_all_reduce_sum, to_matrix
 from megasnn.parallel.sharding import Initialiser
 from megasnn.parallel_state import Group
 
+SCALE = 0.125
+"""Factor of the attention. A power of two: on k^T v, which is small, it gives the same bits as on the output."""
+
+EXACT_BFLOAT16 = 256
+"""bfloat16 represents every integer up to here."""
+
 
 class _HeadAttention(nn.Module):
-    """Attention of which a rank computes `num_heads / size` heads, between a unit that gives q, k and perhaps v, cut
-    inside each of these blocks, and one that joins the heads.
+    """Base of attention with heads: a rank computes `num_heads / size` of them.
+
+    A fused `ConvNormNeuron` computes q, k and perhaps v, a block for each; another one, `projection`, joins the heads.
 
     Args:
         dim: C, the global number of channels.
-        v_threshold: from which the neuron on the attention fires; 0.5 in Spikformer.
-        initialise: fills the global weights; by default as torch does.
+        v_threshold: threshold of the neuron on the attention; 0.5 in Spikformer.
+        initialise: fills the global weights; torch's default otherwise.
     """
 
-    fused: str  # name of the first unit; its letters are the blocks
+    fused: str
+    """Name of the fused layer. Its letters are the blocks."""
 
     def __init__(
         self,
@@ -56,25 +67,33 @@ class _HeadAttention(nn.Module):
         self.add_module(self.fused, conv_norm_neuron(dim, blocks * dim, blocks=blocks))
         self.projection = conv_norm_neuron(dim, dim)
         self.neuron = make_neuron(replace(context.neuron, v_threshold=v_threshold), context)
-        self._rows, self._tokens, self._traceable = row_group(context), 0, context.traceable
+        self._rows = context.row_group
+        self._tokens = 0  # of whole images
+        self._traceable = context.numerics.traceable
 
 
 class SpikingSelfAttention(_HeadAttention):
-    """`[T, N, C_local, H, W]` spikes or counts -> `[T, N, C_local, H, W]` spikes.
+    """Spiking self-attention: `[T, N, C_local, H, W]` spikes or counts -> `[T, N, C_local, H, W]` spikes.
 
-    Softmax-free: out = (v k^T) q * 0.125 for each head, over the tokens. With 0/1 entries every sum is a whole number,
-    so the product is exact in float32 in any order, and computing k v^T first costs L d^2 in place of L^2 d.
+    No softmax: out = (v k^T) q * 0.125 for each head, over the tokens. All sums are integers, so the product is exact
+    in float32 in any order. Computing k^T v first costs L d^2 in place of L^2 d.
     """
 
     fused = "qkv"
     qkv: ConvNormNeuron
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv, tokens = self.qkv(x), x.shape[3:].numel()
+        qkv = self.qkv(x)
+        tokens = x.shape[3:].numel()
+        group = None
         if x.is_meta:
-            self._tokens = tokens  # of whole images
-        frames, group = qkv.shape[0] * qkv.shape[1], None if x.is_meta else self._rows  # numel() would fix an export's
-        options = AttendOptions(self.local_heads, frames, tokens if group is None else self._tokens, group)
+            self._tokens = tokens
+        elif self._rows is not None:
+            group = self._rows
+            tokens = self._tokens
+        # The product of two sizes: numel() would fix the batch size in an export.
+        frames = qkv.shape[0] * qkv.shape[1]
+        options = AttendOptions(self.local_heads, frames, tokens, group)
         if self._traceable:
             out = attend(to_matrix(qkv), options)
         else:
@@ -83,23 +102,27 @@ class SpikingSelfAttention(_HeadAttention):
 
 
 class TokenAttention(_HeadAttention):
-    """Attention by q and k alone (QKFormer, arXiv 2403.16552, equations 6 to 8): `[T, N, C_local, H, W]` spikes or
-    counts -> spikes. Of each head and token, a neuron fires on the sum of q, and lets k through where it does."""
+    """Attention from q and k alone (QKFormer, arXiv 2403.16552, equations 6 to 8).
+
+    `[T, N, C_local, H, W]` spikes or counts -> spikes. For each head and token a neuron on the sum of q gates k.
+    """
 
     fused = "qk"
     qk: ConvNormNeuron
 
     def forward(self, x: Tensor) -> Tensor:
         qk = self.qk(x)
-        q, k = qk.unflatten(2, (2, self.local_heads, -1)).unbind(2)  # each [T, N, heads, d, H, W], cut by itself
+        # Each [T, N, heads, d, H, W]: q and k are blocks, sharded separately.
+        q, k = qk.unflatten(2, (2, self.local_heads, -1)).unbind(2)
         mask = self.neuron(q.sum(3, keepdim=True, dtype=sums_type(q.dtype)).to(q.dtype))
         return self.projection((mask * k).flatten(2, 3))
 
 
 class SpikeDrivenAttention(nn.Module):
-    """Attention without a product of matrices (Spike-driven Transformer, arXiv 2307.01694, equations 9 to 11):
-    `[T, N, C_local, H, W]` potentials -> the same. A neuron of each channel fires on the number of tokens in which k
-    and v fire together, and lets q through where it does. Every channel is by itself, and heads make no difference.
+    """Attention without matrix products (Spike-driven Transformer, arXiv 2307.01694, equations 9 to 11).
+
+    `[T, N, C_local, H, W]` potentials -> the same. For each channel a neuron on the number of tokens with spikes in
+    both k and v gates q. Channels are independent, so heads make no difference.
 
     Args:
         dim: C, the global number of channels.
@@ -111,10 +134,10 @@ class SpikeDrivenAttention(nn.Module):
         _require_spikes(self, context.neuron)
         self.neuron = make_neuron(context.neuron, context)
         self.q, self.k, self.v = (ConvNormNeuron(dim, dim, context=context) for _ in range(3))
-        self.gate = make_neuron(replace(context.neuron, v_threshold=0.5), context)  # on the sums
+        self.gate = make_neuron(replace(context.neuron, v_threshold=0.5), context)
         self.projection = ParallelConv(dim, dim, 1, context, bias=True)
         self.norm = ParallelBatchNorm(dim, context)
-        self._rows = row_group(context)
+        self._rows = context.row_group
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.neuron(x)
@@ -127,7 +150,7 @@ class SpikeDrivenAttention(nn.Module):
 
 
 def own_heads(dim: int, num_heads: int, ranks: int) -> int:
-    """The heads that each tensor parallel rank computes. Raises ValueError where they are no whole number."""
+    """Number of heads of each tensor-parallel rank. Raises ValueError if it is not an integer."""
     if dim % num_heads:
         raise ValueError(f"{dim} channels do not divide by --num-heads {num_heads}")
     if num_heads % ranks:
@@ -136,7 +159,7 @@ def own_heads(dim: int, num_heads: int, ranks: int) -> int:
 
 
 def _require_spikes(attention: nn.Module, neuron: NeuronSpec) -> None:
-    """Raises ValueError for neurons that give counts."""
+    """Raises ValueError for neurons with counts as output."""
     if neuron.largest > 1:
         raise ValueError(
             f"--neuron {neuron.kind} fires up to {neuron.largest} in a step, and {type(attention).__name__} takes "
@@ -145,26 +168,19 @@ def _require_spikes(attention: nn.Module, neuron: NeuronSpec) -> None:
 
 
 def sums_type(dtype: torch.dtype) -> torch.dtype:
-    """The type that holds sums of spikes, which can be larger than what bfloat16 holds exactly."""
+    """The type for sums of spikes, which bfloat16 cannot represent exactly."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
-
-
-# --- the product of q, k and v
-
-
-SCALE = 0.125  # a power of two: on k^T v, which is small, it gives the same bits as on the output
-
-EXACT_BFLOAT16 = 256  # up to here bfloat16 holds every whole number
 
 
 @dataclass(frozen=True)
 class AttendOptions:
-    """Sizes of an attention.
+    """Sizes of the attention product.
 
     Attributes:
-        heads: of this rank. frames: time steps times samples.
-        tokens: number that k^T v is a sum over.
-        group: the ranks that share out the tokens: k^T v is summed over the ranks, and so is its gradient.
+        heads: number of this rank's heads.
+        frames: number of time steps times number of samples.
+        tokens: number of terms in the sums of k^T v.
+        group: ranks that divide the tokens, and sum k^T v and its gradient; None without.
     """
 
     heads: int
@@ -174,36 +190,43 @@ class AttendOptions:
 
     def split(self, packed: Tensor, rows: torch.Size, dtype: torch.dtype) -> Tensor:
         """q, k and v, `[3, frames, heads, L, d]`, from the bits of rows `[frames * L, 3 * heads * d]`."""
-        pattern, sizes = "(f l part h d) -> (part f h l d)", {"f": self.frames, "part": 3, "h": self.heads}
-        tokens, d = rows[0] // self.frames, rows[1] // (3 * self.heads)
-        if d % 8 == 0:  # each head's bits fill bytes: these are brought in order, before they are unpacked
+        pattern = "(f l part h d) -> (part f h l d)"
+        sizes = {"f": self.frames, "part": 3, "h": self.heads}
+        tokens = rows[0] // self.frames
+        d = rows[1] // (3 * self.heads)
+        # Heads of whole bytes are reordered before they are unpacked, which moves fewer bytes.
+        has_whole_bytes = d % 8 == 0
+        if has_whole_bytes:
             packed = rearrange(packed, pattern, l=tokens, **sizes)
         spikes = empty((1, rows.numel()), dtype, packed.device)
         unpack_bits_into(packed, spikes)
-        if d % 8:
+        if not has_whole_bytes:
             spikes = rearrange(spikes[0], pattern, l=tokens, **sizes)
         return spikes.view(3, self.frames, self.heads, tokens, d)
 
 
 def attend(rows: Tensor, options: AttendOptions) -> Tensor:
-    """`Attend` without its gradient, of one rank: nothing is packed."""
+    """`Attend` in functions of torch alone, for one rank."""
     q, k, v = rearrange(rows, "(f l) (part h d) -> part f h l d", f=options.frames, part=3, h=options.heads)
     return rearrange(q @ (k.transpose(-2, -1) @ v * SCALE), "f h l d -> (f l) (h d)")
 
 
 class Attend(torch.autograd.Function):
-    """Rows of q, k, v spikes `[frames * L, 3 * heads * d]` -> rows `[frames * L, heads * d]`; keeps a bit a spike.
+    """Attention product: spikes of q, k, v `[frames * L, 3 * heads * d]` -> `[frames * L, heads * d]`.
 
-    `bits`: the rows, where they are packed already.
+    Stores one bit a spike for backward. `bits`: the packed rows, if known.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bits: Tensor | None, options: AttendOptions) -> Tensor:
-        ctx.options, ctx.shape, ctx.dtype = options, rows.shape, rows.dtype
-        # The unit before it has a neuron of ours: these are spikes, and nobody has to look.
+        ctx.options = options
+        ctx.shape = rows.shape
+        ctx.dtype = rows.dtype
+        # Unchecked: the layer before it ends in a neuron of ours, which fires 0 or 1.
         packed = encode(rows.reshape(-1), Content.SPIKES) if bits is None else bits
         q, k, v = options.split(packed, rows.shape, exact_type(rows, options.tokens))
-        kv, sums = k.transpose(-2, -1) @ v, None
+        kv = k.transpose(-2, -1) @ v
+        sums = None
         if options.group is not None:
             kv = sum_counts(kv, options.tokens, options.group)
             sums = kv.to(torch.uint8) if options.tokens <= LARGEST_COUNT else kv
@@ -212,19 +235,24 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Gradients are formed in float32 at least, on a GPU in bfloat16 where `grad` is that already."""
+        """Computes in float32 or wider; on a GPU in bfloat16 if `grad` is bfloat16."""
         packed, sums = ctx.saved_tensors
         options: AttendOptions = ctx.options
         exact = exact_type(grad, options.tokens)
         dtype = exact if grad.dtype == exact else sums_type(grad.dtype)
         spikes = options.split(packed, ctx.shape, exact)
-        kv = (spikes[1].transpose(-2, -1) @ spikes[2] if sums is None else sums).to(dtype) * SCALE
+        kv = spikes[1].transpose(-2, -1) @ spikes[2] if sums is None else sums
+        kv = kv.to(dtype) * SCALE
         q, k, v = spikes.to(dtype)
         grad = rearrange(grad.to(dtype), "(f l) (h d) -> f h l d", f=options.frames, h=options.heads).contiguous()
         of_kv = (q.transpose(-2, -1) @ grad).mul_(SCALE)
-        finish = None if options.group is None else start_all_reduce_sum(of_kv, options.group)
-        of_part, of_rows = empty(q.shape, dtype, grad.device), empty(ctx.shape, ctx.dtype, grad.device)
+        finish = None
+        if options.group is not None:
+            finish = start_all_reduce_sum(of_kv, options.group)
+        of_rows = empty(ctx.shape, ctx.dtype, grad.device)
         of_q, of_k, of_v = of_rows.view(options.frames, -1, 3, options.heads, q.shape[-1]).transpose(1, 3).unbind(2)
+        # One buffer for the three products, each copied into its columns of the result.
+        of_part = empty(q.shape, dtype, grad.device)
         of_q.copy_(torch.matmul(grad, kv.transpose(-2, -1), out=of_part))
         if finish is not None:
             finish()
@@ -234,16 +262,16 @@ class Attend(torch.autograd.Function):
 
 
 def exact_type(values: Tensor, tokens: int) -> torch.dtype:
-    """The type in which k^T v, whose sums are over the tokens, is exact and fastest.
+    """The fastest type that represents k^T v, sums over the tokens, exactly.
 
-    Tensor cores add the products of bfloat16 in float32. On a CPU float32 is as fast.
+    Tensor cores add products of bfloat16 in float32. On a CPU float32 is as fast.
     """
     on_tensor_cores = on_gpu(values) and values.dtype in (torch.float32, torch.bfloat16) and tokens <= EXACT_BFLOAT16
     return torch.bfloat16 if on_tensor_cores else sums_type(values.dtype)
 
 
 def product(q: Tensor, kv: Tensor, dtype: torch.dtype) -> Tensor:
-    """q kv, whose sums bfloat16 may not hold: of bfloat16 rounded once, to `dtype`."""
+    """q kv. Its sums may exceed bfloat16's integers, so bfloat16 inputs give a result in `dtype`, rounded once."""
     if q.dtype == dtype or q.dtype != torch.bfloat16:
         return q @ kv
     return torch.bmm(q.flatten(0, 1), kv.flatten(0, 1), out_dtype=dtype).unflatten(0, q.shape[:2])

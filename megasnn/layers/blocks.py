@@ -1,7 +1,9 @@
-"""Blocks of layers: convolution, norm, optional pooling and neuron as one unit, and what models repeat."""
+"""Building blocks of models: convolution, norm, pooling and neuron in one module, and residual blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,20 +20,19 @@ from megasnn.layers.row_context import MaxPool
 class ConvNormNeuron(nn.Module):
     """(average pool) -> conv -> batch norm -> (max pool 3, stride 2, padding 1) -> neuron, on `[T, N, C_local, H, W]`.
 
-    Input of a single time step `[1, N, C, H, W]` is shown at every step: convolution, norm and pool are computed once,
-    which gives the same values and statistics as over the T equal frames.
+    An input of a single time step `[1, N, C, H, W]` is repeated at every step. Convolution, norm and pooling compute it
+    once, with the values and statistics of T equal frames.
 
-    A convolution's bias cancels against the batch's mean: it is not added while the norm uses that, only counted in the
-    mean, and its gradient is exactly zero.
+    Batch statistics cancel the bias of the convolution. It is then added to the recorded mean only, and its gradient is
+    exactly zero.
 
     Args:
         in_channels, out_channels: global numbers.
         padding: None keeps height and width at stride 1.
-        neuron: a description, or a layer of neurons of one's own (SpikingNeuron); None for the neuron of the context.
-        norm: a norm of these `out_channels`; None for batch norm.
-        average_pool: `pool` of the convolution. blocks, conv_options: as in ParallelConv.
-    Attributes:
-        fires: False while only the graph of a forward is wanted, and zeros do for spikes.
+        neuron: a description or a neuron layer (SpikingNeuron); None for the neuron of the context.
+        norm: a norm of `out_channels` channels; None for batch norm.
+        average_pool: `pool` of ParallelConv.
+        blocks, conv_options: as in ParallelConv.
     """
 
     def __init__(
@@ -51,14 +52,17 @@ class ConvNormNeuron(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        fire = make_neuron(neuron, context)
-        # Whether one call of a kernel computes norm, pooling and neuron, which then start at rest.
+        neuron_layer = make_neuron(neuron, context)
+        # Fused: one kernel call computes norm, pooling and neuron. The neuron starts at rest, so it has no state.
+        has_batch_norm = norm is None or type(norm).forward is ParallelBatchNorm.forward
         self._is_fused = (
-            (norm is None or type(norm).forward is ParallelBatchNorm.forward)
-            and isinstance(fire, ParallelNeuron)
-            and not context.carries
-            and not context.traceable
+            has_batch_norm
+            and isinstance(neuron_layer, ParallelNeuron)
+            and not context.stateful
+            and not context.numerics.traceable
         )
+        self._fires = True
+        # In the order of computation, which is the order of the parameters.
         self.conv = ParallelConv(
             in_channels,
             out_channels,
@@ -72,19 +76,25 @@ class ConvNormNeuron(nn.Module):
             **conv_options,
         )
         self.norm: nn.Module = norm or ParallelBatchNorm(out_channels, context, blocks=blocks)
-        self.neuron, self.fires = fire, True
+        self.neuron = neuron_layer
         self.max_pool = MaxPool(context) if max_pool else None
 
     def forward(self, x: Tensor) -> Tensor:
-        norm, neuron = self.norm, self.neuron
+        norm = self.norm
+        neuron = self.neuron
         if not (self._is_fused and isinstance(norm, ParallelBatchNorm) and isinstance(neuron, ParallelNeuron)):
             y = norm(self.conv(x))
-            return neuron(y if self.max_pool is None else self.max_pool(y))
+            if self.max_pool is not None:
+                y = self.max_pool(y)
+            return neuron(y)
         fixed = norm.fixed_statistics
-        constant = self.conv.bias if fixed is None else None
-        y = self.conv(x, add_bias=constant is None)
+        cancelled_bias = self.conv.bias if fixed is None else None
+        y = self.conv(x, add_bias=cancelled_bias is None)
         above, y = self.conv.split_row_above(y)
-        bias = norm.bias if norm.bias is None or constant is None else norm.bias + 0 * constant
+        bias = norm.bias
+        if bias is not None and cancelled_bias is not None:
+            # As in torch, the gradient of the cancelled bias is zeros and not None.
+            bias = bias + 0 * cancelled_bias
         norm_neuron = NormNeuron(neuron.spec, norm.eps, pool=self.max_pool is not None, time_steps=neuron.steps_of(y))
         spikes, mean, variance, count = norm_pool_neuron(
             y,
@@ -93,13 +103,23 @@ class ConvNormNeuron(nn.Module):
             neuron.w,
             above=above,
             backend=neuron.backend,
-            fires=self.fires,
+            fires=self._fires,
         )
         if fixed is None:
+            if cancelled_bias is not None:
+                mean = mean + cancelled_bias.detach()
             # Equal frames change neither mean nor variance, but the unbiased variance counts all of them.
-            mean = mean if constant is None else mean + constant.detach()
             norm.record(mean, variance, norm_neuron.time_steps // len(y) * count)
         return neuron.observed(spikes)
+
+    @contextmanager
+    def graph_only(self) -> Iterator[None]:
+        """Inside, a fused forward computes the graph for backward, and zeros in place of spikes."""
+        self._fires = False
+        try:
+            yield
+        finally:
+            self._fires = True
 
 
 class NeuronConvNorm(nn.Module):
@@ -127,7 +147,7 @@ class NeuronConvNorm(nn.Module):
 
 
 class ResidualMLP(nn.Module):
-    """x + fc2(fc1(x)), pointwise over tokens: the second half of a block of Spikformer and of QKFormer."""
+    """x + fc2(fc1(x)), separately for each token: second half of a Spikformer or QKFormer block."""
 
     def __init__(self, dim: int, hidden: int, **conv_options: Any) -> None:
         super().__init__()

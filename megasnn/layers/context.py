@@ -1,4 +1,4 @@
-"""Context of a build: what every sharded layer needs to know, entered while a model is built."""
+"""Build context: ranks, numerics and shared objects for a model's layers, entered while the model is built."""
 
 from __future__ import annotations
 
@@ -9,77 +9,106 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megasnn.common.grid import Axis, ContextCut, Coordinates, Grid
+from megasnn.common.grid import Axis, ContextCut
+from megasnn.config import PretrainConfig
+from megasnn.config.training import PRECISIONS
 from megasnn.kernels import NeuronSpec
+from megasnn.kernels.products import can_be_sparse
 from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.parallel.sharding import Cut, Initialiser, Shard
-from megasnn.parallel_state import Group
+from megasnn.parallel_state import Group, ParallelState
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Number types and kernels.
+
+    Attributes:
+        dtype: for parameters, buffers, optimizer state and gradients.
+        compute_dtype: for activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
+        neuron_backend: a name in megasnn.kernels.BACKENDS, or "auto".
+        sparse_products: allow sums over spikes in place of matrix products, if few neurons fire.
+        traceable: use torch functions only, for torch.export. One rank, without gradients.
+    """
+
+    dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype = torch.float32
+    neuron_backend: str = "auto"
+    sparse_products: bool = False
+    traceable: bool = False
+
+    @classmethod
+    def of_run(cls, config: PretrainConfig, device: torch.device) -> Numerics:
+        """Numerics of a training run on a device."""
+        types = PRECISIONS[config.training.precision]
+        products = getattr(torch, types.products)
+        return cls(
+            dtype=getattr(torch, types.weights),
+            compute_dtype=products,
+            neuron_backend=config.neuron.neuron_backend,
+            sparse_products=config.training.sparse_products == "auto" and can_be_sparse(device, products),
+        )
 
 
 @dataclass(frozen=True)
 class BuildContext:
-    """
+    """Ranks, numerics and shared objects for the layers of one model.
+
     Attributes:
-        tp: the tensor-parallel group the layers are cut over.
-        held_by: the tensor-parallel ranks that all hold the same, where layers are whole; None where they are cut.
-        dtype: of parameters, buffers, optimizer state and gradients.
-        compute_dtype: of activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
-        neuron_backend: a name in megasnn.kernels.BACKENDS, or "auto".
-        seed: of what layers draw in training (dropout).
-        weight_gradients: where the layers leave the second part of their backward.
-        dp: the ranks that hold the same layers for other samples. dp_shard: those that share one copy of the weights.
-        cp: the ranks that share a micro-batch. cut: by what they do.
-        neuron: of the layers that are not given one of their own.
-        time_steps: T. A layer of neurons that is given a single time step takes it for each of them.
-        carries: whether neurons go on from the potential that the last call left, until they are reset.
-        cast_weights: gives the layers with weights what they multiply by.
-        sparse_products: True to sum over spikes in products with few of them.
-        traceable: True for functions of torch alone, which torch.export follows; for one rank, without gradients.
+        state: ranks and process groups; one rank by default.
+        numerics: number types and kernels.
+        cut: how the context-parallel ranks divide a micro-batch, by samples or by rows of pixels.
+        neuron: default neuron.
+        time_steps: T. Neurons repeat an input with a single time step T times.
+        stateful: keep membrane potentials between calls, until a reset (truncated backpropagation through time).
+        seed: key for random numbers (dropout).
+        weight_gradients: queue of weight gradients.
+        cast_weights: cache of weights in `compute_dtype`.
+        is_whole: every tensor-parallel rank holds and computes the whole layer.
     """
 
-    tp: Group = field(default_factory=lambda: Group("tp"))
-    dtype: torch.dtype = torch.float32
-    compute_dtype: torch.dtype = torch.float32
-    neuron_backend: str = "auto"
-    seed: int = 0
-    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
-    dp: Group = field(default_factory=lambda: Group("dp"))
-    dp_shard: Group = field(default_factory=lambda: Group("dp_shard"))
-    cp: Group = field(default_factory=lambda: Group("cp"))
+    state: ParallelState = field(default_factory=ParallelState.without_process_groups)
+    numerics: Numerics = Numerics()
     cut: ContextCut = "samples"
     neuron: NeuronSpec = field(default_factory=NeuronSpec)
     time_steps: int = 1
-    carries: bool = False
+    stateful: bool = False
+    seed: int = 0
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     cast_weights: CastWeights = field(default_factory=CastWeights)
-    sparse_products: bool = False
-    traceable: bool = False
-    held_by: Group | None = None
-
-    def replicated(self) -> BuildContext:
-        """The context of a layer that is whole on every tensor-parallel rank."""
-        return self if self.tp.size == 1 else replace(self, tp=Group("tp"), held_by=self.tp)
+    is_whole: bool = False
 
     @property
-    def sharing_samples(self) -> Group:
-        """The ranks of which each has other samples of a micro-batch."""
-        return self.cp if self.cut == "samples" else Group("cp")
+    def tp(self) -> Group:
+        """Ranks that divide a layer's channels; this rank alone for a whole layer."""
+        return Group("tp") if self.is_whole else self.state.tp
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.numerics.dtype
+
+    @property
+    def sample_group(self) -> Group:
+        """Ranks that divide a micro-batch by samples."""
+        return self.state.cp if self.cut == "samples" else Group("cp")
+
+    @property
+    def row_group(self) -> Group | None:
+        """Ranks that divide images by rows; None for whole images."""
+        return self.state.cp if self.cut == "rows" and self.state.cp.size > 1 else None
 
     @property
     def counts_logits(self) -> bool:
-        """Tells whether the logits that this rank computes count: of equal ones, those of the first rank do."""
-        return self.cut == "samples" or self.cp.rank == 0
+        """Whether this rank's logits enter the loss. Ranks with equal logits: the first only."""
+        return self.cut == "samples" or self.state.cp.rank == 0
 
     def largest_share(self, samples: int) -> int:
-        """Number of samples of a micro-batch of so many that a rank has at most."""
-        return -(-samples // self.sharing_samples.size)
+        """Largest number of samples a rank receives from a micro-batch."""
+        return -(-samples // self.sample_group.size)
 
-    @property
-    def coordinates(self) -> Coordinates:
-        """This rank among those that hold the same layers, whole or cut."""
-        weights, tp = self.dp_shard.size, self.held_by or self.tp
-        sizes = Grid(dp_replicate=self.dp.size // weights, dp_shard=weights, cp=self.cp.size, tp=tp.size)
-        replica, part = self.dp.rank // weights, self.dp_shard.rank
-        return Coordinates(sizes, dp_replicate=replica, dp_shard=part, cp=self.cp.rank, tp=tp.rank)
+    def replicated(self) -> BuildContext:
+        """Context for a whole layer on every tensor-parallel rank."""
+        return self if self.tp.size == 1 else replace(self, is_whole=True)
 
     def shard(
         self,
@@ -93,15 +122,15 @@ class BuildContext:
         """Describes a parameter or buffer.
 
         Args:
-            dim: the dimension that the tensor-parallel ranks cut; None where each of them holds the whole.
+            dim: dimension divided by tensor parallelism; None for the whole tensor on each rank.
             blocks: see `megasnn.parallel.sharding.Cut`.
-            partial_gradient: each tensor-parallel rank sees only its own channels' share of the gradient.
+            partial_gradient: each tensor-parallel rank computes the gradient from its own channels only.
         """
         cuts: tuple[tuple[Axis, Cut], ...] = ()
-        if dim is not None and self.held_by is None:
+        if dim is not None and not self.is_whole:
             cuts = (("tp", Cut(dim, blocks)),)
-        partial = partial_gradient and self.tp.size > 1
-        return Shard(global_shape, cuts, self.coordinates, partial, initialise)
+        is_partial = partial_gradient and self.tp.size > 1
+        return Shard(global_shape, cuts, self.state.coordinates, is_partial, initialise)
 
 
 _entered: ContextVar[BuildContext] = ContextVar("BuildContext")
@@ -109,7 +138,7 @@ _entered: ContextVar[BuildContext] = ContextVar("BuildContext")
 
 @contextmanager
 def building(context: BuildContext) -> Iterator[None]:
-    """Around the building of layers: they find this context without being handed it."""
+    """Makes a context the default for layers constructed inside the block."""
     token = _entered.set(context)
     try:
         yield
@@ -118,10 +147,10 @@ def building(context: BuildContext) -> Iterator[None]:
 
 
 def is_building() -> bool:
-    """Tells whether a model is being built, and layers find the context that they are built for."""
+    """True inside a `building` block."""
     return _entered.get(None) is not None
 
 
 def context_for(context: BuildContext | None) -> BuildContext:
-    """The context of a layer's constructor: the one that it was given, the one that is entered, or one rank's."""
+    """Context of a layer's constructor: the argument, else that of the `building` block, else one rank."""
     return context or _entered.get(None) or BuildContext()

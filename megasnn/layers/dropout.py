@@ -1,4 +1,4 @@
-"""Dropout and stochastic depth that no layout changes: what is drawn follows from the sample, not from the rank."""
+"""Dropout and stochastic depth with random numbers keyed by sample, which are the same on every layout."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megasnn.common.memory import without_waiting
 from megasnn.common.random import WORD_MASK, philox_key
 from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.row_context import row_group, shared_rows
-from megasnn.layers.shape_inference import refuse_second_call
+from megasnn.layers.facts import refuse_second_call
+from megasnn.layers.row_context import shared_rows
 
 Positions = range | Tensor | None
 
@@ -25,16 +25,18 @@ _drawing: ContextVar[tuple[Positions, tuple[int, ...]]] = ContextVar("positions 
 
 @contextmanager
 def drawing_for(positions: Positions, frames: tuple[int, ...] = ()) -> Iterator[None]:
-    """Lets layers draw for the samples of a micro-batch.
+    """Sets the samples that layers draw random numbers for.
 
     Args:
-        positions: of its N samples in the whole training (0 for the very first one), which keyed random numbers follow
-            from; None where they mean nothing, in evaluation. A tensor, int64 `[N]`, goes before what is said inside of
-            it: its memory stays where it is, so that kernels that are started again draw for other samples.
+        positions: of a micro-batch's N samples in the whole training, from 0; the key of their random numbers. None in
+            evaluation. An int64 tensor `[N]` takes precedence over the positions of inner blocks: CUDA graphs read its
+            memory, which is rewritten before each replay.
         frames: number of time steps and of samples.
     """
     outer, _ = _drawing.get()
-    token = _drawing.set((outer if isinstance(outer, Tensor) else positions, frames))
+    if isinstance(outer, Tensor):
+        positions = outer
+    token = _drawing.set((positions, frames))
     try:
         yield
     finally:
@@ -47,12 +49,12 @@ def drawn_frames() -> tuple[int, ...]:
 
 
 class _Drop(nn.Module):
-    """Multiplies by 0 with probability p, and by 1 / (1 - p) otherwise, in training.
+    """In training, multiplies by 0 with probability p, and by 1 / (1 - p) otherwise.
 
     Args:
-        name: global name, part of the key: equal layers at two places drop other values.
+        name: global name of the layer, part of the key.
     Raises:
-        ValueError: p outside [0, 1); in training, positions that are missing or are not those of N samples.
+        ValueError: p outside [0, 1); in training, no positions, or another number of them than samples.
     """
 
     purpose: ClassVar[str]
@@ -61,7 +63,9 @@ class _Drop(nn.Module):
         super().__init__()
         if not 0 <= p < 1:
             raise ValueError(f"{name}: the rate of {self.purpose} must be at least 0 and below 1, got {p}")
-        self.p, self.name, self.seed = p, name, context.seed
+        self.p = p
+        self.name = name
+        self.seed = context.seed
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -77,24 +81,25 @@ class _Drop(nn.Module):
             return torch.empty_like(x)
         if isinstance(positions, range):
             positions = torch.arange(positions.start, positions.stop)
+        # Keys are computed on the host, and copied without waiting for the device.
         low, high = philox_key(self.seed, self.purpose, self.name)
         keys = without_waiting(torch.stack([(positions & WORD_MASK) ^ low, (positions >> 32) ^ high]), x.device)
         return (x * self.kept(x, keys)).mul_(1 / (1 - self.p))
 
     def kept(self, x: Tensor, keys: Tensor) -> Tensor:
-        """Mask of the values that are kept: bool, of a shape that meets `x`. `keys` are the samples', `[2, N]`."""
+        """Boolean mask of the values to keep, broadcastable to `x`. `keys`: `[2, N]`, one for each sample."""
         raise NotImplementedError
 
 
 class ParallelDropout(_Drop):
-    """`[T, N, C_local, *space]`: values are zero with probability p, the others are divided by 1 - p (nn.Dropout).
+    """Dropout of `[T, N, C_local, *space]` (nn.Dropout).
 
-    Whether a value is kept follows from (seed, name, the sample's position in the training) and its place among all
-    time steps, pixels and channels of the sample: micro-batches, ranks and interruptions change nothing. Time steps are
-    drawn independently of each other; with --bptt-steps each call goes on from the steps of the last one.
+    The mask depends on the seed, the layer's name, the sample's position in the training, and the value's index among
+    all time steps, pixels and channels of the sample; not on micro-batches, ranks or restarts. Time steps are
+    independent. With --bptt-steps each call continues after the time steps of the last one.
 
     Args:
-        same_at_all_steps: what is dropped is dropped at all time steps (SpikingJelly's Dropout).
+        same_at_all_steps: use one mask for all time steps (SpikingJelly's Dropout).
     """
 
     purpose = "dropout"
@@ -104,9 +109,14 @@ class ParallelDropout(_Drop):
     ) -> None:
         context = context_for(context)
         super().__init__(p, name, context)
-        self.same_at_all_steps, self.group, self.carries = same_at_all_steps, context.tp, context.carries
-        self._rows, self._height = row_group(context), 0
-        self._steps, self._steps_before = context.time_steps, 0  # of a call; of the calls before, where they go on
+        self.same_at_all_steps = same_at_all_steps
+        self.group = context.tp
+        self.stateful = context.stateful
+        self._rows = context.row_group
+        # Height of whole images, and time steps in one call and in earlier calls on the same samples.
+        self._height = 0
+        self._steps = context.time_steps
+        self._steps_before = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta:
@@ -114,31 +124,35 @@ class ParallelDropout(_Drop):
         return super().forward(x)
 
     def forget(self) -> None:
-        """The next call is on the first time steps."""
+        """Returns to the first time step."""
         self._steps_before = 0
 
     def kept(self, x: Tensor, keys: Tensor) -> Tensor:
         time, _, channels, *space = x.shape
         own = slice(None)
-        if self._rows is not None and self._height and space:  # drawn for whole images
+        if self._rows is not None and self._height and space:
+            # Draws for whole images, and takes this rank's rows.
             rows = shared_rows(self._height, self._rows.size)[self._rows.rank]
-            own, space[0] = slice(rows.start, rows.stop), self._height
-        time = 1 if self.same_at_all_steps else time
-        first, before = self.group.rank * channels, self._steps_before
+            own = slice(rows.start, rows.stop)
+            space[0] = self._height
+        if self.same_at_all_steps:
+            time = 1
+        steps_before = self._steps_before
         stands_for_all = self.same_at_all_steps or time < self._steps
-        if self.carries and not stands_for_all:
+        if self.stateful and not stands_for_all:
             self._steps_before += time
-        mine, whole = range(first, first + channels), channels * self.group.size
-        drawn = kept(self.p, keys, time, math.prod(space), mine, whole, before).movedim(-1, 2)
+        first = self.group.rank * channels
+        local_channels = range(first, first + channels)
+        all_channels = channels * self.group.size
+        drawn = kept(self.p, keys, time, math.prod(space), local_channels, all_channels, steps_before).movedim(-1, 2)
         drawn = drawn.view(time, *x.shape[1:3], *space)
         return drawn[:, :, :, own] if space else drawn
 
 
 class DropPath(_Drop):
-    """`[T, N, ...]`: samples are zero with probability p, at all time steps, and the others are divided by 1 - p.
+    """Stochastic depth for a residual branch `[T, N, ...]` (arXiv 1603.09382): drops whole samples, at all time steps.
 
-    Stochastic depth (Huang et al. 2016, arXiv 1603.09382), for a branch that is added to its input. Drawn by sample, as
-    dropout. What comes out are no spikes any more: 1 / (1 - p) is no whole number.
+    The output holds no spikes, because 1 / (1 - p) is no integer.
     """
 
     purpose = "drop path"

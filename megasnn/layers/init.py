@@ -1,4 +1,4 @@
-"""Initial values of parameters and buffers: functions that fill a global tensor from a generator keyed by its name."""
+"""Initial values: functions that fill a global tensor from a generator keyed by the tensor's name."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from torch import Tensor, nn
 from megasnn.parallel.sharding import Initialiser
 
 ModuleInitialiser = Callable[[nn.Module], None]
-"""Sets values of a module."""
+"""Sets the values of a module."""
 
 
 def constant(value: float) -> Initialiser:
-    """The same value everywhere."""
+    """Fills with one value."""
     return lambda tensor, generator: tensor.fill_(value)
 
 
-zeros, ones = constant(0), constant(1)
+zeros = constant(0)
+ones = constant(1)
 
 
 def uniform(fan_in: int) -> Initialiser:
-    """Uniform within +-1 / sqrt(fan_in): what torch gives weights and biases of convolutions and linear layers."""
+    """Uniform within +-1 / sqrt(fan_in), torch's default for weights and biases of convolutions and linear layers."""
     bound = 1 / math.sqrt(fan_in)
     return lambda tensor, generator: tensor.uniform_(-bound, bound, generator=generator)
 
 
 def trunc_normal(tensor: Tensor, generator: torch.Generator) -> None:
-    """Normal with standard deviation 0.02, cut at +-2: what vision transformers start from."""
+    """Normal with standard deviation 0.02, truncated at +-2, as in vision transformers."""
     nn.init.trunc_normal_(tensor, std=0.02, generator=generator)
 
 
 def kaiming_normal(tensor: Tensor, generator: torch.Generator) -> None:
-    """Normal with variance 2 / fan_out: what ResNets and VGGs start from (arXiv 1502.01852)."""
+    """Normal with variance 2 / fan_out, as in ResNets and VGGs (arXiv 1502.01852)."""
     nn.init.kaiming_normal_(tensor, mode="fan_out", nonlinearity="relu", generator=generator)
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers of a module and those in it."""
+    """Parameters and buffers of a module and its submodules."""
     return chain(module.parameters(), module.buffers())
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names, parameters and buffers of a module, without those of the modules in it."""
+    """Named parameters and buffers of a module without its submodules."""
     return chain(
         module.named_parameters(recurse=False, remove_duplicate=False),
         module.named_buffers(recurse=False, remove_duplicate=False),

@@ -1,11 +1,10 @@
-"""Layer of a model with its name, as a model's `layers` yields it."""
+"""A named layer, as a model's `layers` method yields it."""
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,15 +16,15 @@ from megasnn.layers.init import ModuleInitialiser
 
 @dataclass(frozen=True)
 class Layer:
-    """
+    """A module of a model with its name and inputs.
+
     Attributes:
-        name: global name, the prefix of its parameters' names; unlike that of any other layer.
-        module: takes the outputs of `takes`, and returns a tensor, or a tuple or dict of tensors.
-        layer_group: the coarser part that it belongs to ("patch_embed", "blocks.0"), for explicit layouts (not the
-            segment of a schedule, which is a layer or a chunk: megasnn/schedule/actions.py).
-        initialise: of a plain module: sets initial values of each module in it, after their `reset_parameters`.
-        takes: names of the earlier layers whose outputs are its inputs; empty: the layer before it.
-        is_sharded: the module was given to `megasnn.shard`, and the layer is made of a copy.
+        name: unique global name, the prefix of its parameters' names.
+        module: maps the inputs to a tensor, or a tuple or dict of tensors.
+        layer_group: name of several layers that stay together in explicit layouts ("patch_embed", "blocks.0").
+        initialise: sets initial values of each submodule of a plain module, after its `reset_parameters`.
+        takes: names of the input layers; empty for the layer before.
+        is_sharded: the module comes from `megasnn.shard`, which copies it.
     """
 
     name: str
@@ -37,19 +36,20 @@ class Layer:
 
 
 class LayerSource(ABC):
-    """Object that a layer is made of when a model is built, such as `megasnn.shard(net)`."""
+    """Source of a layer's module, such as `megasnn.shard(net)`."""
 
     initialise: ModuleInitialiser | None
 
     @abstractmethod
     def give(self) -> nn.Module:
-        """The module of the layer. Raises ValueError for one that no layer can be made of."""
+        """The module of the layer. Raises ValueError for an unsupported one."""
 
 
 class FunctionLayer(nn.Module):
-    """A function of the inputs as a module. It is whole on every tensor parallel rank, and learns nothing."""
+    """A function as a module, whole on every tensor-parallel rank."""
 
-    mixes_rows = True  # of a function nobody knows: see `megasnn.layers.plain.refusals`
+    # An unknown function may compute with several rows of pixels: see `megasnn.layers.plain.refusals`.
+    mixes_rows = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -59,28 +59,33 @@ class FunctionLayer(nn.Module):
         return self.function(*inputs)
 
 
-def require_module(what: str, module: object) -> nn.Module:
-    """The module that is given to `what`. Raises ValueError for anything else, such as a class."""
+def require_module(receiver: str, module: object) -> nn.Module:
+    """The module. Raises ValueError for anything else, such as a class."""
     if not isinstance(module, nn.Module):
-        raise ValueError(f"{what} is given {module!r}, where it takes a torch.nn.Module")
+        raise ValueError(f"{receiver} takes a torch.nn.Module, got {module!r}")
     return module
 
 
-def require_initialiser(what: str, initialise: object) -> None:
-    """Raises ValueError for something else than a function of one module, or None."""
-    if initialise is None:
+def require_initialiser(receiver: str, initialise: object) -> None:
+    """Raises ValueError unless `initialise` is a function of one module, or None."""
+    if initialise is None or _accepts_one_module(initialise):
         return
-    fits = callable(initialise)
-    if callable(initialise):
-        with suppress(ValueError):  # some builtins do not say what they take
-            try:
-                inspect.signature(initialise).bind(nn.Identity())
-            except TypeError:
-                fits = False
-    if not fits:
-        raise ValueError(
-            f"{what}: initialise={initialise!r} is called with each module alone: give a function of one module"
-        )
+    raise ValueError(f"{receiver}: initialise={initialise!r} must be a function of one module")
+
+
+def _accepts_one_module(function: object) -> bool:
+    if not callable(function):
+        return False
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        # Python knows no signature of some builtins.
+        return True
+    try:
+        signature.bind(nn.Identity())
+    except TypeError:
+        return False
+    return True
 
 
 def layer(
@@ -91,13 +96,16 @@ def layer(
     initialise: ModuleInitialiser | None = None,
     takes: Sequence[str] | None = None,
 ) -> Layer:
-    """A layer of a model; see `Layer`. Without `layer_group` it is a group of its own; one name in `takes` may be
-    alone.
+    """Makes a layer of a model; see `Layer`.
 
-    A function is a layer as well, but not where ranks share out rows: `layer("add", torch.add, takes=("a", "b"))`.
-
-    Raises ValueError for an empty `takes`, `initialise` beside that of `megasnn.shard` or not a function of one module,
-    and for what is neither a module nor a function of its inputs alone.
+    Args:
+        module: a module, `megasnn.shard(...)`, or a function: `layer("add", torch.add, takes=("a", "b"))`. Functions
+            are not supported with --context-parallel-cut rows.
+        layer_group: the layer's name by default.
+        takes: one name or several.
+    Raises:
+        ValueError: an empty `takes`; `initialise` beside `megasnn.shard`, or not a function of one module; a module of
+            another type.
     """
     require_initialiser(name, initialise)
     candidate: Any = module
@@ -106,7 +114,7 @@ def layer(
         candidate = FunctionLayer(candidate)
     elif is_sharded:
         if initialise is not None:
-            raise ValueError(f"{name}: give initialise=... to megasnn.shard, which describes the initial values")
+            raise ValueError(f"{name}: give initialise=... to megasnn.shard, not to layer")
         initialise = candidate.initialise
         try:
             candidate = candidate.give()
@@ -115,4 +123,5 @@ def layer(
     if takes is not None and not takes:
         raise ValueError(f"{name}: takes={takes!r} names no layer; leave it out to take the layer before")
     names = (takes,) if isinstance(takes, str) else tuple(takes or ())
-    return Layer(name, require_module(f"layer {name!r}", candidate), layer_group or name, initialise, names, is_sharded)
+    made = require_module(f"layer {name!r}", candidate)
+    return Layer(name, made, layer_group or name, initialise, names, is_sharded)

@@ -1,4 +1,4 @@
-"""Batch norm cut by channel, whose running statistics are merged once per step over the global batch."""
+"""Batch norm sharded by channel. Running statistics are merged once a step over the global batch."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from torch import Tensor, nn
 from megasnn.common.recompute import is_replaying
 from megasnn.kernels.torch_backend import REDUCED, batch_norm
 from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.facts import facts
 from megasnn.layers.init import ones, zeros
-from megasnn.layers.row_context import row_group, sum_for_each
-from megasnn.layers.shape_inference import calls_of, count_call
-from megasnn.parallel.sharding import Initialiser, declare
+from megasnn.layers.row_context import sum_for_each
+from megasnn.layers.tensors import declare
+from megasnn.parallel.sharding import Initialiser
 from megasnn.parallel.sync_batch_norm import SharedStatistics
 from megasnn.parallel_state import Group
 
 
 class ParallelBatchNorm(nn.Module):
-    """Normalises each channel of `[T, N, C_local, *space]` over time, samples and space (nn.BatchNorm's arithmetic).
+    """Batch norm of `[T, N, C_local, *space]` over time, samples and space (nn.BatchNorm's arithmetic).
 
-    Every micro-batch is normalised by its own mean and biased variance. A forward does not touch the running
-    statistics: with `recording` on, it appends (mean, biased variance, values per channel) to `pending`, and
-    `merge_running_statistics` makes one update of the global batch's records, for each call in a forward of the model.
+    Every micro-batch is normalised by its own mean and biased variance. A forward leaves the running statistics
+    unchanged. With `record_statistics` it appends (mean, biased variance, values per channel) to `pending`, and
+    `merge_running_statistics` makes one update from the global batch's records, for each call in a forward.
 
     Args:
         channels: the global number; each rank holds `channels / size`.
         momentum: weight of the new statistics; None for the average over all steps.
         blocks: as in ParallelConv, for a norm after fused q, k, v.
-        initialise, initialise_bias: fill the global weight and bias; by default with ones and zeros.
+        initialise, initialise_bias: fill the global weight and bias; ones and zeros by default.
     Attributes:
-        shared: the exchange between the ranks that share a micro-batch; None where no others do.
+        shared: exchange of statistics between the ranks that share a micro-batch; None without.
+        pending: records of the current step.
     """
 
     weight: Tensor | None
@@ -55,13 +57,17 @@ class ParallelBatchNorm(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
+        self.channels = channels
+        self.eps = eps
+        self.momentum = momentum
         self.time_steps = context.time_steps
-        self.shared = SharedStatistics(context.cp) if context.cp.size > 1 else None
-        self._by_rows = row_group(context) is not None
-        self.channels, self.eps, self.momentum = channels, eps, momentum
-        self._local_channels = channels // context.tp.size
-        self.recording = False
+        self.shared: SharedStatistics | None = None
+        if context.state.cp.size > 1:
+            self.shared = SharedStatistics(context.state.cp)
         self.pending: list[tuple[Tensor, Tensor, int | Tensor]] = []
+        self._is_recording = False
+        self._by_rows = context.row_group is not None
+        self._local_channels = channels // context.tp.size
         shard = partial(context.shard, (channels,), 0, blocks)
         for name in ("weight", "bias"):
             self.register_parameter(name, None)
@@ -77,7 +83,7 @@ class ParallelBatchNorm(nn.Module):
 
     @property
     def fixed_statistics(self) -> tuple[Tensor, Tensor] | None:
-        """Running mean and variance, which evaluation normalises with; None where the batch's own are taken."""
+        """Running mean and variance, for evaluation; None if the batch's own statistics apply."""
         if self.training or self.running_mean is None or self.running_var is None:
             return None
         return self.running_mean, self.running_var
@@ -85,7 +91,7 @@ class ParallelBatchNorm(nn.Module):
     @property
     def calls(self) -> int:
         """Number of calls in a forward of the model."""
-        return calls_of(self)
+        return facts(self).calls
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta and x.shape[2] != self._local_channels:
@@ -94,8 +100,10 @@ class ParallelBatchNorm(nn.Module):
                 f"{x.shape[2]}"
             )
         if x.is_meta and x.ndim < 4 and self._by_rows:
-            self.shared = None  # without space, all ranks have the same
-        flat, fixed = x.flatten(0, 1), self.fixed_statistics
+            # Without space the ranks that divide rows have equal values, and equal statistics.
+            self.shared = None
+        flat = x.flatten(0, 1)
+        fixed = self.fixed_statistics
         if fixed is not None:
             return batch_norm(flat, fixed, self.weight, self.bias, self.eps).unflatten(0, x.shape[:2])
         count: int | Tensor = flat.numel() // flat.shape[1]
@@ -104,29 +112,44 @@ class ParallelBatchNorm(nn.Module):
         else:
             y = batch_norm(flat, None, self.weight, self.bias, self.eps)
             with torch.no_grad():
-                wide = flat.float() if flat.dtype in REDUCED else flat  # the result has the type of the input
+                # var_mean returns the type of its input, which may be too narrow for statistics.
+                wide = flat.float() if flat.dtype in REDUCED else flat
                 variance, mean = torch.var_mean(wide, dim=[d for d in range(flat.ndim) if d != 1], correction=0)
         # A single time step stands for all of them: equal frames have the same mean and variance.
         repeats = self.time_steps if len(x) == 1 else 1
         self.record(mean, variance, repeats * count)
         return y.unflatten(0, x.shape[:2])
 
+    def record_statistics(self, is_on: bool = True) -> None:
+        """Lets forwards append their statistics to `pending`, or stops that."""
+        self._is_recording = is_on
+
     def record(self, mean: Tensor, variance: Tensor, count: int | Tensor) -> None:
-        """Keeps the statistics `[C_local]` of one call over `count` values a channel, if recording is on and this is
-        not a recomputed forward; the dry run counts the calls."""
+        """Records the statistics `[C_local]` of one call, over `count` values a channel.
+
+        The dry run counts the call. A recomputed forward, or one without `record_statistics`, records nothing.
+        """
         if mean.is_meta:
-            count_call(self)
-        if self.recording and self.running_mean is not None and not is_replaying():
+            facts(self).count_call()
+        # A recomputed forward has recorded its statistics before.
+        if self._is_recording and self.running_mean is not None and not is_replaying():
             self.pending.append((mean.detach(), variance.detach(), count))
 
 
 def shared_batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalises this rank's values `[N, C, ...]` of each channel; there may be none. Gives also mean and biased
-    variance `[C]` of all ranks' values, and their number a channel."""
+    """Batch norm with the statistics of all ranks of a group.
+
+    Args:
+        x: this rank's values `[N, C, ...]`. N may be 0.
+    Returns:
+        The normalised values; mean and biased variance `[C]`; number of values a channel.
+    """
     values = x.float() if x.dtype in REDUCED else x
-    over, shape = [dim for dim in range(x.ndim) if dim != 1], (-1, *[1] * (x.ndim - 2))
+    over = [dim for dim in range(x.ndim) if dim != 1]
+    shape = (-1, *[1] * (x.ndim - 2))
+    # In float64: the order of the sums depends on the layout, and a rounding at a threshold is another spike.
     own = values.new_full((1,), x.numel() // x.shape[1], dtype=torch.float64)
     sums = sum_for_each(torch.cat([values.sum(over, dtype=torch.float64), own]), group)
     count = sums[-1].detach()
@@ -134,7 +157,10 @@ def shared_batch_norm(
     deviations = values - mean.view(shape)
     squares = sum_for_each(deviations.square().sum(over, dtype=torch.float64), group)
     variance = (squares / count).to(values.dtype)
-    scale = (variance + eps).rsqrt() if weight is None else (variance + eps).rsqrt() * weight
+    scale = (variance + eps).rsqrt()
+    if weight is not None:
+        scale = scale * weight
     y = deviations * scale.view(shape)
-    y = y if bias is None else y + bias.view(shape)
+    if bias is not None:
+        y = y + bias.view(shape)
     return y.to(x.dtype), mean, variance, count

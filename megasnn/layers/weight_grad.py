@@ -1,8 +1,8 @@
-"""Gradients of weights as the second part of backward, and the weights that are multiplied by.
+"""Weight gradients as the second part of backward, and the cache of cast weights.
 
-Backward needs the gradient of a layer's input right away, for the layer before it; that of its weight has time until
-the optimizer's step. Convolutions and linear layers therefore only leave a task for the latter, in `WeightGradients`.
-A task adds straight to `parameter.grad`, which is a place in a gradient bucket; autograd takes no part in it.
+Backward needs a layer's input gradient at once, for the layer before it. The weight gradient is needed by the optimizer
+only. Convolutions and linear layers leave it as a task in `WeightGradients`. A task adds to `parameter.grad`, a view of
+a gradient bucket, without autograd.
 """
 
 from __future__ import annotations
@@ -18,40 +18,50 @@ from torch import Tensor
 
 from megasnn.kernels.layout import on_gpu
 
-AddGradient = Callable[[Tensor], None]  # adds to the tensor it is given, which is shaped and typed like the parameter
+AddGradient = Callable[[Tensor], None]
+"""Adds a gradient to a tensor of the parameter's shape and type."""
 Leave = Callable[[AddGradient], None]
 WeightGradientTask = Callable[[], None]
 
 
 class WeightGradients:
-    """Tasks that the layers of a rank's chunks leave for later.
+    """Queue of the weight gradients of a rank's chunks.
 
-    Whether a task runs at once or deferred, it is the same computation, and each parameter's tasks run in the order
-    in which backward left them: the sums have the same bits.
+    Deferred or not, tasks compute the same, and the tasks of a parameter run in the order of backward: the sums have
+    the same bits.
 
     Attributes:
-        on_added: called with a parameter each time a gradient was added to it; autograd's hooks do not see that.
-        anchor: stands for all parameters in autograd's graphs; it has no gradient.
+        report: called with each parameter whose gradient grew; see `report_to`.
+        anchor: stands for all parameters in autograd's graphs, and has no gradient.
     """
 
     def __init__(self) -> None:
-        self.on_added: Callable[[Tensor], None] = lambda parameter: None
+        self.report: Callable[[Tensor], None] = _ignore
         self.anchor = torch.zeros((), requires_grad=True)
         self._parameters: set[Tensor] = set()
         self._deferred: deque[WeightGradientTask] | None = None
         self._collected: list[tuple[Tensor, AddGradient]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
-        return self  # the copy of a layer leaves its tasks where the layer does
+        # The copy of a layer uses the same queue.
+        return self
+
+    def report_to(self, listener: Callable[[Tensor], None]) -> None:
+        """Calls a function with each parameter whose gradient grew. Autograd's hooks do not see these additions."""
+        self.report = listener
 
     def of(self, parameter: Tensor) -> tuple[Tensor | None, Leave | None]:
-        """Gives a parameter's layer the anchor, for autograd must not see the parameter, whose hooks it would call, and
-        what the layer's backward calls; None for a frozen parameter."""
+        """The anchor, and a function for the backward of the parameter's layer. (None, None) for a frozen parameter.
+
+        Autograd sees the anchor in place of the parameter, and calls none of the parameter's hooks.
+        """
         self._parameters.add(parameter)
-        return (self.anchor, partial(self._leave, parameter)) if parameter.requires_grad else (None, None)
+        if not parameter.requires_grad:
+            return None, None
+        return self.anchor, partial(self._leave, parameter)
 
     def takes(self, parameter: Tensor) -> bool:
-        """Tells whether the layer of a parameter has asked for it; a layer that was never called has asked for none."""
+        """Whether a layer called `of` for the parameter; layers do in their first forward."""
         return parameter in self._parameters
 
     def _leave(self, parameter: Tensor, add: AddGradient) -> None:
@@ -61,12 +71,15 @@ class WeightGradients:
             self.leave(partial(self._add, parameter, add))
 
     def leave(self, task: WeightGradientTask) -> None:
-        """Runs a task now, or when deferred tasks are run."""
-        task() if self._deferred is None else self._deferred.append(task)
+        """Runs a task now, or defers it inside `deferred`."""
+        if self._deferred is None:
+            task()
+        else:
+            self._deferred.append(task)
 
     @contextmanager
     def collected(self) -> Iterator[list[tuple[Tensor, AddGradient]]]:
-        """Adds nothing inside: the list gets each parameter, and what would add to its gradient."""
+        """Collects (parameter, function that adds its gradient) inside, and adds nothing."""
         self._collected = []
         try:
             yield self._collected
@@ -75,7 +88,7 @@ class WeightGradients:
 
     @contextmanager
     def deferred(self) -> Iterator[deque[WeightGradientTask]]:
-        """Runs no tasks inside, but collects them, to be run in their order."""
+        """Collects tasks inside, to be run in their order."""
         self._deferred = deque()
         try:
             yield self._deferred
@@ -87,20 +100,25 @@ class WeightGradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             add(parameter.grad)
-        self.on_added(parameter)
+        self.report(parameter)
+
+
+def _ignore(parameter: Tensor) -> None:
+    """Default listener of `WeightGradients`."""
 
 
 class CastWeights:
-    """Weights that convolutions and linear layers multiply by, cast where they compute in another type.
+    """Cache of weights in the type of the products.
 
-    Inside `caching` each weight is copied once; otherwise in every forward.
+    Inside `caching` each weight is copied once; outside, in every forward.
 
     Args:
-        stay: whether the copies stay where they are from step to step, as graphs need it.
+        stay: keep the copies, at the same addresses, from step to step. CUDA graphs need it.
     """
 
     def __init__(self, stay: bool = False) -> None:
-        self._stay, self._is_caching = stay, False
+        self._stay = stay
+        self._is_caching = False
         self._copies: dict[Tensor, Tensor] = {}
         self._given: dict[Tensor, Tensor] = {}
 
@@ -108,12 +126,13 @@ class CastWeights:
         return self
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in that type, without gradient."""
+        """The weight in a type, without gradient."""
         if weight in self._given:
             return self._given[weight]
         if self._is_caching and weight in self._copies:
             return self._copies[weight]
-        is_image_kernel = on_gpu(weight) and weight.ndim == 4  # cuDNN would bring it into that order in each call
+        # cuDNN would copy an image kernel to channels last in every call.
+        is_image_kernel = on_gpu(weight) and weight.ndim == 4
         order = torch.channels_last if is_image_kernel else torch.preserve_format
         copy = weight.detach().to(dtype, memory_format=order)
         if self._is_caching:
@@ -122,17 +141,17 @@ class CastWeights:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the copies that there are; a weight that is computed with as it is has none."""
+        """Bytes of the copies. A weight that needs no cast has none."""
         copies = [copy for weight, copy in self._copies.items() if copy.data_ptr() != weight.data_ptr()]
         return sum(each.nbytes for each in copies)
 
     def give(self, weight: Tensor, values: Tensor) -> None:
-        """Sets the values, of the type that is computed in, that are multiplied by from now on."""
+        """Replaces a weight in products from now on, by values in their type."""
         self._given[weight] = values
 
     @contextmanager
     def caching(self) -> Iterator[None]:
-        """Keeps copies where no weight changes: around the forwards and backwards of a step."""
+        """Surrounds the forwards and backwards of a step, in which no weight changes."""
         if self._stay:
             self._refresh()
         self._is_caching = True
@@ -144,7 +163,8 @@ class CastWeights:
                 self._copies = {}
 
     def _refresh(self) -> None:
-        apart = {w: copy for w, copy in self._copies.items() if (w.dtype, w.stride()) != (copy.dtype, copy.stride())}
-        if apart:
+        # A weight that needed no cast is its own copy.
+        cast = {w: copy for w, copy in self._copies.items() if (w.dtype, w.stride()) != (copy.dtype, copy.stride())}
+        if cast:
             with torch.no_grad():
-                torch._foreach_copy_(list(apart.values()), list(apart))
+                torch._foreach_copy_(list(cast.values()), list(cast))

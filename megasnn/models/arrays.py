@@ -1,4 +1,4 @@
-"""Arrays of a sample: the shape, type and file of an input of a model, or of its target."""
+"""Arrays of a sample: shape, type and file of a model's inputs and target."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Array that every sample has: an input of the model, or its target.
+    """An array in every sample: an input of the model, or its target.
 
     Attributes:
-        shape: of one sample.
-        dtype: "float" for the type that the model computes in, "int" for whole numbers (int64).
-        below: whole numbers are from 0 to below - 1, as every batch is checked for; None: they may be any.
-        void: a number beside them that stands for no class, as 255 in Cityscapes. Loss and metrics leave it out.
-        over_time: True where the first dimension of an input is T, so that each time step has its own part.
-        file: ending of its file in shards, "npy", "mask.npy" or "seg.png"; without one, an input is the image of the
-            sample, and a target its class.
+        shape: shape for one sample.
+        dtype: "float" for the model's compute type, "int" for int64.
+        below: upper bound of integers from 0, checked in every batch; None for any integer.
+        void: integer without a class, such as 255 in Cityscapes; ignored by loss and metrics.
+        over_time: True if the first dimension is T.
+        file: ending in shards, "npy", "mask.npy" or "seg.png". Default: the sample's image or class.
     """
 
     shape: tuple[int, ...]
@@ -39,47 +38,53 @@ class ArraySpec:
         return torch.empty((samples, *self.shape), dtype=self.type_for(floating), device="meta")
 
     def examples(self, samples: int, generator: torch.Generator) -> Tensor:
-        """Random samples that layers are measured on."""
+        """Random samples for measuring layers."""
         shape = (samples, *self.shape)
         if self.dtype == "int":
             return torch.randint(self.below or 2, shape, generator=generator)
         return torch.randn(shape, generator=generator)
 
     def frames(self, samples: Tensor) -> Tensor:
-        """Samples as layers take them: `[T, N, ...]`, or `[1, N, ...]` of an input that all time steps see.
+        """Samples as layers take them: `[T, N, ...]`, or `[1, N, ...]` for an input shown at every time step.
 
         Args:
-            samples: `[N, *shape]`; where all time steps see the same, also `[T, N, *shape]`.
+            samples: `[N, *shape]`; without `over_time` also `[T, N, *shape]`.
         Raises:
             ValueError: samples of another shape.
         """
-        found, dims = tuple(samples.shape), len(self.shape)
+        found = tuple(samples.shape)
+        dims = len(self.shape)
         if self.over_time and found[1:] == self.shape:
             return samples.transpose(0, 1)
-        if not self.over_time and len(found) in (dims + 1, dims + 2):
-            return samples.unsqueeze(0) if len(found) == dims + 1 else samples
+        if not self.over_time and len(found) == dims + 1:
+            return samples.unsqueeze(0)
+        if not self.over_time and len(found) == dims + 2:
+            return samples
         sizes = ", ".join(map(str, ["N", *self.shape]))
         raise ValueError(f"expected samples [{sizes}]{'' if self.over_time else ' or [T, N, ...]'}, got {list(found)}")
 
     def problem(self, name: str, values: Any, samples: int | None, reads: bool) -> str | None:
-        """Reason why values are no batch of these arrays; None where they are.
+        """Reason why values are no batch of this array; None if they are.
 
         Args:
-            samples: number of them; None for any. reads: False looks at that number alone.
+            samples: expected number; None for any.
+            reads: False to check that number only.
         """
         fits = isinstance(values, Tensor) and values.ndim > 0 and 0 < len(values) == (samples or len(values))
         if fits and reads:
-            is_whole = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
-            fits = values.shape[1:] == self.shape and (is_whole if self.dtype == "int" else values.is_floating_point())
+            is_float = values.is_floating_point()
+            is_whole = not (is_float or values.is_complex() or values.dtype == torch.bool)
+            fits = values.shape[1:] == self.shape and (is_whole if self.dtype == "int" else is_float)
         if not fits:
             kind = "whole numbers, of an integer type," if self.dtype == "int" else "floating-point values"
             shape = ", ".join(map(str, [samples or "N", *self.shape]))
-            got = shape_and_type(values)
-            return f"{name} must be {kind} [{shape}], one sample or more, as the model says; got {got}"
+            found = shape_and_type(values)
+            return f"{name} must be {kind} [{shape}], one sample or more, as the model says; got {found}"
         if reads and self.void is not None:
             values = values[values != self.void]
         if reads and self.below is not None and values.numel():
-            lowest, highest = int(values.long().min()), int(values.long().max())
+            lowest = int(values.long().min())
+            highest = int(values.long().max())
             if not 0 <= lowest <= highest < self.below:
                 return (
                     f"{name} are from {lowest} to {highest}, and must be below {self.below} (num_classes, or `below`)"
@@ -88,7 +93,8 @@ class ArraySpec:
 
 
 def not_finite(name: str, values: Tensor) -> str | None:
-    """Reason why no answer follows from an input; None where all values are finite. A neuron would hide a nan."""
+    """Reason to refuse an input with nan or infinity; None if all values are finite."""
+    # A neuron would hide them: a comparison with nan is false, so it never fires.
     if values.is_floating_point() and not bool(values.isfinite().all()):
         return f"{name} hold values that are nan or infinite: no answer follows from them"
     return None

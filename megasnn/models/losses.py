@@ -1,9 +1,7 @@
-"""Losses on logits `[T, N, classes]`, as sums over the samples: a micro-batch's share needs no further weight.
+"""Losses on logits `[T, N, classes]`, summed over the samples, so that micro-batches add up without weights.
 
-All of them take as labels class indices `[N]` or `[N, 1]`, or probabilities `[N, classes]`; reduced precision is raised
-to float32; they raise ValueError for labels of another shape and indices outside the classes, which are noted inside of
-a step (megasnn/common/checks.py). A loss is given all that the model's last layer gives; of a bundle, these take the
-logits.
+Labels are class indices `[N]` or `[N, 1]`, or probabilities `[N, classes]`. Other shapes, and indices outside the
+classes, raise ValueError; in a step, at its end (megasnn/common/checks.py).
 """
 
 from __future__ import annotations
@@ -17,19 +15,19 @@ from megasnn.common.checks import check_value
 
 
 def cross_entropy_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy of the logits' mean over time, summed over the samples."""
+    """Cross-entropy of the logits' mean over time."""
     mean = _raised(logits).mean(0)
     return F.cross_entropy(mean, _target(mean, labels), reduction="sum", label_smoothing=label_smoothing)
 
 
 def tet_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0, share: float = 1e-3) -> Tensor:
-    """Temporal efficient training (Deng et al. 2022, arXiv 2202.11946, equations 8 to 10), summed over the samples.
+    """Temporal efficient training (Deng et al. 2022, arXiv 2202.11946, equations 8 to 10).
 
     (1 - share) times the mean over time of each step's own cross-entropy, plus `share` times the mean squared distance
     of all logits from 1.
 
     Args:
-        share: lambda there; phi is 1.
+        share: lambda in the paper; its phi is 1.
     """
     raised = _raised(logits)
     steps = len(raised)
@@ -41,7 +39,7 @@ def tet_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0, share:
 
 
 def mse_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Mean squared distance, over the classes, of the mean over time from the label as 0 and 1; over samples a sum."""
+    """Squared distance between the logits' mean over time and the one-hot label, as a mean over the classes."""
     rates = _raised(logits).mean(0)
     target = _target(rates, labels)
     wanted = target if target.is_floating_point() else _one_hot(target, rates)
@@ -51,8 +49,10 @@ def mse_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0) -> Ten
 
 @torch.no_grad()
 def correct_predictions(logits: Tensor, labels: Tensor, top: tuple[int, ...] = (1, 5)) -> Tensor:
-    """Number of samples with their label among the k highest logits (mean over time), for each k in `top`: a tensor
-    where the logits are. Of probabilities the label is the most probable class."""
+    """Number of samples with their label among the k highest mean logits, for each k in `top`, on the logits' device.
+
+    With probabilities the label is the most probable class.
+    """
     mean = logits.float().mean(0)
     wanted = labels.argmax(1) if labels.is_floating_point() else labels
     ranked = mean.topk(min(max(top), mean.shape[1]), dim=1).indices == wanted.reshape(-1, 1)
@@ -61,11 +61,12 @@ def correct_predictions(logits: Tensor, labels: Tensor, top: tuple[int, ...] = (
 
 def _raised(output: Bundle) -> Tensor:
     logits = logits_of(output)
+    # Sums of exponentials need float32.
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
 def _one_hot(labels: Tensor, like: Tensor) -> Tensor:
-    """1 at the label's class and 0 at the others; torch's own waits for the labels on some devices."""
+    # torch's own one_hot reads the labels' maximum, for which a GPU makes the host wait.
     return (labels.unsqueeze(1) == torch.arange(like.shape[1], device=labels.device)).to(like.dtype)
 
 
@@ -85,4 +86,5 @@ def _target(logits: Tensor, labels: Tensor) -> Tensor:
         f"labels must be from 0 to {classes - 1} with --num-classes {classes}",
         lambda: f"got labels from {int(labels.min())} to {int(labels.max())}",
     )
-    return labels.clamp(0, classes - 1)  # a GPU ends the process at a class that is none
+    # A GPU ends the process at a class outside the logits.
+    return labels.clamp(0, classes - 1)

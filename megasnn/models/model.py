@@ -25,23 +25,24 @@ if TYPE_CHECKING:
     from megasnn.models.weight_names import Dialect
 
 TASK = ("inputs", "target", "loss", "metrics", "predict")
+"""Members that define a model's task. A model without any classifies images."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model(ABC):
-    """The dimensions of a model. A subclass is a frozen dataclass, whose fields are flags, checked, saved with every
-    checkpoint and explained by --help with the text below it, or below that of the base class.
+    """Dimensions of a model, and its layers.
 
-    A built-in model imports what needs torch in its methods: flags are checked before torch is imported.
+    A subclass is a frozen dataclass. Its fields are flags, saved with checkpoints; the text below a field is its help.
+    Built-in models import torch inside methods, because flags are checked before torch is imported.
 
     Attributes:
-        name: checkpoints keep it. By default that of the class, as a file would be called: sew_res_net of SewResNet.
-        marker: name of a tensor that the model has in every size, and no other model has, so that weights which do not
-            say of which model they are are known by it; None where weights always say it.
-        neuron: the defaults of the flags --neuron, --tau and so on.
-        loss: (output of the last layer, target) -> the loss of each sample, `[N]`; None for that of --loss.
-        metrics: (output, target) -> figures by name, of each sample, `[N]`; None for the accuracy of classes.
-        predict: output -> the answer for each sample, `[N, ...]`; None for the mean of the logits over time.
+        name: name in checkpoints. Default: the class name in snake case, sew_res_net for SewResNet.
+        marker: a tensor name unique to this model and present at every size. Identifies weight files without a model
+            name.
+        neuron: defaults of --neuron, --tau and so on.
+        loss: (output, target) -> loss of each sample, `[N]`; None for --loss.
+        metrics: (output, target) -> named figures of each sample, `[N]`; None for accuracy.
+        predict: output -> answer for each sample, `[N, ...]`; None for the logits' mean over time.
     """
 
     name: ClassVar[str]
@@ -54,9 +55,9 @@ class Model(ABC):
     image_size: int = 32
     """Height and width of the images, or of the frames."""
     in_channels: int = 3
-    """Channels that images get: 1 (RGB becomes grey) or 3 (grey is repeated); frames of events have 2 polarities."""
+    """Channels of the images: 1 (RGB becomes grey) or 3 (grey is repeated); event frames have 2 polarities."""
     time_steps: int = 4
-    """Simulated time steps, T. The same image is presented at each of them, or a frame of its own."""
+    """Simulated time steps, T. An image is shown at every step; event frames have one frame per step."""
     num_classes: int = 10
     """Number of classes."""
 
@@ -66,42 +67,40 @@ class Model(ABC):
 
     @abstractmethod
     def layers(self) -> Iterable[Layer]:
-        """The layers from input to logits, each made where it is yielded (`megasnn.layer`).
+        """The layers from input to logits (`megasnn.layer`), each made where it is yielded.
 
-        The first one takes frames `[T, N, C, H, W]`, or `[1, N, C, H, W]` for an image that is shown at every step;
-        the last one gives logits `[T, N, num_classes]` of a classification, whole on every tensor parallel rank, or a
-        bundle with them (`megasnn.common.bundle.logits_of`); of another task, what its `loss` takes.
+        The first layer takes frames `[T, N, C, H, W]`, or `[1, N, C, H, W]` for an image shown at every step. The last
+        returns the input of the loss: for classification logits `[T, N, num_classes]`, or a bundle with them.
         """
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of one sample: (C, H, W) for images, (T, C, H, W) for frames of events, which a model whose field
-        `event_frames` is True takes."""
-        image = self.in_channels, self.image_size, self.image_size
+        """Shape of one sample: (C, H, W) for images, (T, C, H, W) for a model with `event_frames` set."""
+        image = (self.in_channels, self.image_size, self.image_size)
         return (self.time_steps, *image) if getattr(self, "event_frames", False) else image
 
     @property
     def inputs(self) -> Mapping[str, ArraySpec]:
-        """Arrays that every sample has for the layers, which name them in `takes`; the first layer takes the first."""
+        """Input arrays of a sample by name. Layers name them in `takes`; the first layer takes the first input."""
         from megasnn.models.arrays import ArraySpec
 
         return {"images": ArraySpec(self.input_shape, over_time=len(self.input_shape) == 4)}
 
     @property
     def target(self) -> ArraySpec | str:
-        """Target of a sample: the array that is learned, or the name of the input that is. By default a class."""
+        """Target of a sample: an array, or the name of an input. By default a class number."""
         from megasnn.models.arrays import ArraySpec
 
         return ArraySpec((), "int", below=self.num_classes)
 
     @classmethod
     def own_task(cls) -> list[str]:
-        """Names in `TASK` of what the class says itself: without any, it classifies images."""
+        """Members of `TASK` that the class defines itself."""
         return [name for name in TASK if getattr(cls, name) is not getattr(Model, name)]
 
     def problems(self, tensor_parallel: int) -> list[str]:
-        """Problems of the dimensions, with value and flag; what does not divide by the tensor parallel ranks is found
-        out when layers are built. A model with more to say adds it to this."""
+        """Problems of the dimensions, each with value and flag. Subclasses add theirs."""
+        # Sizes that tensor-parallel ranks do not divide are found when layers are built.
         wrong = at_least(self, 1, "image_size", "in_channels", "time_steps", "num_classes")
         events = getattr(self, "event_frames", None)
         if events and self.in_channels != 2:
@@ -112,18 +111,17 @@ class Model(ABC):
 
     @classmethod
     def recipes(cls) -> dict[str, Path]:
-        """Configurations for `--config` by name, "spikformer/cifar10": the files of the folder `recipes` beside the
-        class."""
+        """Files for `--config` by name, such as "spikformer/cifar10": folder `recipes` beside the class."""
         try:
             folder = Path(inspect.getfile(cls)).parent / "recipes"
-        except (OSError, TypeError):  # a class of a program that was typed in
+        except (OSError, TypeError):
+            # A class typed into an interpreter has no file.
             return {}
         return {f"{cls.name}/{file.stem}": file for file in sorted(folder.glob("*.json"))}
 
     @classmethod
     def dialects(cls) -> Sequence[Dialect]:
-        """The names that other programs have for the model's tensors: DIALECTS of the module `weight_names` beside that
-        of the class, where there is one."""
+        """Tensor names in other programs: DIALECTS of the module `weight_names` beside the class, if there is one."""
         package = cls.__module__.rpartition(".")[0]
         if not package or find_spec(f"{package}.weight_names") is None:
             return ()
@@ -131,7 +129,7 @@ class Model(ABC):
         return dialects
 
     def from_spikingjelly(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A state_dict of SpikingJelly's model under our global names. The tensors are not copied.
+        """A state_dict of SpikingJelly's model under MegaSNN's global names, without copying tensors.
 
         Raises:
             ValueError: SpikingJelly has no such model, or names are missing or unexpected (lists them).
@@ -146,14 +144,15 @@ class Model(ABC):
 
 @cache
 def run_config(model: type[Model]) -> type[PretrainConfig]:
-    """The class of the configuration of a run that trains a model: its dimensions, and the parts that all share.
+    """Configuration class of a training run: a model's dimensions and neuron beside the shared parts.
 
-    Raises ValueError for a class that is no dataclass, whose flags would be lost, and a field without a default.
+    Raises ValueError for a model that is no dataclass, whose flags would be lost, or a field without a default.
     """
     if "__dataclass_params__" not in vars(model):
         raise ValueError(f"{model.__name__} is no dataclass: put @dataclass(frozen=True, kw_only=True) above the class")
-    if without := [each.name for each in fields(model) if each.default is each.default_factory is MISSING]:
-        raise ValueError(f"{model.__name__}.{without[0]} has no default, and is a flag: give it one")
+    for each in fields(model):
+        if each.default is MISSING and each.default_factory is MISSING:
+            raise ValueError(f"{model.__name__}.{each.name} has no default, and is a flag: give it one")
     parts = [
         ("model", model, field(default_factory=model)),
         ("neuron", model.neuron, field(default_factory=model.neuron)),

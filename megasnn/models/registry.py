@@ -1,5 +1,7 @@
-"""Registry of models, and of the names that other programs have for their tensors. A new model is a folder beside this
-file and an entry here."""
+"""Registry of models, and of their tensors' names in other programs.
+
+A new model is a folder beside this file and an entry here.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,18 @@ MODELS: Registry[type[Model]] = Registry(
 
 
 def all_dialects() -> list[Dialect]:
-    """Dialects of every model in the registry."""
+    """Dialects of every registered model."""
     return [dialect for entry in MODELS.values() for dialect in entry.dialects()]
 
 
 def model_of(model: str | None, ours: Collection[str]) -> type[Model] | None:
-    """The model that weights are of; None when it is none in the table.
+    """Finds the class of weights in the registry; None if no marker matches.
 
     Args:
-        model: name of the model; None where the weights do not say it, so that the names of their tensors tell.
-        ours: our global names of their tensors.
+        model: saved name of the model; None to look for the models' markers among the tensor names.
+        ours: global names of the tensors.
     Raises:
-        CheckpointError: the table does not know the name.
+        CheckpointError: the registry lacks the name.
     """
     if model is None:
         return next((each for each in MODELS.values() if each.marker in ours), None)
@@ -53,18 +55,20 @@ def model_of(model: str | None, ours: Collection[str]) -> type[Model] | None:
 def saved_model(
     where: object, model: type[Model], config: Mapping[str, Any]
 ) -> tuple[PretrainConfig, ModelDescription]:
-    """A model with the dimensions and the neuron that were saved.
+    """Rebuilds the configuration and description of a saved model.
 
     Args:
-        where: file or folder, for errors. config: {"model": {...}, "neuron": {...}}.
+        where: file or folder, for errors.
+        config: saved dimensions and neuron, {"model": {...}, "neuron": {...}}.
     Raises:
-        CheckpointError: the model cannot be like this.
+        CheckpointError: the model cannot have these dimensions.
     """
-    from megasnn.models.build import describe_model  # which needs torch
+    from megasnn.models.build import describe_model  # imports torch
 
     title = f"{where}: there is no model {model.name} like this:"
     try:
-        run: PretrainConfig = from_dict(run_config(model), {part: config[part] for part in ("model", "neuron")})
+        parts = {part: config[part] for part in ("model", "neuron")}
+        run: PretrainConfig = from_dict(run_config(model), parts)
         raise_problems(title, run.model.problems(tensor_parallel=1))
         return run, describe_model(run.model, run.neuron.spec)
     except (ValueError, KeyError, TypeError) as error:
@@ -72,8 +76,9 @@ def saved_model(
 
 
 def dialect_of(names: Collection[str]) -> Dialect:
-    """The dialect of other programs' names. Raises CheckpointError when it is none of those known."""
-    for dialect in (dialects := all_dialects()):
+    """The dialect that another program's tensor names belong to. Raises CheckpointError for an unknown one."""
+    dialects = all_dialects()
+    for dialect in dialects:
         if dialect.marker in names:
             return dialect
     known = ", ".join(f"{dialect.marker} ({dialect.title})" for dialect in dialects)
@@ -83,15 +88,18 @@ def dialect_of(names: Collection[str]) -> Dialect:
 
 
 def dialect_for(program: str, ours: Collection[str], model: str | None = None) -> Dialect:
-    """The dialect of a program for a model of ours. Args: program: name of the dialect. ours, model: as for `model_of`.
+    """The dialect of a program for one of MegaSNN's models.
 
+    Args:
+        program: name of the dialect.
+        ours, model: see `model_of`.
     Raises:
-        CheckpointError: the program has no such model, or the table of models does not know it.
+        CheckpointError: the program has no such model, or the registry lacks it.
     """
     entry = model_of(model, ours)
     for dialect in entry.dialects() if entry is not None else ():
         if dialect.name == program:
             return dialect
     known = ", ".join(f"{dialect.name} ({dialect.title})" for dialect in all_dialects())
-    what = f"tensors like {sorted(ours)[0]}" if entry is None else f"the tensors of {entry.name}"
-    raise CheckpointError(f"there is no model of {program} with {what}; known: {known}")
+    tensors = f"tensors like {sorted(ours)[0]}" if entry is None else f"the tensors of {entry.name}"
+    raise CheckpointError(f"there is no model of {program} with {tensors}; known: {known}")

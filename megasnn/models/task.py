@@ -1,6 +1,6 @@
-"""Task of a model: what its samples hold, what it learns from them, and by which figures it is judged.
+"""Task of a model: the arrays of a sample, and the loss, metrics and answers computed from the last layer's output.
 
-Without a word of the model it is the classification of images: `Model.inputs` and `Model.target` say so.
+By default a model classifies images: see `Model.inputs` and `Model.target`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ from megasnn.layers.shape_inference import said_of_values
 from megasnn.models.arrays import ArraySpec, shape_and_type
 from megasnn.models.losses import correct_predictions
 
-_TOP = {"top1": 1, "top5": 5}  # metrics of a classification; a training step counts the first one alone
+_TOP = {"top1": 1, "top5": 5}
+_REDUCED = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Task:
-    """
+    """Inputs, target, loss, metrics and answers of a model.
+
     Attributes:
-        inputs: by name. target: an array, or the name of the input that it is.
-        classes: size of the logits `[T, N, classes]` of a classification; 0 of other tasks.
-        loss: (output, target) -> the loss of each sample, `[N]`; None for that of --loss.
-        metrics: (output, target) -> figures of each sample by name, each `[N]`; None for top-1, and top-5 of more than
-            five classes.
-        predict: output -> the answer for each sample, `[N, ...]`.
-        trained, evaluated: names of the metrics of a training step, and of an evaluation.
-        answer: what `predict` gives for a sample.
+        inputs: arrays by name.
+        target: an array, or the name of an input.
+        classes: size of the logits `[T, N, classes]` of a classification; 0 for other tasks.
+        loss: (output, target) -> loss of each sample, `[N]`; None for --loss.
+        metrics: (output, target) -> named figures of each sample, `[N]`; None for top-1 and top-5.
+        predict: output -> answer for each sample, `[N, ...]`.
+        trained: metrics of a training step.
+        evaluated: metrics of an evaluation.
+        answer: answer for one sample.
     """
 
     inputs: Mapping[str, ArraySpec]
@@ -49,64 +52,71 @@ class Task:
         return self.inputs[self.target] if isinstance(self.target, str) else self.target
 
     def examples(self, samples: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Inputs that layers are measured on, always the same ones."""
+        """Random inputs for measuring layers, the same in every call."""
         draws = torch.Generator().manual_seed(0)
         return {name: each.examples(samples, draws).to(each.type_for(dtype)) for name, each in self.inputs.items()}
 
     def summed_loss(self, named: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-        """(output, target) -> the sum of the samples' losses: the model's own, or the `named` one."""
+        """(output, target) -> sum of the samples' losses. Args: named: loss of --loss."""
         own = self.loss
         if own is None:
             return named
-        return lambda output, target: _values("loss", own(_raised(output), target), len(target)).sum()
+        return lambda output, target: _checked("loss", own(_raised(output), target), len(target)).sum()
 
     @torch.no_grad()
     def sums(self, output: Bundle, target: Tensor, names: Sequence[str]) -> Tensor:
         """Sums of metrics over the samples, `[names]`."""
         if self.metrics is None:
-            return correct_predictions(logits_of(output), target, tuple(_TOP[name] for name in names))
+            top = tuple(_TOP[name] for name in names)
+            return correct_predictions(logits_of(output), target, top)
         found = self.metrics(_raised(output), target)
         if not names:
             return target.new_zeros(0)
-        return torch.stack([_values(f"metrics {name}", found[name], len(target)).double().sum() for name in names])
+        return torch.stack([_checked(f"metrics {name}", found[name], len(target)).double().sum() for name in names])
 
     def answers_of(self, output: Bundle) -> Tensor:
+        """Answers for the samples, `[N, ...]`. Raises ValueError if `predict` returns another number of them."""
         answers = self.predict(_raised(output))
-        return _values("predict", answers, logits_of(output).shape[1], ", ...")
+        return _checked("predict", answers, logits_of(output).shape[1], ", ...")
 
     def tried(self, output: Bundle) -> Task:
-        """The same task with what a dry run finds, on the meta device. Raises ValueError where a function of it fails,
-        or gives something else than a value, or an answer, for each sample."""
-        target, names = self.target_spec.empty(logits_of(output).shape[1], torch.float32), self.evaluated
+        """The task with the names of its metrics and the shape of an answer, found on the meta device.
+
+        Raises:
+            ValueError: a function of the task fails, or returns no value or answer for each sample.
+        """
+        target = self.target_spec.empty(logits_of(output).shape[1], torch.float32)
+        evaluated = self.evaluated
+        trained = self.trained
         tried = "loss"
         try:
             if self.loss is not None:
                 self.summed_loss(self.loss)(output, target)
             tried = "metrics"
             if self.metrics is not None:
-                names = tuple(self.metrics(output, target))
-                self.sums(output, target, names)
+                evaluated = trained = tuple(self.metrics(output, target))
+                self.sums(output, target, evaluated)
             tried = "predict"
             answer = self.answers_of(output)
         except Exception as error:
             why = said_of_values(error) or str(error)
             raise ValueError(f"{tried} of the model, tried without values: {why}") from error
         spec = ArraySpec(tuple(answer.shape[1:]), "float" if answer.is_floating_point() else "int")
-        return replace(self, evaluated=names, trained=names if self.metrics else self.trained, answer=spec)
+        return replace(self, evaluated=evaluated, trained=trained, answer=spec)
 
 
 def mean_over_time(output: Bundle) -> Tensor:
-    """The logits' mean over time, the answer of a model that says no other."""
+    """Mean of the logits over time, the default answer."""
     return logits_of(output).mean(0)
 
 
 def _raised(output: Bundle) -> Any:
-    """Reduced precision as float32: losses and metrics are sums of many values."""
-    return map_entries(lambda x: x.float() if x.dtype in (torch.bfloat16, torch.float16) else x, output)
+    # Losses and metrics are sums of many values, which need float32.
+    return map_entries(lambda x: x.float() if x.dtype in _REDUCED else x, output)
 
 
-def _values(name: str, found: object, samples: int, more: str = "") -> Tensor:
-    """Result of a function of the model. Raises ValueError for one that is not `[samples]`, or not `[samples, ...]`."""
+def _checked(name: str, found: object, samples: int, more: str = "") -> Tensor:
+    """Result of a function of the model. Raises ValueError for anything but `[samples]`, or `[samples, ...]`."""
     if not isinstance(found, Tensor) or found.shape[:1] != (samples,) or (not more and found.ndim != 1):
         raise ValueError(
             f"{name} gives {shape_and_type(found)} for {samples} samples, and should give one for each, "

@@ -21,8 +21,8 @@ class Made:
     """A tensor of one program, made from tensors of another.
 
     Attributes:
-        sources: names of the tensors it is made from.
-        make: takes them in this order; also called with tensors on the meta device, for its shape. None: as it is.
+        sources: names of the other program's tensors.
+        make: computes the tensor from the sources in order, on the meta device for its shape; None for no change.
     """
 
     sources: tuple[str, ...]
@@ -41,21 +41,20 @@ class Made:
 
 NameMap = Mapping[str, Made]
 ModelValues = Mapping[str, Any]
-"""A model's configuration as a checkpoint keeps it."""
+"""A model's configuration in a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """The names that some program has for the tensors of one of our models.
+    """Names of one model's tensors in another program.
 
     Attributes:
-        name: of the program, as on the command line.
-        title: of program and model, for messages.
-        marker: a name that only this dialect has, in models of every size.
-        incoming: their names -> how each of our tensors is made.
-        outgoing: our names, and the model's configuration where it is known -> how each of theirs is made; None where
-            there is no way back.
-        unused: endings of the names of tensors that their model computes nothing from.
+        name: name of the program on the command line.
+        title: program and model, for messages.
+        marker: a tensor name unique to this dialect and present at every size.
+        incoming: makes our tensors from their names.
+        outgoing: makes theirs from our names, and the model's configuration if known; None if impossible.
+        unused: endings of tensor names that their model never reads.
     """
 
     name: str
@@ -66,13 +65,14 @@ class Dialect:
     unused: tuple[str, ...] = ()
 
     def to_ours(self, names: Collection[str]) -> NameMap:
-        """Raises CheckpointError that lists what is missing and unexpected, in their names."""
+        """Raises CheckpointError with the missing and unexpected names, in the other program's words."""
         recipe = self.incoming(names)
-        _require_sources(recipe, [name for name in names if not name.endswith(self.unused)], self.title)
+        used = [name for name in names if not name.endswith(self.unused)]
+        _require_sources(recipe, used, self.title)
         return recipe
 
     def from_ours(self, names: Collection[str], model: ModelValues | None = None) -> NameMap:
-        """Raises CheckpointError that lists what is missing and unexpected, in our names."""
+        """Raises CheckpointError with the missing and unexpected names, in MegaSNN's words."""
         if self.outgoing is None:
             raise CheckpointError(f"no names of {self.title} are given: export with --names spikingjelly, or megasnn")
         recipe = self.outgoing(names, model)
@@ -80,41 +80,51 @@ class Dialect:
         return recipe
 
 
-def translated_tensors(recipe: NameMap, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a recipe, made from those of the other program."""
-    return {name: made.of(tensors[source] for source in made.sources) for name, made in recipe.items()}
-
-
-def renamed(names: Mapping[str, str]) -> NameMap:
-    """A recipe that only renames: new name -> old name."""
-    return {new: Made((old,)) for new, old in names.items()}
-
-
 def _require_sources(recipe: NameMap, names: Iterable[str], title: str) -> None:
-    needed, names = {name for made in recipe.values() for name in made.sources}, set(names)
-    missing = [f"{name}: missing" for name in needed - names]
-    unexpected = [f"{name}: unexpected" for name in names - needed]
+    found = set(names)
+    needed: set[str] = set()
+    for made in recipe.values():
+        needed.update(made.sources)
+    missing = [f"{name}: missing" for name in needed - found]
+    unexpected = [f"{name}: unexpected" for name in found - needed]
     raise_problems(f"these are not the tensors of {title}:", missing + unexpected)
 
 
+def translated_tensors(recipe: NameMap, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Makes all tensors of a recipe."""
+    found = {}
+    for name, made in recipe.items():
+        found[name] = made.of([tensors[source] for source in made.sources])
+    return found
+
+
+def renamed(names: Mapping[str, str]) -> NameMap:
+    """A recipe without computation: new name -> old name."""
+    return {new: Made((old,)) for new, old in names.items()}
+
+
 def conv_norm_prefixes(conv_norms: Mapping[str, tuple[str, tuple[str, ...]]]) -> dict[str, str]:
-    """Paths for `prefix_dialect`: our unit -> (their path, and in it their convolution, norm and perhaps neuron)."""
-    return {
-        f"{conv_norm}.{part}": f"{path}.{name}"
-        for conv_norm, (path, names) in conv_norms.items()
-        for part, name in zip(("conv", "norm", "neuron"), names, strict=False)
-    }
+    """Prefixes for `prefix_dialect` of convolution, norm and neuron.
+
+    Args:
+        conv_norms: our path of a ConvNormNeuron -> (their path, names there of convolution, norm and perhaps neuron).
+    """
+    prefixes = {}
+    for conv_norm, (path, names) in conv_norms.items():
+        for part, name in zip(("conv", "norm", "neuron"), names, strict=False):
+            prefixes[f"{conv_norm}.{part}"] = f"{path}.{name}"
+    return prefixes
 
 
 def prefix_dialect(
     name: str, title: str, *, marker: str, prefixes: Mapping[str, str], lacks: Mapping[str, Any] | None = None
 ) -> Dialect:
-    """A dialect in which the tensors are the same, and names differ in the path of the module only.
+    """A dialect with the same tensors under other module paths.
 
     Args:
-        name, title, marker: as in Dialect.
-        prefixes: our path of a module -> theirs; `{}` stands for the same number on both sides, in the same order.
-        lacks: values of our model's configuration with which theirs has no such model.
+        name, title, marker: see `Dialect`.
+        prefixes: our path of a module -> theirs. Each `{}` stands for a number, the same on both sides.
+        lacks: values of our configuration without a counterpart in their program.
     """
 
     def outgoing(ours: Collection[str], model: ModelValues | None) -> NameMap:
@@ -128,14 +138,16 @@ def prefix_dialect(
 
 
 def moved(names: Collection[str], prefixes: Mapping[str, str]) -> NameMap:
-    """A recipe that renames the tensors of the modules at these paths, old -> new."""
-    patterns = [
-        (re.compile(re.escape(old).replace(r"\{\}", r"(\d+)") + r"\.([^.]+)"), new) for old, new in prefixes.items()
-    ]
+    """A recipe that renames the tensors of modules, old path -> new path."""
+    patterns = []
+    for old, new in prefixes.items():
+        path = re.escape(old).replace(r"\{\}", r"(\d+)")
+        patterns.append((re.compile(path + r"\.([^.]+)"), new))
     found = {}
     for name in names:
         for pattern, new in patterns:
-            if match := pattern.fullmatch(name):
+            match = pattern.fullmatch(name)
+            if match:
                 *numbers, tensor = match.groups()
                 found[f"{new.format(*numbers)}.{tensor}"] = name
     return renamed(found)

@@ -1,64 +1,73 @@
-"""Exponential moving average of the weights, to be evaluated and exported in their place."""
+"""Exponential moving average of the weights, for evaluation and export."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from megasnn.checkpoint.format import AVERAGE
 from megasnn.parallel.sharding import ShardedTensor
 
 
 class WeightAverage:
-    """Average of a model's tensors: after each step, average = decay * average + (1 - decay) * tensor.
+    """After each step, average = decay * average + (1 - decay) * tensor. It starts at the tensors' values.
 
-    The decay warms up: after n steps it is at most (1 + n) / (10 + n), as TensorFlow's ExponentialMovingAverage has it
-    with `num_updates`. Otherwise a short run would be mostly its initial values: 0.9999 ** 78 is 0.992.
-
-    Running statistics of norms are averaged like weights, as timm's `ModelEma` does; tensors that are not
-    floating-point are copied. Each rank averages what it owns, so the average is the same on every layout.
+    After n steps the decay is at most (1 + n) / (10 + n), as in TensorFlow's ExponentialMovingAverage with
+    `num_updates`. Running statistics are averaged like weights, as in timm's `ModelEma`; integer tensors are copied.
 
     Args:
-        tensors: parameters and buffers of this rank. The average begins with their values.
+        tensors: the parameters and buffers owned by this rank.
 
     Attributes:
-        tensors: the average as it is saved, under names of its own.
-        steps: that it has followed.
+        tensors: the average, under its names in a checkpoint.
+        steps: number of updates.
     """
 
     def __init__(self, tensors: Sequence[ShardedTensor], decay: float) -> None:
         self._decay = decay
         self.steps = 0
-        current = [entry.tensor.detach() for entry in tensors]
-        self._pairs = [(tensor.clone(), tensor) for tensor in current]
-        self.tensors = [
-            ShardedTensor(f"{AVERAGE}{entry.name}", average, entry.shard, is_parameter=False)
-            for entry, (average, _) in zip(tensors, self._pairs, strict=True)
-        ]
+        self.tensors: list[ShardedTensor] = []
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        for entry in tensors:
+            current = entry.tensor.detach()
+            average = current.clone()
+            self._pairs.append((average, current))
+            self.tensors.append(ShardedTensor(f"{AVERAGE}{entry.name}", average, entry.shard, is_parameter=False))
 
     @torch.no_grad()
     def update(self) -> None:
-        """Follows a step, in two kernels at most on a GPU."""
+        """Follows a step. On a GPU this launches at most two kernels."""
+        # Without the warm-up a short run would keep its initial values: 0.9999 ** 78 is 0.992.
         decay = min(self._decay, (1 + self.steps) / (10 + self.steps))
         self.steps += 1
-        averaged = [pair for pair in self._pairs if pair[0].is_floating_point()]
-        if averaged:
-            torch._foreach_lerp_([a for a, _ in averaged], [t for _, t in averaged], 1 - decay)
-        copied = [pair for pair in self._pairs if not pair[0].is_floating_point()]
-        if copied:
-            torch._foreach_copy_([a for a, _ in copied], [t for _, t in copied])
+        averages: list[Tensor] = []
+        tensors: list[Tensor] = []
+        copies: list[Tensor] = []
+        originals: list[Tensor] = []
+        for average, current in self._pairs:
+            if average.is_floating_point():
+                averages.append(average)
+                tensors.append(current)
+            else:
+                copies.append(average)
+                originals.append(current)
+        if averages:
+            torch._foreach_lerp_(averages, tensors, 1 - decay)
+        if copies:
+            torch._foreach_copy_(copies, originals)
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begins again, with the values that the tensors have now."""
+        """Starts again from the tensors' current values."""
         self.steps = 0
         for average, current in self._pairs:
             average.copy_(current)
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Gives the tensors the values of the average, and the average theirs; a second time takes it back."""
+        """Swaps the tensors and their average. A second call swaps back."""
         for average, current in self._pairs:
             before = current.clone()
             current.copy_(average)

@@ -1,8 +1,10 @@
-"""The optimizer of `--optimizer` over this rank's parameters: which are trained, at which rate, with which decay."""
+"""The optimizer over this rank's parameters: parameter groups, and the memory of its state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,53 +17,52 @@ from megasnn.parallel_state import Group
 
 
 def build_optimizer(
-    tensors: Sequence[ShardedTensor], config: OptimizerConfig, groups: Mapping[Axis, Group] | None = None
+    tensors: Sequence[ShardedTensor],
+    config: OptimizerConfig,
+    groups: Mapping[Axis, Group] | None = None,
+    scales: Mapping[str, float] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
-    """Builds the optimizer over the trained ones of these tensors, in groups with `weight_decay` and `lr_scale`.
+    """Builds the optimizer over the trained parameters, in groups with `weight_decay` and `lr_scale`.
 
     Args:
-        groups: this rank's group along each axis that tensors are cut over; None where none of them is cut.
+        groups: this rank's group along each axis that cuts a tensor; None without cuts.
+        scales: learning rate factor by parameter name (`learning_rate_scales`); 1 for all others.
     """
     trained = _trained(tensors)
-    decaying = [entry.tensor for entry in trained if _decays(entry)]
-    others = [entry.tensor for entry in trained if not _decays(entry)]
-    # Both groups are there without parameters too: a pipeline stage may hold none.
-    parameters = [
-        {"params": decaying, "weight_decay": config.weight_decay, "lr_scale": 1.0},
-        {"params": others, "weight_decay": 0.0, "lr_scale": 1.0},
-    ]
+    # A pipeline stage may hold no parameters. torch's optimizers accept empty groups, but not an empty list of groups.
+    by_scale: dict[float, list[ShardedTensor]] = {} if trained else {1.0: []}
+    for entry in trained:
+        by_scale.setdefault(scales.get(entry.name, 1.0), []).append(entry)
+    parameters: list[dict[str, Any]] = []
+    for scale, entries in by_scale.items():
+        decaying = [entry.tensor for entry in entries if _decays(entry)]
+        others = [entry.tensor for entry in entries if not _decays(entry)]
+        parameters.append({"params": decaying, "weight_decay": config.weight_decay, "lr_scale": scale})
+        parameters.append({"params": others, "weight_decay": 0.0, "lr_scale": scale})
     recipe = OPTIMIZERS[config.optimizer]
-    options = {"norms": ShardedNorms(trained, groups or {})} if recipe.takes_norms else {}
+    options = config.build_options
+    if recipe.takes_norms:
+        options["norms"] = ShardedNorms(trained, groups or {})
     return recipe.build(parameters, lr=config.lr, **options)
 
 
 def _decays(entry: ShardedTensor) -> bool:
-    """Tells matrices and kernels from the rest; the bias of a parallel spiking neuron is `[T, 1]`."""
+    # The bias of a parallel spiking neuron is `[T, 1]`.
     return len(entry.shard.global_shape) > 1 and not entry.name.endswith(".bias")
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> bool:
-    """Returns True where a value on the device can make a step leave everything as it is; see `OptimizerRecipe`."""
+    """Whether `found_inf` on the device can skip a step; see `OptimizerRecipe`."""
     learning = [group for group in optimizer.param_groups if group["params"]]
     return OPTIMIZERS[config.optimizer].takes_found_inf and all(group.get("fused") for group in learning)
 
 
-def state_bytes(trained: Iterable[Tensor], config: OptimizerConfig) -> int:
-    """Bytes of the optimizer's state after a step."""
-    kinds = OPTIMIZERS[config.optimizer].state
-    return sum(4 if kind == "step" else parameter.nbytes for parameter in trained for kind in kinds)
-
-
-def working_bytes(tensors: Sequence[ShardedTensor], config: OptimizerConfig) -> int:
-    """Bytes that a step takes beside the state, for the trained ones of these tensors."""
-    trained = sum(entry.tensor.nbytes for entry in _trained(tensors))
-    return int(OPTIMIZERS[config.optimizer].working_copies * trained)
-
-
 def resident_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state now: none before the first step, unless it was loaded."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return sum(value.nbytes for value in values if isinstance(value, Tensor))
+    """Bytes of the optimizer's state now: none before the first step, unless loaded."""
+    total = 0
+    for state in optimizer.state.values():
+        total += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+    return total
 
 
 def _trained(tensors: Sequence[ShardedTensor]) -> list[ShardedTensor]:

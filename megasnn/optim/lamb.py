@@ -1,4 +1,4 @@
-"""LAMB (You et al., arXiv 1904.00962): Adam's direction, and a step as long as the tensor is large."""
+"""LAMB (You et al., arXiv 1904.00962): Adam's direction, with a step length proportional to the tensor's norm."""
 
 from __future__ import annotations
 
@@ -18,23 +18,20 @@ EPS = 1e-6  # added to the denominator, as in timm
 
 
 class Lamb(torch.optim.Optimizer):
-    """LAMB in the form of timm's `Lamb`, which follows NVIDIA's; published recipes of spiking transformers use it.
+    """LAMB as in timm's `Lamb`, used by published recipes of spiking transformers.
 
-    Of a tensor p with gradient g, in step t:
+    For a tensor p with gradient g, in step t:
 
         m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2
         u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p
         p = p - lr |p| / |u| u
 
-    The ratio of the norms is 1 where one of them is 0 (the paper's phi is the identity). It is also 1 in groups without
-    weight decay, where the paper keeps it: biases and norms take Adam's step. timm's optimizer clips the global norm of
-    the gradient to 1; here that is `--clip-grad`.
-
-    Tensors are taken together: what is started on a GPU does not grow with their number.
+    |p| / |u| is 1 if either norm is 0 (the paper's phi is the identity). Unlike in the paper it is also 1 in groups
+    without weight decay: biases and norms take Adam's step. timm's clipping of the gradient norm is `--clip-grad` here.
 
     Args:
         groups: each with its `weight_decay`.
-        norms: of whole tensors, by parameter (megasnn.optim.norms.ShardedNorms).
+        norms: norms of whole tensors by parameter (megasnn.optim.norms.ShardedNorms).
     """
 
     def __init__(
@@ -45,32 +42,42 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Takes one step, collective over the ranks that hold parts of the same tensors."""
+        """Takes one step. Collective over the ranks with parts of the same tensors."""
+        # Operators on lists of tensors: the number of kernels does not grow with the number of tensors.
         updates: dict[Tensor, Tensor] = {}
         adapted: list[Tensor] = []
         for group in self.param_groups:
-            held = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if held:
-                updates.update(zip(held, self._updates(held, group), strict=True))
-                adapted += held if group["weight_decay"] else []
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                updates.update(zip(parameters, self._updates(parameters, group), strict=True))
+                if group["weight_decay"]:
+                    adapted += parameters
         self._adapt(adapted, updates)
         for group in self.param_groups:
-            held = [parameter for parameter in group["params"] if parameter in updates]
-            if held:
-                torch._foreach_sub_(held, [updates[each] for each in held], alpha=group["lr"])
+            parameters = [parameter for parameter in group["params"] if parameter in updates]
+            if parameters:
+                torch._foreach_sub_(parameters, [updates[each] for each in parameters], alpha=group["lr"])
 
     def _updates(self, parameters: list[Tensor], group: Mapping[str, Any]) -> Sequence[Tensor]:
-        """Adam's direction with the weight decay: u of the formula; the moments go on."""
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        states = [self.state[each] for each in parameters]
-        for parameter, state in zip(parameters, states, strict=True):
+        """u of the formula. Updates the moments."""
+        gradients: list[Tensor] = []
+        steps: list[Tensor] = []
+        means: list[Tensor] = []
+        squares: list[Tensor] = []
+        for parameter in parameters:
+            assert parameter.grad is not None
+            state = self.state[parameter]
             if not state:
                 state["step"] = torch.zeros(())
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
-        steps, means, squares = ([state[kind] for state in states] for kind in ("step", "exp_avg", "exp_avg_sq"))
+            gradients.append(parameter.grad)
+            steps.append(state["step"])
+            means.append(state["exp_avg"])
+            squares.append(state["exp_avg_sq"])
+        beta1, beta2 = group["betas"]
         torch._foreach_add_(steps, 1)
-        counts, (beta1, beta2) = [step.item() for step in steps], group["betas"]  # they are in the host's memory
+        counts = [step.item() for step in steps]  # on the host: no wait for a device
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
@@ -84,12 +91,15 @@ class Lamb(torch.optim.Optimizer):
 
     def _adapt(self, adapted: Sequence[Tensor], updates: Mapping[Tensor, Tensor]) -> None:
         """Multiplies each update by |p| / |u|, or by 1 where a norm is 0."""
-        norms = self._norms({each: each for each in adapted}), self._norms({each: updates[each] for each in adapted})
+        parameter_norms = self._norms({each: each for each in adapted})
+        update_norms = self._norms({each: updates[each] for each in adapted})
+        # After the collectives: other ranks may have adapted tensors.
         if not adapted:
             return
-        sizes, lengths = (torch.stack([found[each] for each in adapted]) for found in norms)
+        sizes = torch.stack([parameter_norms[each] for each in adapted])
+        lengths = torch.stack([update_norms[each] for each in adapted])
         ratios = torch.where((sizes > 0) & (lengths > 0), sizes / lengths, 1.0)
-        # No operator takes a list of tensors and a factor for each that only the device knows: a tensor of factors.
+        # The ratios are known on the device only, and no list operator takes a device factor for each tensor.
         flat = [flat_in_memory(updates[each]) for each in adapted]
         counts = [each.numel() for each in flat]
         repeats = without_waiting(torch.tensor(counts), ratios.device)
@@ -97,6 +107,14 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_mul_(flat, factors.split(counts))
 
 
-def build_lamb(groups: Sequence[dict[str, Any]], lr: float, norms: Norms) -> Lamb:
+def build_lamb(
+    groups: Sequence[dict[str, Any]],
+    lr: float,
+    norms: Norms,
+    adam_beta1: float,
+    adam_beta2: float,
+    adam_eps: float | None,
+) -> Lamb:
     """Builds the optimizer for the registry."""
-    return Lamb(groups, lr, (0.9, 0.999), EPS, norms)
+    eps = EPS if adam_eps is None else adam_eps
+    return Lamb(groups, lr, (adam_beta1, adam_beta2), eps, norms)

@@ -1,4 +1,4 @@
-"""Norms of gradients and of tensors that do not depend on the layout."""
+"""Norms of gradients and tensors, with the same value on every layout."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from megasnn.parallel_state import Group
 
 
 def sums_of_squares(values: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Returns the sum of squares of each tensor, float64 `[tensors]` on the device; None is zero. The host does not
-    wait."""
+    """Sum of squares of each tensor, float64 `[tensors]` on the device; 0 for None. The host does not wait."""
     zero = torch.zeros((), dtype=torch.float64, device=device)
     norms = [zero] * len(values)
     present = {slot: value for slot, value in enumerate(values) if value is not None and value.numel()}
@@ -27,77 +26,78 @@ def sums_of_squares(values: Sequence[Tensor | None], device: torch.device) -> Te
 
 
 class GradientNorm:
-    """Global L2 norm of all gradients, every parameter counted once, on any layout.
+    """Global L2 norm of all gradients, with every parameter counted once.
 
-    Each global parameter has a slot; a rank has the squares of what it holds (of an uncut parameter only one rank
-    does). The slots are summed over the ranks, then in the order of the model. Splitting the model over more pipeline
-    stages therefore changes no bit of the norm.
+    Each global parameter has a slot with the sum of its squares. Slots are summed over the ranks, then in the order of
+    the model, so that the number of pipeline stages changes no bit.
 
     Args:
-        names: the parameters of the whole model, in order.
-        tensors: those of this rank, of which it may own some rows only.
-        device: of the tensors, also where this rank has none.
+        names: parameters of the whole model, in order.
+        tensors: tensors owned by this rank.
     """
 
     def __init__(self, names: Sequence[str], tensors: Sequence[ShardedTensor], device: torch.device) -> None:
-        held = [entry for entry in tensors if entry.is_parameter]
-        self._parameters = [entry.tensor for entry in held]
-        counted = [entry for entry in held if entry.shard.is_primary() and entry.tensor.requires_grad]
+        parameters = [entry for entry in tensors if entry.is_parameter]
+        counted = [entry for entry in parameters if entry.shard.is_primary() and entry.tensor.requires_grad]
+        self._parameters = [entry.tensor for entry in parameters]
         self._counted = [entry.tensor for entry in counted]
         slot_of = {name: slot for slot, name in enumerate(names)}
         self._slots = torch.tensor([slot_of[entry.name] for entry in counted], dtype=torch.int64, device=device)
         self._nothing = torch.zeros(len(names), dtype=torch.float64, device=device)
 
     def squares(self) -> Tensor:
-        """Returns this rank's part of each slot, to be summed over all ranks: float64 on the device."""
+        """This rank's part of each slot, float64 on the device."""
         found = sums_of_squares([each.grad for each in self._counted], self._nothing.device)
         return self._nothing.index_copy(0, self._slots, found)
 
     def clip(self, norm: float | Tensor, most: float, is_void: Tensor | None = None) -> None:
-        """Scales the gradients by most / (norm + 1e-6) where that is less than 1; 0 clips nothing.
-
-        torch.nn.utils.clip_grad_norm_ and Megatron-LM do it with the same small number.
+        """Scales the gradients by most / (norm + 1e-6), if less than 1, as torch.nn.utils.clip_grad_norm_; 0: never.
 
         Args:
-            norm: without sizes on a device, where nothing waits for it.
-            is_void: where it is true, the gradients stay as they are, so that it can be found where they went wrong.
+            norm: a scalar on the device avoids a wait of the host.
+            is_void: if true, gradients stay unscaled for the search for values that are not finite.
         """
         gradients = [each.grad for each in self._parameters if each.grad is not None]
         if most <= 0 or not gradients:
             return
         scale = most / (norm + 1e-6)
         if isinstance(scale, Tensor):
-            scale = scale.clamp(max=1) if is_void is None else torch.where(is_void, 1.0, scale.clamp(max=1))
-            scale = scale.to(gradients[0].dtype)  # of another type, each gradient would have a kernel of its own
+            scale = scale.clamp(max=1)
+            if is_void is not None:
+                scale = torch.where(is_void, 1.0, scale)
+            # With a scale of another type, torch would launch one kernel for each gradient.
+            scale = scale.to(gradients[0].dtype)
         elif not scale < 1:
             return
         torch._foreach_mul_(gradients, scale)
 
 
 class ShardedNorms:
-    """L2 norms of whole tensors, of which this rank may hold a part only.
-
-    The squares of a tensor that is cut along an axis are summed over the ranks along it, which hold its other parts;
-    `Shard.is_cut` says it. All cut tensors travel together, once for each axis.
+    """L2 norms of whole tensors from this rank's shards. Sums squares along each axis that cuts a tensor.
 
     Args:
-        tensors: this rank's, the same on all ranks that differ along holding axes only.
-        groups: this rank's group along each axis that one of them is cut over.
+        tensors: the same on all ranks along the holding axes.
+        groups: this rank's group along each axis that cuts a tensor.
     """
 
     def __init__(self, tensors: Sequence[ShardedTensor], groups: Mapping[Axis, Group]) -> None:
         self._tensors = [entry.tensor for entry in tensors]
         self._device = tensors[0].tensor.device if tensors else torch.device("cpu")
-        cut = {axis: [entry.shard.is_cut(axis) for entry in tensors] for axis in HOLDING_AXES}
-        self._sums = [
-            (groups[axis], torch.tensor(mask, device=self._device)) for axis, mask in cut.items() if any(mask)
-        ]
+        self._sums: list[tuple[Group, Tensor]] = []
+        for axis in HOLDING_AXES:
+            is_cut = [entry.shard.is_cut(axis) for entry in tensors]
+            if any(is_cut):
+                self._sums.append((groups[axis], torch.tensor(is_cut, device=self._device)))
 
     def __call__(self, values: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Returns, by parameter, the norm of the whole tensor of which the value is this rank's part: float64, without
-        sizes. Collective over the axes that tensors are cut over. The host does not wait."""
+        """Norms of the whole tensors by parameter, float64 scalars, without a wait of the host.
+
+        Collective over the axes that cut tensors. `values` are this rank's shards.
+        """
         squares = sums_of_squares([values.get(tensor) for tensor in self._tensors], self._device)
-        for group, mask in self._sums:
-            squares = torch.where(mask, all_reduce_sum(torch.where(mask, squares, 0.0), group), squares)
+        for group, is_cut in self._sums:
+            # One exchange for all tensors.
+            total = all_reduce_sum(torch.where(is_cut, squares, 0.0), group)
+            squares = torch.where(is_cut, total, squares)
         norms = squares.sqrt()
         return {tensor: norm for tensor, norm in zip(self._tensors, norms, strict=True) if tensor in values}

@@ -1,6 +1,6 @@
-"""Ranks agree: one decides for all, or each does its part and all of them hear of every failure.
+"""Agreement between ranks on Python objects, decisions and errors, over the hosts' process group.
 
-A `group` of None stands for a process on its own, without torch.distributed.
+A `group` of None is a single process without torch.distributed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
 
 
 def gather(group: dist.ProcessGroup | None, value: _T) -> list[_T]:
-    """Gathers every rank's value, in rank order, on every rank."""
+    """All ranks' values in rank order, on every rank. Collective."""
     if group is None:
         return [value]
     values: list[_T | None] = [None] * group.size()
@@ -32,56 +32,61 @@ def gather(group: dist.ProcessGroup | None, value: _T) -> list[_T]:
 
 
 def gather_in_call(group: dist.ProcessGroup | None, call: str, value: _T) -> list[_T]:
-    """Gathers every rank's value, in rank order, at the beginning of a call that all ranks make.
-
-    Raises ValueError on every rank where they make different ones.
-    """
-    of_ranks = gather(group, (call, value))
-    first: dict[str, int] = {}
-    for rank, (called, _) in enumerate(of_ranks):
-        first.setdefault(called, rank)
-    if len(first) > 1:
-        calls = ", ".join(f"rank {rank} called {called}" for called, rank in first.items())
+    """As `gather`, at the start of a public method named `call`. Raises ValueError if ranks called different ones."""
+    gathered = gather(group, (call, value))
+    first_rank_of: dict[str, int] = {}
+    for rank, (called, _) in enumerate(gathered):
+        first_rank_of.setdefault(called, rank)
+    if len(first_rank_of) > 1:
+        calls = ", ".join(f"rank {rank} called {called}" for called, rank in first_rank_of.items())
         raise ValueError(f"every rank calls the same methods in the same order (not under `if rank == 0`): {calls}")
-    return [found for _, found in of_ranks]
+    return [value for _, value in gathered]
 
 
 def sum_over_ranks(group: dist.ProcessGroup | None, values: Sequence[float]) -> list[float]:
-    """Sums numbers of the hosts over all ranks; no device takes part. Collective."""
-    return [math.fsum(of_ranks) for of_ranks in zip(*gather(group, values), strict=True)]
+    """Exact sums of Python numbers over all ranks. Collective."""
+    return [math.fsum(column) for column in zip(*gather(group, values), strict=True)]
 
 
 def broadcast_result(group: dist.ProcessGroup | None, decide: Callable[[], _T]) -> _T:
-    """Runs `decide` on the group's first rank; its result, or the error it raised, reaches every rank.
+    """Runs `decide` on the group's first rank and returns its result on every rank. Collective.
 
     Raises:
-        the same error on every rank, with type and arguments where it is one of ours or of Python's own; elsewhere
-            than on the first rank, another one is a RuntimeError that names its type.
+        the error of `decide`, on every rank. Errors that do not belong to megasnn or to Python become RuntimeError on
+            all ranks but the first.
     """
     if group is None:
         return decide()
-    value, error = _attempt(decide) if rank_in(group) == 0 else (None, None)
-    box = [(value, None if error is None else _sendable(error))]
-    dist.broadcast_object_list(box, group_src=0, group=group)
-    value, sent = box[0]
+    value: _T | None = None
+    error: Exception | None = None
+    if rank_in(group) == 0:
+        value, error = _attempt(decide)
+    message = [(value, None if error is None else _sendable(error))]
+    dist.broadcast_object_list(message, group_src=0, group=group)
+    value, sent_error = message[0]
     if error is not None:
         raise error
-    if sent is not None:
-        raise sent
+    if sent_error is not None:
+        raise sent_error
     return value  # type: ignore[return-value]
 
 
 def run_on_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], _T], title: str) -> _T:
-    """Runs `work` on every rank. If it fails on any, all raise the same error, which lists the problems.
+    """Runs `work` on every rank. Collective.
 
-    It is a DamagedError when all that failed is one.
+    Raises:
+        DamagedError: on every rank, with all ranks' problems, if every failure is a DamagedError.
+        CheckpointError: the same for all other failures.
     """
     value, error = _attempt(work)
-    mine = None if error is None else (isinstance(error, DamagedError), _problems(error))
-    failures = [failure for failure in gather(group, mine) if failure is not None]
-    damaged = all(is_damaged for is_damaged, _ in failures)
-    problems = (problem for _, listed in failures for problem in listed)
-    raise_problems(title, problems, DamagedError if damaged else CheckpointError)
+    failure = None if error is None else (isinstance(error, DamagedError), _problems(error))
+    failures = [each for each in gather(group, failure) if each is not None]
+    all_damaged = True
+    problems: list[str] = []
+    for is_damaged, problems_of_rank in failures:
+        all_damaged = all_damaged and is_damaged
+        problems += problems_of_rank
+    raise_problems(title, problems, DamagedError if all_damaged else CheckpointError)
     return value  # type: ignore[return-value]
 
 
@@ -93,16 +98,17 @@ def _attempt(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, where another rank can rebuild it from its type and arguments, otherwise its text."""
+    """The error itself if another rank can rebuild it, otherwise a RuntimeError with its text."""
     if type(error).__module__.partition(".")[0] in ("megasnn", "builtins"):
-        with suppress(Exception):  # an argument that cannot be sent
+        with suppress(Exception):  # pickle raises errors of any type
             if str(pickle.loads(pickle.dumps(error))) == str(error):
                 return error
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _problems(error: Exception) -> list[str]:
-    """One line for each argument of a CheckpointError; the text of another error."""
     if isinstance(error, CheckpointError):
         return [str(problem) for problem in error.args]
-    return [f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"]
+    if isinstance(error, ValueError):
+        return [str(error)]
+    return [f"{type(error).__name__}: {error}"]

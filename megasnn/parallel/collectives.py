@@ -1,15 +1,7 @@
-"""Activations as rows, and the collectives that sharded layers use on them, with an explicit group.
+"""Collectives of sharded layers on activations as matrices, and the traffic between ranks.
 
-`[T, N, C, *space]` with channels last in memory is the matrix `[T*N*space, C]`. Tensor parallelism cuts its columns, so
-that every collective here works on rows; each returns early at size 1.
-
-Sums of columns are formed on the receiving rank in rank order from an all-to-all: the result does not depend on the
-algorithm that a backend picks for its size, and on Gloo an all-to-all is several times faster than its reduce-scatter.
-Gradients are summed over replicas by the backend's all-reduce, which gives the same bits for the same layout.
-
-Calls and bytes are counted by group, for the whole process. Bytes are those that cross from one rank to another, after
-spikes have been packed: of a collective the bytes that this rank receives, of a message its payload, at the sender.
-Summed over ranks, every byte is counted once.
+`[T, N, C, *space]` with channels last in memory is the matrix `[T*N*space, C]`. Tensor parallelism shards its columns.
+Every collective returns early on a group of one rank.
 """
 
 from __future__ import annotations
@@ -30,21 +22,20 @@ from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, decode_into, encode
 from megasnn.parallel_state import Group
 
-EXCHANGE_BYTES = 32 << 20
-"""What should travel together of what is cut into several exchanges on GPUs, whose links come to their speed with
-messages of some megabytes (PyTorch's DDP: 25 MiB)."""
-
-_ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 Exchange = Callable[[], list[Tensor]]
+
+# torch 2.13 renamed it.
+_ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def to_matrix(x: Tensor) -> Tensor:
-    """[T, N, C, *space] -> [T*N*prod(space), C]; a view when channels are last in memory, otherwise a copy."""
-    return x.movedim(2, -1).reshape(-1, x.shape[2]).contiguous()  # of one channel among others, reshape gives a view
+    """[T, N, C, *space] -> [T*N*prod(space), C]; a view if channels are last in memory, otherwise a copy."""
+    # With a single channel, reshape returns a strided view of the other channels' memory.
+    return x.movedim(2, -1).reshape(-1, x.shape[2]).contiguous()
 
 
 def from_matrix(matrix: Tensor, like: tuple[int, ...] | torch.Size) -> Tensor:
-    """The inverse, for the shape `like` = (T, N, any C, *space); C is taken from the matrix. Always a view."""
+    """Inverse of `to_matrix`, as a view. `like` is (T, N, any C, *space); C comes from the matrix."""
     time, samples, _, *space = like
     return matrix.view(time, samples, *space, matrix.shape[1]).movedim(-1, 2)
 
@@ -52,18 +43,16 @@ def from_matrix(matrix: Tensor, like: tuple[int, ...] | torch.Size) -> Tensor:
 def gather_columns(
     rows: Tensor, group: Group, content: Content, bits: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gathers every rank's columns side by side: [R, C/size] -> [R, C], and the payloads they came in.
-
-    The payloads (one per rank, packed by `content`) are the cheapest exact copy of the result to keep for backward.
+    """All ranks' columns, [R, C/size] -> [R, C], and each rank's packed payload, the cheapest copy for backward.
 
     Args:
-        bits: the rows, where they are packed already.
+        bits: the packed rows, if available.
     """
 
     def payload() -> Tensor:
         return encode(rows.reshape(-1), content, check=True) if bits is None else bits
 
-    def gathered() -> list[Tensor]:
+    def all_payloads() -> list[Tensor]:
         mine = payload()
         others = group.size - 1
         traffic.record(group.name, others * mine.nbytes, others * rows.nbytes)
@@ -71,46 +60,45 @@ def gather_columns(
 
     if group.size == 1:
         return rows, [payload()]
-    payloads = cached_collective(gathered)
+    payloads = cached_collective(all_payloads)
     return join_columns(payloads, content, rows.shape, rows.dtype), payloads
 
 
 def require_dense(tensor: Tensor) -> None:
-    """Raises ValueError for a tensor whose values do not lie one behind the other in memory, row by row.
-
-    Gloo exchanges such a tensor in the order of memory, and reports success (findings/gloo_memory_order.sh).
-    """
+    """Raises ValueError if a tensor is not contiguous."""
+    # Gloo would exchange its memory in storage order and report success (findings/gloo_memory_order.sh).
     if not tensor.is_contiguous():
         order = f"shape {list(tensor.shape)}, strides {list(tensor.stride())}"
-        raise ValueError(f"an exchange between ranks takes contiguous tensors, and got {order}: give it .contiguous()")
+        raise ValueError(f"exchanges between ranks need contiguous tensors, not {order}: call .contiguous() first")
 
 
 def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
-    """Gathers the part of each rank, in rank order; all of them lie in `into`.
+    """All-gathers equal parts. Returns views of `into`, in rank order.
 
     Args:
-        into: contiguous, as many values as all ranks have together.
-        mine: `[n]`, the same number on every rank.
+        into: contiguous, with `group.size * n` elements.
+        mine: `[n]` on every rank.
     """
     require_dense(mine)
     parts = list(into.view(group.size, -1))
     mine = mine.view(-1)
-    work: list[dist.Work | None]
+    handle = group.handle
+    pending: list[dist.Work | None]
     if mine.device.type != "cpu":
-        # NCCL fills a list of tensors from one that it makes, by a copy more. Flat: Gloo takes no table from a GPU.
-        work = [_ALL_GATHER_SINGLE(into.view(-1), mine, group=group.handle, async_op=True)]
-    elif mine.numel() and "gloo" in dist.get_backend(group.handle):
-        # Gloo's all-gather hands each step to another thread. Two ranks on two cores: 5 kB in 330 us and 18 MB in 77 ms
-        # by it, in 98 us and 30 ms by messages.
+        # NCCL fills a list of tensors by way of one flat tensor and a copy. Flat input: Gloo refuses a GPU's matrix.
+        pending = [_ALL_GATHER_SINGLE(into.view(-1), mine, group=handle, async_op=True)]
+    elif mine.numel() and "gloo" in dist.get_backend(handle):
+        # Gloo's all-gather switches threads at each step. Two ranks on two cores: 5 kB take 330 us and 18 MB take
+        # 77 ms; messages take 98 us and 30 ms.
         parts[group.rank].copy_(mine)
-        others = [(rank, part) for rank, part in enumerate(parts) if rank != group.rank]
-        work = [dist.irecv(part, group.ranks[rank], group=group.handle) for rank, part in others]
-        work += [dist.isend(mine, group.ranks[rank], group=group.handle) for rank, _ in others]
+        peers = [rank for rank in range(group.size) if rank != group.rank]
+        pending = [dist.irecv(parts[peer], group.ranks[peer], group=handle) for peer in peers]
+        pending += [dist.isend(mine, group.ranks[peer], group=handle) for peer in peers]
     else:
-        work = [dist.all_gather(parts, mine, group=group.handle, async_op=True)]
-    for each in work:
-        if each is not None:
-            each.wait()
+        pending = [dist.all_gather(parts, mine, group=handle, async_op=True)]
+    for work in pending:
+        if work is not None:
+            work.wait()
     let_others_go()
     return parts
 
@@ -118,7 +106,7 @@ def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
 def join_columns(
     payloads: list[Tensor], content: Content, shape: tuple[int, int] | torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Unpacks one payload per rank, each of a [R, C/size] = `shape` matrix, into the columns of one [R, C] tensor."""
+    """Unpacks the ranks' payloads, each of `shape` = [R, C/size], into one [R, C] tensor."""
     row_count, columns = shape
     if len(payloads) == 1 and content is Content.DENSE:
         return payloads[0].view(row_count, columns).to(dtype)
@@ -130,58 +118,65 @@ def join_columns(
 
 
 def sum_and_scatter_columns(rows: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Starts summing [R, C] over the ranks; the returned function waits and gives this rank's columns, [R, C/size]."""
+    """Starts summing [R, C] over the ranks. The returned function waits, and returns this rank's [R, C/size]."""
     if group.size == 1:
         return lambda: rows
     row_count, columns = rows.shape
+    # An all-to-all and a local sum: the bits do not depend on the backend's algorithm, and on Gloo it is several times
+    # faster than a reduce-scatter.
     outgoing = rows.view(row_count, group.size, columns // group.size).transpose(0, 1).contiguous()
     incoming = torch.empty_like(outgoing)
     traffic.record(group.name, outgoing.nbytes - outgoing[0].nbytes)
-    work = [dist.all_to_all_single(incoming, outgoing, group=group.handle, async_op=True)]
+    pending = [dist.all_to_all_single(incoming, outgoing, group=group.handle, async_op=True)]
 
     def finish() -> Tensor:
-        work[0].wait()
+        pending[0].wait()
         let_others_go()
-        work.clear()  # it holds what was sent
+        # The work object keeps `outgoing` alive.
+        pending.clear()
         return sum_in_rank_order(incoming)
 
     return finish
 
 
 def sum_in_rank_order(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """Sums in float32 at least, rounded once."""
+    """Sum of the parts, first to last. bfloat16 accumulates in float32 and rounds once."""
     if parts[0].dtype == torch.bfloat16:
         return sum_in_rank_order([part.float() for part in parts]).to(parts[0].dtype)
-    total = parts[0].clone() if len(parts) == 1 else parts[0] + parts[1]
+    if len(parts) == 1:
+        return parts[0].clone()
+    total = parts[0] + parts[1]
     for part in parts[2:]:
         total += part
     return total
 
 
 def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
-    """Sums over the group, in place."""
+    """Sums over the group in place."""
     if group.size > 1:
         start_all_reduce_sum(tensor, group)()
     return tensor
 
 
 def start_all_reduce_sum(tensor: Tensor, group: Group) -> Callable[[], object]:
-    """Starts summing over a group of several ranks, in place; the returned function waits until that is done."""
+    """Starts summing over several ranks in place. The returned function waits."""
     require_dense(tensor)
-    # Counted is the least that a backend does: each rank adds up a part, and gets the others'.
+    # The least traffic of any algorithm: each rank sums one part and receives the others.
     traffic.record(group.name, 2 * (group.size - 1) * tensor.nbytes // group.size)
     return dist.all_reduce(tensor, group=group.handle, async_op=True).wait
 
 
 def start_exchange(outgoing: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int], group: Group) -> Exchange:
-    """Starts sending each other rank of a group its part of a tensor `[n]`. The returned function waits for what each
-    rank has sent, in rank order; nothing from this one.
+    """Starts an all-to-all of uneven parts. The returned function waits, and returns the received parts by rank.
 
     Args:
-        to_ranks, from_ranks: how many values go to each rank, and come from it; those for this rank are not looked at.
+        outgoing: `[n]`, the other ranks' parts in rank order.
+        to_ranks, from_ranks: elements by rank. This rank's entries are ignored.
     """
     require_dense(outgoing)
-    sent, received = ([0 if rank == group.rank else n for rank, n in enumerate(c)] for c in (to_ranks, from_ranks))
+    sent = list(to_ranks)
+    received = list(from_ranks)
+    sent[group.rank] = received[group.rank] = 0
     incoming = outgoing.new_empty(sum(received))
     traffic.record(group.name, incoming.nbytes)
     work = dist.all_to_all_single(incoming, outgoing, received, sent, group=group.handle, async_op=True)
@@ -195,65 +190,65 @@ def start_exchange(outgoing: Tensor, to_ranks: Sequence[int], from_ranks: Sequen
 
 
 class _Channels(torch.autograd.Function):
-    """Channels of all ranks side by side, or a rank's own part of what all of them have whole; backward does the other.
-
-    Gradients of what was gathered are whole on every rank: it is for what all go on with in the same way (a loss).
-    """
+    """Gathers the ranks' channels, or takes this rank's channels of a replicated tensor. Backward does the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, gathers: bool) -> Tensor:
-        ctx.group, ctx.gathers = group, gathers
-        return _exchanged(x, group, gathers)
+        ctx.group = group
+        ctx.gathers = gathers
+        return _gather_or_take(x, group, gathers)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _exchanged(grad, ctx.group, not ctx.gathers), None, None
+        return _gather_or_take(grad, ctx.group, not ctx.gathers), None, None
 
 
-def _exchanged(x: Tensor, group: Group, gathers: bool) -> Tensor:
+def _gather_or_take(x: Tensor, group: Group, gathers: bool) -> Tensor:
     if not gathers:
         channels = x.shape[2] // group.size
         return x.narrow(2, group.rank * channels, channels).clone()
     if x.is_meta:
         return x.new_empty((*x.shape[:2], group.size * x.shape[2], *x.shape[3:]))
-    return from_matrix(gather_columns(to_matrix(x), group, Content.DENSE)[0], x.shape)
+    matrix, _ = gather_columns(to_matrix(x), group, Content.DENSE)
+    return from_matrix(matrix, x.shape)
 
 
 def gather_alike(x: Tensor, group: Group) -> Tensor:
-    """[T, N, C/size, *space] -> [T, N, C, *space], for a result that every rank uses in the same way."""
+    """[T, N, C/size, *space] -> [T, N, C, *space], for a result whose gradient is the same on every rank."""
     return x if group.size == 1 else _Channels.apply(x, group, True)
 
 
 def own_channels(x: Tensor, group: Group) -> Tensor:
-    """[T, N, C, *space], whole and the same on every rank -> [T, N, C/size, *space].
+    """This rank's channels of a replicated tensor, [T, N, C, *space] -> [T, N, C/size, *space].
 
-    Raises:
-        ValueError: channels that do not divide by the number of ranks.
+    Raises ValueError if the channels do not divide by the number of ranks.
     """
     if group.size == 1:
         return x
-    if x.ndim < 3 or x.shape[2] % group.size:
-        what = f"the {x.shape[2]} channels of" if x.ndim > 2 else "the channels (dimension 2), which are missing, of"
-        raise ValueError(
-            f"{what} the output {list(x.shape)} do not divide by --tensor-model-parallel-size {group.size}"
-        )
+    flag = f"--tensor-model-parallel-size {group.size}"
+    if x.ndim < 3:
+        raise ValueError(f"the output {list(x.shape)} has no channels (dimension 2) to divide by {flag}")
+    if x.shape[2] % group.size:
+        raise ValueError(f"the {x.shape[2]} channels of the output {list(x.shape)} do not divide by {flag}")
     return _Channels.apply(x, group, False)
 
 
 @dataclass
 class Traffic:
-    """Calls and bytes of a group; `dense_bytes` is what the same tensors are without packing."""
+    """Calls and bytes of a group: received by a collective, sent by a message. `dense_bytes` are without packing."""
 
     calls: int = 0
     bytes: int = 0
     dense_bytes: int = 0
 
     def add(self, calls: int, moved: int, dense: int) -> None:
-        self.calls, self.bytes, self.dense_bytes = self.calls + calls, self.bytes + moved, self.dense_bytes + dense
+        self.calls += calls
+        self.bytes += moved
+        self.dense_bytes += dense
 
 
 class CommStatistics:
-    """Counters of traffic. Recording costs a dictionary look-up for each collective, nothing outside of counting."""
+    """Counters of traffic by group."""
 
     def __init__(self) -> None:
         self.enabled = False
@@ -264,12 +259,13 @@ class CommStatistics:
 
     @contextmanager
     def counting(self, enabled: bool = True) -> Iterator[None]:
-        """Turns counting on, or off, for a while."""
-        before, self.enabled = self.enabled, enabled
+        """Turns counting on or off inside a `with` block."""
+        was_enabled = self.enabled
+        self.enabled = enabled
         try:
             yield
         finally:
-            self.enabled = before
+            self.enabled = was_enabled
 
     def record(self, group: str, moved: int, dense: int | None = None) -> None:
         if self.enabled:

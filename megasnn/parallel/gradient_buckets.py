@@ -1,7 +1,6 @@
-"""Gradients of a rank's parameters in contiguous buckets, summed over the data-parallel replicas during backward.
+"""Gradients in contiguous buckets, summed over the data parallel replicas during backward.
 
-Gradients are sums already (each micro-batch's loss is divided by the global batch size), so that the reduction is a
-sum too and uneven shares need no weights.
+Losses are divided by the global batch size, so gradients are summed and not averaged.
 """
 
 from __future__ import annotations
@@ -9,39 +8,34 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import chain
 from weakref import WeakMethod
 
 from torch import Tensor
 
-from megasnn.parallel.collectives import EXCHANGE_BYTES, all_reduce_sum, start_all_reduce_sum
+from megasnn.parallel.bucket_sizes import EXCHANGES_AT_ONCE, bucket_spans, peak_exchange_bytes
+from megasnn.parallel.collectives import all_reduce_sum, start_all_reduce_sum
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel.zero import ParameterShards, aligned, side_by_side
 from megasnn.parallel_state import Group
 
-BUCKET_BYTES = 8 * 1024 * 1024  # on a CPU
-
 
 class Bucket:
-    """Some parameters' gradients side by side in one piece of memory; `param.grad` are views of it.
-
-    One that is scattered has memory only while a backward adds to it: then gradients go to those who keep the rows.
-    Where backwards are split, the weights of convolutions and linear layers get their gradients in the second part, and
-    have late buckets of their own. All other parameters get them in the first: few bytes.
+    """Gradients in one storage; `parameter.grad` are views. Scattered buckets have memory during a backward only.
 
     Args:
-        partial: True where they are summed over the tensor parallel group, too.
-        owners: ranks that own rows, of those that hold the same of the weights; None where rows have no owners.
-        weights: where parameters are kept by rows.
+        partial: also sum over the tensor parallel group.
+        owners: the ranks dividing the optimizer state (ZeRO-1).
+        weights: the sharded weights (FSDP).
 
     Attributes:
-        pending: how many gradients are still to be added to each parameter that is not complete.
-        await_sum: waits for the sum over the replicas; None where none is on its way.
-        shard: the rows that this rank keeps, with `--weight-parallel-size`; None otherwise.
-        reduced: the gradients of this rank, and then the sum over the ranks.
-        owned: the rows that this rank owns; None where every replica is to have the whole sum.
-        param_shards: by parameter, and by what is kept of it, the rows that this rank owns, with the reduced gradient.
+        pending: missing gradients by incomplete parameter.
+        await_sum: waits for the sum in flight over the replicas.
+        shard: this rank's shards of the weights (FSDP).
+        reduced: local gradients, replaced by their sum over the replicas.
+        owned: the shards owned by this rank (ZeRO-1).
+        is_late: filled by the second part of split backwards: weights of convolutions and linear layers.
+        param_shards: owned shard, with the reduced gradient, by parameter and by local shard.
     """
 
     def __init__(
@@ -52,30 +46,42 @@ class Bucket:
         weights: GatheredWeights | None,
         scattered: bool,
     ) -> None:
-        self.parameters, self.partial = parameters, partial
-        # A product of matrices may sum in another order at another alignment, and neighbours depend on the layout.
+        self.parameters = parameters
+        self.partial = partial
+        # Aligned: a matrix product may sum in another order at another alignment, and neighbours depend on the layout.
         sizes = [aligned(each.nbytes) // each.itemsize for each in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes))
         self.views = side_by_side(parameters, self.flat, sizes)
         self.pending: dict[Tensor, int] = {}
         self.await_sum: Callable[[], object] | None = None
-        self.shard, self.reduced, self.is_late = None, self.flat, False
-        local, gradients = parameters, self.views
+        self.shard: ParameterShards | None = None
+        self.owned: ParameterShards | None = None
+        self.reduced = self.flat
+        self.is_late = False
+        local: list[Tensor] = parameters
+        gradients = self.views
         if weights is not None:
             shards = [weights.shards[each] for each in parameters]
             self.shard = ParameterShards(parameters, self.views, weights.scatter, shards)
-            local, gradients, self.reduced = [*shards], self.shard.sums, self.shard.sum
+            self.reduced = self.shard.sum
             self.is_late = scattered and parameters[0] in weights.multiplied
-        self.owned = None if owners is None else ParameterShards(local, gradients, owners)
+            local = list(shards)
+            gradients = self.shard.sums
+        if owners is not None:
+            self.owned = ParameterShards(local, gradients, owners)
         self.shards_of_rank = [shards for shards in (self.shard, self.owned) if shards is not None]
-        last = self.shards_of_rank[-1].shards if self.shards_of_rank else []
-        self.param_shards: dict[Tensor, Tensor] = dict(zip([*parameters, *local], [*last, *last], strict=False))
+        self.param_shards: dict[Tensor, Tensor] = {}
+        if self.shards_of_rank:
+            last = self.shards_of_rank[-1].shards
+            self.param_shards.update(zip(parameters, last, strict=True))
+            self.param_shards.update(zip(local, last, strict=True))
         if scattered:
             self.free()
-        # A module of one's own may use such a weight by itself: then autograd adds to it in the first part.
-        begin = _weak(self.begin)
-        for parameter in parameters if self.is_late else ():
-            parameter.register_hook(lambda _: begin())
+        if self.is_late:
+            # A user's module may use such a weight directly. Autograd then adds to it in the first part.
+            begin = _weak(self.begin)
+            for parameter in parameters:
+                parameter.register_hook(lambda _: begin())
 
     def zero(self) -> None:
         """Clears the gradients before a step."""
@@ -87,7 +93,7 @@ class Bucket:
             shards.zero()
 
     def begin(self) -> None:
-        """Makes memory of zeros, where there is none."""
+        """Allocates zeroed memory if there is none."""
         storage = self.flat.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.flat.nbytes)
@@ -97,33 +103,27 @@ class Bucket:
         self.flat.untyped_storage().resize_(0)
 
     def end(self) -> None:
-        """Waits for the sum over the replicas, where one is on its way."""
+        """Waits for the sum over the replicas if it is in flight."""
         if self.await_sum is not None:
             self.await_sum()
-            self.await_sum = None  # it holds what has been sent and received
+            # It references the sent and received tensors.
+            self.await_sum = None
 
 
 class GradientBuckets:
     """Gradient storage and reduction for the segments of one rank.
 
-    Buckets are filled from the last parameter to the first, the order in which backward finishes them, and are reduced
-    in one order on every replica, from the last segment to the first, each as soon as it and all before it are
-    complete: replicas with other numbers of micro-batches finish their segments in another order, and their collectives
-    must still meet. A parameter is complete when all gradients of the step's micro-batches were added to it. One with
-    `partial_gradient` is summed over the tensor-parallel group first. Frozen parameters have no gradient.
-
-    Where rows have owners, a replica gets the sums of its own rows only; what the gradients of parameters hold then is
-    the replica's own part. Where weights are kept by rows, gradients go to those who keep the rows first, and are then
-    reduced over the ranks that keep the same.
+    A bucket is reduced as soon as it and all earlier ones are complete. With ZeRO-1, sums go to the owners only, and
+    `parameter.grad` stays local. With FSDP, gradients go to the owners of the shards, then over the replicas.
 
     Args:
-        tensors: by the index of the segment whose REDUCE_GRAD ends them.
-        holders: the ranks that hold the same of the weights. tp: those that sum partial gradients first.
-        additions: how many gradients a micro-batch adds to a parameter, where that is not one.
-        shards_have_owners: True for ZeRO-1.
-        weights: where parameters are kept by rows.
-        scattered: True where gradients go to those who keep the rows at each `scatter`, rather than when they are
-            complete.
+        tensors: by the segment whose REDUCE_GRAD reduces them.
+        holders: ranks with identical weight shards.
+        tp: ranks summing partial gradients.
+        additions: gradients of a parameter in one micro-batch, if not one.
+        shards_have_owners: ZeRO-1.
+        weights: the sharded weights (FSDP).
+        scattered: send gradients at each `scatter`, not when complete.
     """
 
     def __init__(
@@ -136,48 +136,52 @@ class GradientBuckets:
         weights: GatheredWeights | None = None,
         scattered: bool = False,
     ) -> None:
+        self._holders = holders
+        self._tp = tp
+        self._additions = additions or {}
+        self._is_scattered = scattered
+        self._in_flight: deque[Bucket] = deque()
+        self._next = 0
+        self._by_segment: dict[int, list[Bucket]] = {}
+        self._buckets: list[Bucket] = []
+        # Last to first, the order of backward, on every replica: replicas with unequal numbers of micro-batches finish
+        # segments in different orders, and their collectives must match.
         owners = holders if shards_have_owners and holders.size > 1 else None
-        self._holders, self._tp, self._additions = holders, tp, additions or {}
-        self._next, self._of = 0, dict[int, list[Bucket]]()
-        self._is_scattered, self._on_their_way = scattered, deque[Bucket]()
         late = weights.multiplied if weights is not None and scattered else set[Tensor]()
         for segment, entries in sorted(tensors, key=lambda pair: -pair[0]):
-            trained = [e for e in reversed(entries) if e.is_parameter and e.tensor.requires_grad]
-            partial = [e.tensor for e in trained if e.shard.partial_gradient]  # a handful of scalars
-            complete = [e.tensor for e in trained if not e.shard.partial_gradient]
-            kinds = [t for t in complete if t not in late], [t for t in complete if t in late], partial
-            groups = [(group, kind is partial) for kind in kinds for group in _packed(kind)]
-            self._of[segment] = [Bucket(*group, owners, weights, scattered) for group in groups]
-        self._buckets = list(chain(*self._of.values()))
-        self._shards = {parameter: shards for each in self._buckets for parameter, shards in each.param_shards.items()}
-        self._bucket_of = {parameter: each for each in self._buckets for parameter in each.parameters}
-        # A parameter keeps its hooks, and Python finds no circle through a tensor: with a hook that kept this object,
-        # neither it nor weights and gradients would ever be freed.
+            buckets = []
+            for parameters, partial in _groups(entries, late):
+                buckets.append(Bucket(parameters, partial, owners, weights, scattered))
+            self._by_segment[segment] = buckets
+            self._buckets += buckets
+        self._shards: dict[Tensor, Tensor] = {}
+        self._bucket_of: dict[Tensor, Bucket] = {}
+        for bucket in self._buckets:
+            self._shards |= bucket.param_shards
+            self._bucket_of |= dict.fromkeys(bucket.parameters, bucket)
+        # Python's garbage collector finds no cycle through a tensor's hooks: a hook with a strong reference to this
+        # object would keep it, the weights and the gradients alive for ever.
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(_weak(self.accumulated))
         self.zero()
 
     def zero(self, micro_batches: int = 1) -> None:
-        """Sets gradients to zero, in place, before a step of so many micro-batches."""
+        """Zeroes gradients in place before a step of `micro_batches`."""
         self._next = 0
         for bucket in self._buckets:
             bucket.zero()
             bucket.pending = {each: micro_batches * self._additions.get(each, 1) for each in bucket.parameters}
 
     def accumulated(self, parameter: Tensor) -> None:
-        """Notes that a gradient was added; autograd's hooks call it, and whoever adds otherwise.
-
-        Raises:
-            ValueError: more were added than the dry run has shown.
-        """
+        """Counts a gradient added to a parameter, by autograd or directly. Raises ValueError for an unexpected one."""
         if self._is_scattered:
             return
         pending = self._bucket_of[parameter].pending
         if parameter not in pending:
             raise ValueError(
                 f"a layer with a weight of shape {list(parameter.shape)} was called more often than in the dry run, or "
-                "its weight is used by the module around it as well: let every forward call the layer as often, and "
-                "use its weight by calling it alone"
+                "the module around it uses the weight as well: call the layer equally often in every forward, and use "
+                "its weight only by calling the layer"
             )
         pending[parameter] -= 1
         if pending[parameter] == 0:
@@ -185,68 +189,76 @@ class GradientBuckets:
             self._reduce_complete()
 
     def begin(self, segment: int, first_part: bool = False) -> None:
-        """Prepares for a backward of the segment, or the first part of one, whose gradients are scattered."""
-        for bucket in self._of.get(segment, ()):
+        """Allocates a segment's scattered gradients before its backward, or before the first part of it."""
+        for bucket in self._by_segment.get(segment, ()):
             if not (first_part and bucket.is_late):
                 bucket.begin()
 
     def scatter(self, segment: int) -> None:
-        """Starts sending the gradients that backwards have left for the segment to those who keep the rows, and add
-        them up in rank order. Collective over them."""
-        for bucket in self._of.get(segment, ()):
-            self._reduce(bucket, bucket.shard)
+        """Starts sending a segment's gradients to the owners of the shards. Collective."""
+        for bucket in self._by_segment.get(segment, ()):
+            self._start_reduce(bucket, bucket.shard)
             bucket.free()
 
     def reduce(self, segment: int) -> None:
-        """Reduces the segment's gradients; a parameter that took no part in backward keeps a zero gradient."""
+        """Reduces a segment's gradients. A parameter without a gradient in this step counts as zero."""
         if self._is_scattered:
             return
-        for bucket in self._of.get(segment, ()):
+        for bucket in self._by_segment.get(segment, ()):
             bucket.pending.clear()
         self._reduce_complete()
 
     def wait(self) -> None:
-        """Waits until everything that could be reduced is."""
-        self._on_their_way.clear()
+        """Waits for all sums."""
+        self._in_flight.clear()
         for bucket in self._buckets:
             bucket.end()
             if bucket.partial and self._is_scattered:
                 all_reduce_sum(bucket.reduced, self._tp)
+            # Sums over the replicas follow the sums over FSDP's ranks, in one order on all ranks.
             if bucket.shard is not None:
-                self._reduce(bucket, bucket.owned)
+                self._start_reduce(bucket, bucket.owned)
         for bucket in self._buckets:
             bucket.end()
 
     def owned(self, entry: ShardedTensor) -> ShardedTensor:
-        """Part of a tensor that this rank owns, with a gradient of its own: all of it where its rows have no owners."""
-        shards = self._shards.get(entry.tensor)
-        if shards is None or shards is entry.tensor:
+        """This rank's owned shard of a tensor, with its own gradient; the whole tensor without owners."""
+        shard = self._shards.get(entry.tensor)
+        if shard is None or shard is entry.tensor:
             return entry
-        return replace(entry, tensor=shards, shard=entry.shard.by_rows("dp_replicate").by_rows("cp"))
+        return replace(entry, tensor=shard, shard=entry.shard.by_rows("dp_replicate").by_rows("cp"))
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """The reduced gradient of a parameter, or of those of its rows that this rank owns."""
+        """The reduced gradient of a parameter, or of this rank's owned shard of it."""
         return self._shards.get(parameter, parameter).grad
 
     def all_gather_params(self) -> None:
-        """Gives the rows that owners have changed to all replicas. Collective over the replicas; does nothing where
-        rows have no owners."""
+        """Sends the values of owned shards to all replicas. Collective over the replicas."""
         for bucket in self._buckets:
             if bucket.owned is not None:
-                bucket.owned.start_all_gather()()  # one at a time, which bounds the memory
+                # One at a time bounds the memory.
+                finish = bucket.owned.start_all_gather()
+                finish()
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of gradients and of the sums of rows, at most: of what the second parts of backwards add and is then
-        scattered, those of the two largest segments."""
-        late = [sum(each.flat.nbytes * each.is_late for each in buckets) for buckets in self._of.values()]
-        sums = sum(shards.sum.nbytes for each in self._buckets for shards in each.shards_of_rank)
-        return sums + sum(each.flat.nbytes for each in self._buckets) - sum(sorted(late)[:-2])
+        """Peak bytes of gradients and their sums."""
+        total = 0
+        for bucket in self._buckets:
+            total += bucket.flat.nbytes + sum(shards.sum.nbytes for shards in bucket.shards_of_rank)
+        late = []
+        for buckets in self._by_segment.values():
+            late.append(sum(bucket.flat.nbytes for bucket in buckets if bucket.is_late))
+        # Late gradients of two segments are live at once.
+        return total - sum(sorted(late)[:-2])
 
     @property
     def exchanged_bytes(self) -> int:
-        """Bytes that exchanges with those who own or keep rows take at most: two at a time."""
-        return sum(sorted(shards.exchange_bytes for each in self._buckets for shards in each.shards_of_rank)[-2:])
+        """Peak bytes of exchanges with owners."""
+        exchanges = []
+        for bucket in self._buckets:
+            exchanges += [shards.exchange_bytes for shards in bucket.shards_of_rank]
+        return peak_exchange_bytes(exchanges)
 
     def _reduce_complete(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].pending:
@@ -254,37 +266,51 @@ class GradientBuckets:
             self._next += 1
             if bucket.partial:
                 all_reduce_sum(bucket.flat, self._tp)
-            # What is kept by rows goes over the data axis when all of these are done, in one order on all ranks.
-            self._reduce(bucket, bucket.shard or bucket.owned)
+            self._start_reduce(bucket, bucket.shard or bucket.owned)
 
-    def _reduce(self, bucket: Bucket, shards: ParameterShards | None) -> None:
-        """Starts sending gradients to those who keep or own the rows, two at a time, which bounds the memory; or
-        summing them over the replicas."""
+    def _start_reduce(self, bucket: Bucket, shards: ParameterShards | None) -> None:
+        """Starts sending gradients to the owners of `shards`, or summing them over the replicas."""
         if shards is not None:
             bucket.end()
-            if len(self._on_their_way) > 1:
-                self._on_their_way.popleft().end()
+            # A bound on the exchanges in flight bounds their memory.
+            if len(self._in_flight) == EXCHANGES_AT_ONCE:
+                self._in_flight.popleft().end()
             bucket.await_sum = shards.start_sum()
-            self._on_their_way.append(bucket)
+            self._in_flight.append(bucket)
         elif self._holders.size > 1 and bucket.reduced.numel():
             bucket.await_sum = start_all_reduce_sum(bucket.reduced, self._holders)
 
 
 def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """Calls a method, and nothing when its object is gone."""
+    """Calls a method without keeping its object alive; does nothing once the object is gone."""
     reference = WeakMethod(method)
-    return lambda *arguments: None if (call := reference()) is None else call(*arguments)
+    return lambda *arguments: (reference() or _ignore)(*arguments)
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+def _groups(entries: list[ShardedTensor], late: set[Tensor]) -> list[tuple[list[Tensor], bool]]:
+    """Trained parameters by bucket, last to first, and whether their gradients are partial."""
+    early_parameters: list[Tensor] = []
+    late_parameters: list[Tensor] = []
+    partial_parameters: list[Tensor] = []
+    for entry in reversed(entries):
+        if not (entry.is_parameter and entry.tensor.requires_grad):
+            continue
+        if entry.shard.partial_gradient:
+            partial_parameters.append(entry.tensor)
+        elif entry.tensor in late:
+            late_parameters.append(entry.tensor)
+        else:
+            early_parameters.append(entry.tensor)
+    complete = _packed(early_parameters) + _packed(late_parameters)
+    return [(group, False) for group in complete] + [(group, True) for group in _packed(partial_parameters)]
 
 
 def _packed(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Parameters in groups of one type, each closed when it holds as much as suits the device."""
-    groups: list[list[Tensor]] = []
-    size = 0
-    for parameter in parameters:
-        most = BUCKET_BYTES if parameter.device.type == "cpu" else EXCHANGE_BYTES
-        if not groups or size >= most or groups[-1][0].dtype != parameter.dtype:
-            groups.append([])
-            size = 0
-        groups[-1].append(parameter)
-        size += parameter.nbytes
-    return groups
+    """Parameters of each bucket, all of one type."""
+    on_gpu = bool(parameters) and parameters[0].device.type != "cpu"
+    spans = bucket_spans([(each.nbytes, each.dtype) for each in parameters], on_gpu)
+    return [parameters[span.start : span.stop] for span in spans]

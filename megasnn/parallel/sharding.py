@@ -1,31 +1,28 @@
-"""Shards: which part of which global tensor a rank holds, declared by layers, read by everything else.
+"""Shards: which part of which global tensor a rank holds. Layers declare them; everything else reads them.
 
-Initial values, parameter counts, gradient norms, saving, loading and conversion read this description; nothing matches
-on names. The idea of a tensor that knows its global shape and offset is Megatron-core's ``ShardedTensor``; ``blocks``
-is what a fused q-k-v weight needs: it is cut inside each of its parts, by whole heads, not across them.
+Initial values, counts, norms and checkpoints need no matching on names. The idea is Megatron-core's ``ShardedTensor``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise, product
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megasnn.common.grid import FLAG_OF_AXIS, HOLDING_AXES, Axis, Coordinates
-from megasnn.common.random import keyed_generator
 
 Initialiser = Callable[[Tensor, torch.Generator], object]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a local tensor and where it lies in the global one. Offsets and sizes have one entry per dimension."""
+    """A box of a local tensor and its position in the global tensor."""
 
     local_offset: tuple[int, ...]
     global_offset: tuple[int, ...]
@@ -41,17 +38,18 @@ class Piece:
 def _box(tensor: Tensor, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
     for dim, (start, length) in enumerate(zip(offset, sizes, strict=True)):
         tensor = tensor.narrow(dim, start, length)
-    return tensor if sizes else tensor.view(())  # a single number may be owned as one row
+    # A scalar may be owned as one row.
+    return tensor if sizes else tensor.view(())
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Division of a tensor by the ranks along one axis of the grid.
+    """Division of a tensor over the ranks along one axis of the grid.
 
     Attributes:
-        dim: the dimension that is cut into parts.
-        blocks: that dimension consists of so many equal blocks, and each is cut by itself (3 for fused q, k, v).
-        even: whether the parts must be equal; otherwise they are as `own_span` says.
+        dim: the dimension to divide.
+        blocks: equal blocks in that dimension, each divided separately (3 for fused q, k, v).
+        even: parts must be equal; otherwise `own_span` divides.
     """
 
     dim: int
@@ -60,38 +58,38 @@ class Cut:
 
 
 def own_span(rows: int, sizes: Sequence[int], index: int) -> range:
-    """A rank's part of so many rows, in a time that does not grow with the ranks. Parts differ by one row at most; the
-    only row of all is the first rank's.
+    """A rank's contiguous part of `rows`. Parts differ by at most one row; a single row is rank 0's.
 
     Args:
-        sizes: of the axes that the ranks lie along, the slowest first: those along an axis share out what the axes
-            before it leave, as `Shard.by_rows` does.
-        index: of the rank among all of them.
+        sizes: sizes of the ranks' axes, slowest first. Each axis divides the part left by earlier ones.
+        index: index among all `prod(sizes)` ranks.
     """
-    start, ranks = 0, prod(sizes)
+    start = 0
+    ranks = prod(sizes)
     for size in sizes:
         ranks //= size
         own, index = divmod(index, ranks)
-        first, last = -(-rows * own // size), -(-rows * (own + 1) // size)
-        start, rows = start + first, last - first
+        first = -(-rows * own // size)
+        end = -(-rows * (own + 1) // size)
+        start += first
+        rows = end - first
     return range(start, start + rows)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Part of a global tensor that one rank holds, and the other ranks that hold the same.
+    """Part of a global tensor held by one rank.
 
     Attributes:
-        global_shape: shape of the whole tensor.
-        cuts: by axis of the grid; along an axis without a cut all ranks hold the same. A later cut divides what the
-            ones before it leave.
+        cuts: by axis, in order; a later cut divides the part left by earlier ones. Ranks along other axes hold the
+            same part.
         coordinates: the rank in the grid.
-        partial_gradient: True where the gradient of a tensor parallel rank covers only a share of a parameter that all
-            hold, so that they must be summed (the time constant of a PLIF neuron, whose channels are cut).
-        initialise: fills the *global* tensor from a generator keyed by the parameter's name.
+        partial_gradient: sum a replicated parameter's gradient over the tensor parallel ranks (the time constant of a
+            PLIF neuron with sharded channels).
+        initialise: fills the global tensor.
 
     Raises:
-        ValueError: a dimension does not divide into equal parts, or is cut and has a `partial_gradient`.
+        ValueError: a dimension does not divide into equal parts, or a tensor cut along tp has a `partial_gradient`.
     """
 
     global_shape: tuple[int, ...]
@@ -102,19 +100,23 @@ class Shard:
 
     def __post_init__(self) -> None:
         if self.partial_gradient and any(axis == "tp" for axis, _ in self.cuts):
-            raise ValueError("partial_gradient is for parameters that every tensor parallel rank holds whole")
+            raise ValueError("partial_gradient=True is for parameters without a cut along tp: remove one of the two")
         self._indices()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
-        return self  # with a copy of a module, not of whatever initialises it
+        # A copied module shares it: `initialise` may hold objects that cannot be copied.
+        return self
 
     def _indices(self) -> list[np.ndarray]:
-        """Indices of the global tensor that this rank holds, along each dimension. A number that one of several ranks
-        owns is a row of one."""
-        shape = self.global_shape or (1,) * any(not cut.even for _, cut in self.cuts)
+        """Indices into the global tensor, along each dimension."""
+        shape = self.global_shape
+        if not shape and any(not cut.even for _, cut in self.cuts):
+            # A scalar owned by one of several ranks is one row.
+            shape = (1,)
         indices = [np.arange(length) for length in shape]
         for axis, cut in self.cuts:
-            size, length = self.coordinates.size(axis), len(indices[cut.dim])
+            size = self.coordinates.size(axis)
+            length = len(indices[cut.dim])
             if cut.even and length % (cut.blocks * size):
                 raise ValueError(
                     f"dimension {cut.dim} of shape {list(shape)}, {cut.blocks} block(s) of {length // cut.blocks}, "
@@ -126,16 +128,16 @@ class Shard:
         return indices
 
     def is_cut(self, axis: Axis) -> bool:
-        """True where the ranks along an axis hold different parts."""
+        """Whether the ranks along an axis hold different parts."""
         return self.coordinates.size(axis) > 1 and any(axis == other for other, _ in self.cuts)
 
     @property
     def shared_axes(self) -> tuple[Axis, ...]:
-        """The axes along which other ranks hold what this one holds: the answer to who shares a tensor."""
+        """The axes along which other ranks hold the same part."""
         return tuple(axis for axis in HOLDING_AXES if self.coordinates.size(axis) > 1 and not self.is_cut(axis))
 
     def is_primary(self) -> bool:
-        """True on exactly one of the ranks that hold the same: what is counted or written once goes by this."""
+        """True on exactly one of the ranks with the same part; that rank counts and writes it."""
         return all(self.coordinates.index(axis) == 0 for axis in self.shared_axes)
 
     @property
@@ -143,21 +145,25 @@ class Shard:
         return tuple(map(len, self._indices()))
 
     def pieces(self) -> list[Piece]:
-        """The boxes that make up the local tensor, each as large as it can be. None where this rank owns no row."""
+        """The largest boxes that make up the local tensor; an empty list without rows."""
         if not self.global_shape:
-            return [Piece((), (), ())] * prod(self.local_shape)
-        along = map(_runs, self._indices(), self.global_shape)
-        return [Piece(*zip(*box, strict=True)) for box in product(*along)]
+            owns_scalar = prod(self.local_shape) == 1
+            return [Piece((), (), ())] if owns_scalar else []
+        runs = [_runs(indices, length) for indices, length in zip(self._indices(), self.global_shape, strict=True)]
+        pieces = []
+        for box in product(*runs):
+            local_offset, global_offset, sizes = zip(*box, strict=True)
+            pieces.append(Piece(local_offset, global_offset, sizes))
+        return pieces
 
     def by_rows(self, axis: Axis) -> Shard:
-        """Part of this rank, where each of the ranks along an axis owns some rows (the slowest dimension) of what all
-        of them hold."""
+        """This part, with its rows (dimension 0) divided over the ranks along an axis."""
         if self.coordinates.size(axis) == 1:
-            return self  # nothing is shared out
+            return self
         return replace(self, cuts=(*self.cuts, (axis, Cut(0, even=False))))
 
     def cut(self, full: Tensor) -> Tensor:
-        """This rank's part of a global tensor, as a copy of its own."""
+        """A copy of this rank's part of a global tensor."""
         local = full.new_empty(self.local_shape)
         for piece in self.pieces():
             piece.of_local(local).copy_(piece.of_global(full))
@@ -165,23 +171,18 @@ class Shard:
 
 
 def _runs(indices: np.ndarray, length: int) -> list[tuple[int, int, int]]:
-    """Place among the indices, first index and length of each run of consecutive ones. Args: length: of all indices."""
-    if len(indices) == length:  # nearly always
+    """Position, first index and length of each run of consecutive indices into a dimension of `length`."""
+    # Nearly always: the dimension is not divided.
+    if len(indices) == length:
         return [(0, 0, length)]
-    ends = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist(), len(indices)]
-    return [(a, int(indices[a]), b - a) for a, b in pairwise(ends) if a < b]
-
-
-# --- tensors of modules
+    breaks = np.flatnonzero(np.diff(indices) != 1) + 1
+    bounds = [0, *breaks.tolist(), len(indices)]
+    return [(start, int(indices[start]), end - start) for start, end in pairwise(bounds) if start < end]
 
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """A parameter or buffer of a built model with its global name and description.
-
-    Attributes:
-        is_copy: another one owns the value, and the name is that one's; see `tie`.
-    """
+    """A parameter or buffer with its global name and shard. A copy is tied to another tensor and has its name."""
 
     name: str
     tensor: Tensor
@@ -190,123 +191,6 @@ class ShardedTensor:
     is_copy: bool = False
 
 
-def declare(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype, is_parameter: bool = True) -> None:
-    """Registers a tensor of the shard's local shape on the meta device; `materialise` gives it memory and values."""
-    tensor = torch.empty(shard.local_shape, dtype=dtype, device="meta")
-    if is_parameter:
-        module.register_parameter(name, nn.Parameter(tensor))
-    else:
-        module.register_buffer(name, tensor)
-    shards_of(module)[name] = shard
-
-
-def shards_of(module: nn.Module) -> dict[str, Shard]:
-    """Descriptions of the parameters and buffers of the module itself, by name."""
-    shards: dict[str, Shard] = vars(module).setdefault("_described_shards", {})
-    return shards
-
-
-def tie(module: nn.Module, name: str, owner_name: str, owner: nn.Module, name_there: str) -> None:
-    """Makes a described tensor a copy of another one, which owns the value; it takes that one's name and description.
-
-    Raises:
-        ValueError: they have other shapes, or ranks hold other parts of them.
-    """
-    if name not in shards_of(module) or name_there not in shards_of(owner):
-        return  # `sharded_tensors` tells what is missing
-    mine, theirs = shards_of(module)[name], shards_of(owner)[name_there]
-    if mine.pieces() != theirs.pieces():
-        shapes = f"{list(mine.global_shape)} here and {list(theirs.global_shape)} there"
-        raise ValueError(
-            f"ranks hold other parts of the two, {shapes}: give both layers the same sizes and `style`, or set "
-            f"{FLAG_OF_AXIS['tp']} 1"
-        )
-    shards_of(module)[name] = theirs
-    vars(module).setdefault("_owner_names", {})[name] = owner_name
-
-
-def owner_name(module: nn.Module, name: str, path: str) -> str:
-    """Global name of the tensor that a module at this path owns, or has a copy of."""
-    called: str = vars(module).get("_owner_names", {}).get(name, f"{path}.{name}")
-    return called
-
-
-def sharded_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
-    """Every parameter and persistent buffer below the given (global name, layer) pairs, in a fixed order; no copies.
-
-    Raises:
-        ValueError: a tensor has no description, which would make it invisible to initialisation and checkpoints.
-    """
-    return (entry for entry in described_tensors(named_layers) if not entry.is_copy)
-
-
-def described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
-    """The same with the copies among them."""
-    for prefix, layer in named_layers:
-        for path, module in layer.named_modules(prefix=prefix):
-            shards = shards_of(module)
-            own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-            for name, tensor in own:
-                if name in module._non_persistent_buffers_set:
-                    continue
-                if name not in shards:
-                    raise ValueError(f"{path}.{name} has no shard description; make it with `declare`")
-                called = owner_name(module, name, path)
-                is_parameter, is_copy = name in module._parameters, called != f"{path}.{name}"
-                yield ShardedTensor(called, tensor, shards[name], is_parameter, is_copy)
-
-
 def parameter_count(tensors: Iterable[ShardedTensor]) -> int:
-    """Number of elements of the global parameters described, each counted once."""
+    """Number of elements of the global parameters."""
     return sum(torch.Size(entry.shard.global_shape).numel() for entry in tensors if entry.is_parameter)
-
-
-def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
-    """Gives memory and initial values to every declared tensor of these layers.
-
-    Each value follows from (seed, global name) alone: the global tensor is drawn, this rank's part is kept, so
-    the model starts from the same numbers on every layout. At most one global tensor exists at a time. What is tied has
-    the same memory.
-
-    Raises ValueError for a tensor that nothing initialises, or whose function raises; names it.
-    """
-    layers = list(named_layers)
-    values: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for entry in described_tensors(layers):
-            if entry.name in values:
-                continue
-            assert entry.shard.initialise is not None, entry.name
-            # Floating-point values are drawn in float32 whatever the precision: fp64 checks start from the fp32 run's.
-            dtype = torch.float32 if entry.tensor.is_floating_point() else entry.tensor.dtype
-            full = torch.empty(entry.shard.global_shape, dtype=dtype)
-            try:
-                entry.shard.initialise(full, keyed_generator(seed, "init", entry.name))
-            except Exception as error:  # a function of the user's may raise anything
-                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-                raise ValueError(f"initial values of {entry.name}: {kind}{error}") from error
-            value = entry.shard.cut(full).to(device, entry.tensor.dtype)
-            # Kernels of convolutions have channels last, like activations: nothing is reordered when they meet.
-            is_kernel = value.ndim == 4
-            values[entry.name] = value.contiguous(memory_format=torch.channels_last) if is_kernel else value
-        for prefix, layer in layers:
-            for path, module in layer.named_modules(prefix=prefix):
-                for name in shards_of(module):
-                    value = values[owner_name(module, name, path)]
-                    if name in module._parameters:
-                        module._parameters[name] = _with_all_of(module.get_parameter(name), value)
-                    else:
-                        module._buffers[name] = value.detach()  # a tensor of its own, of the same memory
-
-
-def _with_all_of(old: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """A parameter with a value, and what was set on the one before: whether it is trained, attributes, hooks."""
-    new = nn.Parameter(value, requires_grad=old.requires_grad)
-    vars(new).update(vars(old))
-    if not old.requires_grad:  # torch takes no hooks
-        return new
-    for hook in (old._backward_hooks or {}).values():
-        new.register_hook(hook)
-    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
-        new.register_post_accumulate_grad_hook(hook)
-    return new

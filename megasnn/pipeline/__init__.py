@@ -1,1 +1,1 @@
-"""The pipeline: chunks of layers, transfers between ranks, and the executor that works off a schedule."""
+"""Pipeline parallelism: chunks of layers, transfers between ranks, and the executor of schedules."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,29 +17,31 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.plain.replicated import apply_layer
-from megasnn.layers.row_context import own_pixel_rows, row_group
+from megasnn.layers.row_context import own_pixel_rows
 from megasnn.layers.shape_inference import to_channels_last
+from megasnn.layers.tensors import described_tensors, materialise, sharded_tensors
 from megasnn.models.description import Built, Carried, ModelDescription
-from megasnn.parallel.sharding import ShardedTensor, described_tensors, materialise, sharded_tensors
+from megasnn.parallel.sharding import ShardedTensor
 from megasnn.pipeline.graphs import Capture, ChunkGraphs, why_not
 from megasnn.telemetry.timers import named
 
 
 class PipelineChunk(nn.Module):
-    """Layers `start..end` of a model, in order.
+    """Consecutive layers of a model.
 
-    Receives the earlier outputs that this or a later chunk uses; passes on those that later chunks use. A chunk without
-    layers, as an explicit layout may have it, passes its input on.
+    Receives the earlier outputs that this or a later chunk uses; passes on the outputs for later chunks. A chunk
+    without layers (in an explicit layout) passes its input on.
 
     Args:
         bounds: layers of each chunk.
         index: position among all chunks of the pipeline, from input to loss.
-        layers: of this chunk. context: of their building.
+        layers: modules of this chunk.
+        context: build context of the layers.
     Attributes:
-        is_first, is_last: True if it takes the images, and if it gives the logits.
-        receives, hands_on: tensors at its beginning and at its end, in order.
-        weight_gradients: the second part of its layers' backward.
-        graphs: its CUDA graphs in training; None without.
+        is_first, is_last: the chunk starts with the model's inputs; it ends with the model's output.
+        receives, hands_on: tensors at the boundaries before and after the chunk.
+        weight_gradients: queue of weight gradients.
+        graphs: CUDA graphs for training, or None.
     """
 
     def __init__(
@@ -64,27 +66,29 @@ class PipelineChunk(nn.Module):
         self._description = description
         self._span = span
         self._is_chain = description.is_chain
-        stateful = [module for module in self.layers.modules() if isinstance(module, (NeuronLayer, ParallelDropout))]
-        self._carrying = [module for module in stateful if module.carries]
-        # Inputs of each layer that no later layer takes.
-        self._last: list[set[int]] = []
+        self._stateful: list[NeuronLayer | ParallelDropout] = []
+        for module in self.layers.modules():
+            if isinstance(module, (NeuronLayer, ParallelDropout)) and module.stateful:
+                self._stateful.append(module)
+        # Inputs of each layer that no later layer uses.
+        self._last_uses: list[set[int]] = []
         for number in span:
             needed_later = description.needed_from(number + 1)
-            self._last.append({*description.layers[number].inputs} - {*needed_later})
+            self._last_uses.append({*description.layers[number].inputs} - {*needed_later})
         self._context = context
-        self._rows = row_group(context)
+        self._rows = context.row_group
 
     def capture_graphs(self, capture: Capture) -> None:
-        """Runs as graphs in training from now on. Raises ValueError for a layer that cannot."""
+        """Runs training steps as CUDA graphs from now on. Raises ValueError for an unsupported layer."""
         for name, layer in self.named_layers():
-            why = why_not(layer)
-            if why:
-                raise ValueError(f"{name} cannot have CUDA graphs: {why}; use --cuda-graphs off")
+            reason = why_not(layer)
+            if reason:
+                raise ValueError(f"{name} cannot have CUDA graphs: {reason}; use --cuda-graphs off")
         if len(self.layers):
             self.graphs = ChunkGraphs(self.layers, self._run, self.weight_gradients, capture)
 
     def part(self, bounds: Sequence[range], index: int) -> PipelineChunk:
-        """A chunk of a finer cut, which is within this one and has its layers."""
+        """Chunk of a finer division of the layers, inside this chunk. Shares its layers."""
         first = self._span.start
         layers = [self.layers[number - first] for number in bounds[index]]
         return PipelineChunk(self._description, bounds, index, layers, self._context)
@@ -96,25 +100,27 @@ class PipelineChunk(nn.Module):
         goes_on: bool = False,
         micro_batch: int = 0,
     ) -> Any:
-        """
+        """Computes the layers for one micro-batch.
+
         Args:
-            x: tensors of `receives`, in a list that is emptied, so that each is freed with its last use; for the first
-                chunk, loaded inputs by name, or the tensor of the only one.
-            samples: positions of the micro-batch's samples in the training, for dropout.
-            goes_on: True for a later window of the samples of the last forward (--bptt-steps).
-            micro_batch: its number in the step.
+            x: tensors of `receives` in a list, which is emptied to free each tensor after its last use. For the first
+                chunk: the model's inputs by name, or a single input.
+            samples: positions in the whole training, for dropout.
+            goes_on: a later window of the last forward's samples (--bptt-steps).
+            micro_batch: number in the step.
         Returns:
-            tensors of `hands_on`; of the last chunk, the output of the model.
+            Tensors of `hands_on`; from the last chunk, the output of the model.
         """
-        if not goes_on and self._carrying:
+        if not goes_on and self._stateful:
             self.forget()
-        if not isinstance(x, list):  # samples of a micro-batch
+        if not isinstance(x, list):
             inputs = [*self._description.task.inputs.items()]
             named_inputs = {inputs[0][0]: x} if isinstance(x, Tensor) else x
-            specs = [inputs[-1 - carried.layer] for carried in self.receives]
-            x = [spec.frames(named_inputs[name]) for name, spec in specs]
-            if self._rows is not None:
-                x = [own_pixel_rows(frames, self._rows) for frames in x]
+            x = []
+            for carried in self.receives:
+                name, spec = inputs[-1 - carried.layer]
+                frames = spec.frames(named_inputs[name])
+                x.append(frames if self._rows is None else own_pixel_rows(frames, self._rows))
         if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
             y = self.graphs.apply(x, samples, micro_batch)
             x.clear()
@@ -126,11 +132,12 @@ class PipelineChunk(nn.Module):
         if not self._is_chain:
             outputs = _unpacked(self.receives, received)
         received.clear()
-        for number, last, layer in zip(self._span, self._last, self.layers, strict=True):
+        for number, last_uses, layer in zip(self._span, self._last_uses, self.layers, strict=True):
             described = self._description.layers[number]
             name = described.name
             inputs = [outputs[source] for source in described.inputs]
-            for source in last:  # `inputs` has the last reference
+            # The last reference is in `inputs`: a tensor is freed while the layer runs, once it is used.
+            for source in last_uses:
                 del outputs[source]
             with explained(partial("{}: {}".format, name)), named(name):
                 y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
@@ -139,35 +146,33 @@ class PipelineChunk(nn.Module):
                     continue
                 keys = entries_of(y).keys()
                 if keys != described.entries.keys():
-                    raise ValueError(f"it gives {[*keys]}, and gave {[*described.entries]} in the dry run")
-            outputs[number] = _with_edges_of_their_own(map_entries(to_channels_last, y), inputs)
+                    raise ValueError(f"its output has the entries {[*keys]}, in the dry run {[*described.entries]}")
+            outputs[number] = _with_own_edges(map_entries(to_channels_last, y), inputs)
         if self.is_last:
             (output,) = outputs.values()
             return output
         return [entries_of(outputs[each.layer])[each.key] for each in self.hands_on]
 
     def forget(self) -> None:
-        """Resets the state that the last forward left in neurons, and the time steps of dropout."""
-        for layer in self._carrying:
+        """Resets stateful neurons, and the time steps of dropout."""
+        for layer in self._stateful:
             layer.forget()
 
     @contextmanager
     def only_graph(self) -> Iterator[None]:
-        """Surrounds a forward that is computed again for its graph alone.
+        """Surrounds the recomputation of a forward for its graph.
 
-        The last neurons need not fire: their spikes have left the chunk. Raises ValueError for a layer that has changed
-        what the first forward kept.
+        The last neurons need not fire, because their spikes have left the chunk. Raises ValueError for a layer with
+        another result than in the first forward.
         """
-        last: Any = self.layers[-1] if len(self.layers) else None
-        skips = not self.is_last and isinstance(last, ConvNormNeuron) and type(last).forward is ConvNormNeuron.forward
-        try:
-            if skips:
-                last.fires = False
-            with explained(partial("{}: {}".format, ", ".join(self.names))):
-                yield
-        finally:
-            if skips:
-                last.fires = True
+        last = self.layers[-1] if len(self.layers) else None
+        without_spikes: AbstractContextManager[None] = nullcontext()
+        if isinstance(last, ConvNormNeuron) and not self.is_last:
+            # A derived class may use the spikes in a forward of its own.
+            if type(last).forward is ConvNormNeuron.forward:
+                without_spikes = last.graph_only()
+        with without_spikes, explained(partial("{}: {}".format, ", ".join(self.names))):
+            yield
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         return zip(self.names, self.layers, strict=True)
@@ -176,25 +181,27 @@ class PipelineChunk(nn.Module):
         return list(sharded_tensors(self.named_layers()))
 
     def copied_tensors(self) -> list[ShardedTensor]:
-        """Tensors of this chunk that another layer owns (ties)."""
+        """Tied tensors with an owner in another layer."""
         return [entry for entry in described_tensors(self.named_layers()) if entry.is_copy]
 
 
 def _unpacked(carried: Sequence[Carried], tensors: Sequence[Tensor]) -> dict[int, Bundle]:
-    """Outputs that a boundary carried, by number of their layer."""
+    """Received outputs by the number of their layer."""
     entries: dict[int, dict[EntryKey, Tensor]] = {}
     for each, tensor in zip(carried, tensors, strict=True):
         entries.setdefault(each.layer, {})[each.key] = tensor
     return {number: bundle_of(of_layer) for number, of_layer in entries.items()}
 
 
-def _with_edges_of_their_own(y: Bundle, inputs: Sequence[Bundle]) -> Bundle:
-    """An output with an edge of its own in the graph where it is one of the inputs.
+def _with_own_edges(y: Bundle, inputs: Sequence[Bundle]) -> Bundle:
+    """The output, with new edges in autograd's graph for inputs that the layer returns as they are.
 
-    Its gradients are summed apart from the input's, as with a boundary between them: the order of a sum does not depend
-    on the cut into chunks.
+    Autograd then sums their gradients separately from the input's, as at a boundary between chunks. So the order of the
+    sums does not depend on the division into chunks.
     """
-    seen = {id(entry) for x in inputs for entry in entries_of(x).values()}
+    seen = set()
+    for x in inputs:
+        seen |= {id(entry) for entry in entries_of(x).values()}
 
     def apart(entry: Tensor) -> Tensor:
         made = entry.view_as(entry) if id(entry) in seen and entry.requires_grad else entry
@@ -214,22 +221,24 @@ def build_chunks(
     built: Sequence[Built] | None = None,
     shard: tuple[Sequence[range], Callable[[int, Sequence[nn.Module]], None]] | None = None,
 ) -> dict[int, PipelineChunk]:
-    """Builds a rank's chunks. Only their layers get memory, and keyed initial values.
+    """Builds a rank's chunks, with memory and keyed initial values for their layers only.
 
     Args:
-        indices: of these chunks.
+        indices: numbers of the rank's chunks.
         built: all layers for this rank; None to build them.
-        shard: layers of each segment, and a function that is called with a segment's number and layers as soon as they
-            have their values: with gathered weights, one segment at a time is whole.
+        shard: layers in each segment, and a function called with a segment's number and layers after their
+            initialisation. It shards weights, so one segment at a time is whole.
     """
     layers = [each.module for each in built or description.build(context)]
-    segments, keep = shard or (bounds, None)
+    segments, shard_segment = shard or (bounds, None)
     for number, segment in enumerate(segments):
         if segment and any(segment.start in bounds[index] for index in indices):
-            materialise([(description.layers[at].name, layers[at]) for at in segment], device, seed)
-            if keep is not None:
-                keep(number, [layers[at] for at in segment])
-    return {
-        index: PipelineChunk(description, bounds, index, [layers[number] for number in bounds[index]], context)
-        for index in indices
-    }
+            named_layers = [(description.layers[at].name, layers[at]) for at in segment]
+            materialise(named_layers, device, seed)
+            if shard_segment is not None:
+                shard_segment(number, [layer for _, layer in named_layers])
+    chunks = {}
+    for index in indices:
+        own_layers = [layers[number] for number in bounds[index]]
+        chunks[index] = PipelineChunk(description, bounds, index, own_layers, context)
+    return chunks

@@ -11,27 +11,33 @@ from megasnn.schedule import ChunkCost
 from megasnn.schedule.costs import stage_shares
 
 TIMED = "forward", "input_gradient", "weight_gradient"
+_IN_BYTES = "held", "message", "gradient", "found", "deferred", "output", "exchanged"
 
 
 @dataclass(frozen=True)
 class LinkCost:
-    """A message of b bytes takes `latency + b * per_byte` seconds."""
+    """Latency and inverse bandwidth: a message with b bytes takes `latency + b * per_byte` seconds."""
 
     latency: float = 0.0
     per_byte: float = 0.0
 
     def message(self, size: float) -> float:
-        """Seconds of a message."""
+        """Seconds for a message."""
         return self.latency + self.per_byte * size
 
     def exchange(self, ranks: int, size: float) -> float:
-        """Seconds in which each rank sends each other one so many bytes, in pairs: n - 1 steps (R. Thakur,
-        R. Rabenseifner, W. Gropp, Optimization of Collective Communication Operations in MPICH, 2005)."""
+        """Seconds for an all-to-all with `size` bytes between each two ranks.
+
+        Pairwise exchange in n - 1 steps (R. Thakur, R. Rabenseifner, W. Gropp, Optimization of Collective
+        Communication Operations in MPICH, 2005).
+        """
         return (ranks - 1) * self.message(size)
 
     def all_reduce(self, ranks: int, size: float, on_gpu: bool) -> float:
-        """Seconds of a sum of so many bytes that all ranks get: by Gloo in a ring, whose steps grow with the ranks; by
-        NCCL, which takes the faster algorithm for a size, in two trees (of the same paper)."""
+        """Seconds for an all-reduce with `size` bytes, in Gloo's ring or NCCL's double tree (paper as in `exchange`).
+
+        NCCL selects the faster algorithm for a size; the tree has fewer steps.
+        """
         if ranks == 1:
             return 0.0
         steps = math.ceil(math.log2(ranks)) if on_gpu else ranks - 1
@@ -40,17 +46,17 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One micro-batch through one layer, seconds and bytes.
+    """Seconds and bytes for one layer and one micro-batch.
 
     Attributes:
-        held: bytes kept from the forward until the weight gradient is done.
-        working: most bytes that forward, input gradient and weight gradient need above those before each.
-        message, gradient: bytes of all that crosses a boundary behind the layer, and of its gradients, on the way.
-        output: bytes of that where the layer runs.
-        deferred: bytes that an input gradient leaves for the weight gradient.
-        collectives, exchanged: calls between ranks that share the layer, and bytes that this rank receives.
-        found: bytes kept beside the input where the forward is computed again: statistics of norms, received tensors.
-        cast: bytes of the weights' copies in the type of the products, which a step makes once and keeps.
+        held: bytes from forward to the end of the weight gradient.
+        working: peak bytes in forward, input gradient and weight gradient, above the bytes before each.
+        message, gradient: packed bytes at the boundary after the layer, and bytes of the gradients.
+        output: unpacked bytes at the boundary.
+        deferred: bytes from input gradient to weight gradient.
+        collectives, exchanged: number of collectives, and bytes received in them.
+        found: bytes stored for a recomputation beside the input: norm statistics, received tensors.
+        cast: bytes of cast weights, stored during a step.
     """
 
     forward: float = 0.0
@@ -75,60 +81,68 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class PipelineCosts:
-    """Costs of every layer of a model for one micro-batch, and of the links between ranks.
+    """Costs of all layers for one micro-batch, and of links between ranks.
 
     Attributes:
-        link: between two stages, or where there is one, between replicas that shard weights.
+        link: between two stages; with a single stage, between replicas that shard weights.
     """
 
     layers: tuple[LayerCost, ...]
     link: LinkCost
 
     def of_chunks(self, bounds: Sequence[range], placement: Sequence[int], recomputes: bool = False) -> list[ChunkCost]:
-        """Costs of chunks for the simulator, in seconds; activations in whole stages' micro-batches.
+        """Costs of chunks for the simulator, in seconds. Activations are relative to a stage's micro-batch.
 
         Args:
-            bounds: layers of each chunk. placement: its rank.
-            recomputes: backwards take the forwards that are computed again before them, too.
+            bounds, placement: layers and pipeline rank of each chunk.
+            recomputes: backwards include the recomputation.
         """
-        found = []
+        costs = []
         for span, share in zip(bounds, stage_shares(placement), strict=True):
-            layers = [self.layers[i] for i in span]
+            forward = 0.0
+            input_gradient = 0.0
+            weight_gradient = 0.0
+            for layer in self.layers[span.start : span.stop]:
+                forward += layer.forward
+                input_gradient += layer.input_gradient
+                weight_gradient += layer.weight_gradient
+            if recomputes:
+                input_gradient += forward
             # A chunk without layers hands its input on.
             last = self.layers[span.stop - 1] if span.stop > 0 else LayerCost()
-            forward, inputs, weights = (sum(getattr(each, part) for each in layers) for part in TIMED)
-            inputs += recomputes * forward
             transfers = self.link.message(last.message), self.link.message(last.gradient)
-            found.append(ChunkCost(forward, inputs, weights, *transfers, activation=share))
-        return found
+            costs.append(ChunkCost(forward, input_gradient, weight_gradient, *transfers, activation=share))
+        return costs
 
     def with_unshards(self, costs: Sequence[ChunkCost], segment_bytes: Sequence[int], ranks: int) -> list[ChunkCost]:
-        """Adds the time of UNSHARD and REDUCE_SCATTER to segments whose weights `ranks` replicas shard."""
-        times = [self.link.exchange(ranks, size / ranks) if size else 0.0 for size in segment_bytes]
-        return [replace(cost, unshard=time, reduce_scatter=time) for cost, time in zip(costs, times, strict=True)]
+        """Segment costs with the times of UNSHARD and REDUCE_SCATTER, for weights sharded by `ranks` replicas."""
+        result = []
+        for cost, size in zip(costs, segment_bytes, strict=True):
+            seconds = self.link.exchange(ranks, size / ranks) if size else 0.0
+            result.append(replace(cost, unshard=seconds, reduce_scatter=seconds))
+        return result
 
 
 def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]) -> LayerCost:
-    """Bytes of a layer for so many samples, on the straight line through those counted for the two nearest sizes.
+    """Bytes of a layer for `samples` samples, extrapolated linearly from the two nearest counts.
 
     Args:
-        sizes: numbers of samples that `counted` is for, in ascending order. Where there is one, it is `samples`.
+        sizes: ascending numbers of samples, one for each count. A single one equals `samples`.
     """
     upper = min(max(bisect_left(sizes, samples), 1), len(sizes) - 1)
     lower = max(0, upper - 1)
-    first, second = counted[lower], counted[upper]
+    distance = max(1, sizes[upper] - sizes[lower])
+    below = counted[lower]
+    above = counted[upper]
 
-    def grown(few: int, more: int) -> int:
-        return max(0, few + (samples - sizes[lower]) * (more - few) // max(1, sizes[upper] - sizes[lower]))
+    def on_line(few: int, more: int) -> int:
+        return max(0, few + (samples - sizes[lower]) * (more - few) // distance)
 
-    values = {name: grown(getattr(first, name), getattr(second, name)) for name in _IN_BYTES}
-    forward, inputs, weights = map(grown, first.working, second.working)
-    return replace(first, working=(forward, inputs, weights), **values)
-
-
-_IN_BYTES = "held", "message", "gradient", "found", "deferred", "output", "exchanged"
+    values = {name: on_line(getattr(below, name), getattr(above, name)) for name in _IN_BYTES}
+    forward, input_gradient, weight_gradient = map(on_line, below.working, above.working)
+    return replace(below, working=(forward, input_gradient, weight_gradient), **values)
 
 
 def layers_per_chunk(bounds: Sequence[range]) -> str:
-    """Layers of each chunk, as `--pipeline-model-parallel-layout` takes them."""
+    """Layers of each chunk in the format of --pipeline-model-parallel-layout."""
     return "|".join(str(len(span)) for span in bounds)

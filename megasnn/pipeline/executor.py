@@ -1,6 +1,6 @@
-"""Executor of schedules: it takes their actions one by one, with a small method for each kind.
+"""Executor of schedules: runs their actions one by one, with a small method for each kind.
 
-It knows no schedule. `StepState` holds the tensors between actions.
+It is independent of the schedule. `StepState` holds the tensors between actions.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from megasnn.telemetry.operations import not_counting
 from megasnn.telemetry.timers import named
 
 LossFunction = Callable[[Bundle, Any, bool], Tensor]
-"""(output of the model, targets, is computed again) -> this micro-batch's share of the global batch's mean loss."""
+"""(output of the model, targets, is a recomputation) -> this micro-batch's share of the global batch's mean loss."""
 _BACKWARDS = PROPAGATING | FINISHING
-MOST_GRAPHED = 2  # sizes of steps with CUDA graphs, each of which takes memory: the usual one, and a smaller last one
+MOST_GRAPHED = 2
+"""Number of step sizes with CUDA graphs, which take memory: the usual one, and a smaller last step of an epoch."""
 
 
 class PipelineExecutor:
-    """Executor of any schedule, on a single rank, too. An error notes rank, stage, action and micro-batch.
+    """Executor of any schedule. Errors name rank, stage, action and micro-batch.
 
     Args:
-        segments: of this rank, by their number in the schedule.
-        transfers: None on a single stage.
+        segments: this rank's segments by their number in the schedule.
+        transfers: None for a single stage.
         loss: called on the rank of the last segment, in each forward of a training step.
-        weights: shared by ranks and gathered before use (UNSHARD, RESHARD); None where weights are always whole.
+        weights: sharded weights, gathered before use (UNSHARD, RESHARD); None for whole weights.
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class PipelineExecutor:
         self._loss = loss
         self._gradient_buckets = gradient_buckets
         self._weights = weights
-        # A leaf that needs a gradient: with it the detached input of a segment becomes part of a graph.
+        # A leaf with a gradient, which makes the detached input of a segment part of autograd's graph.
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)
-        modules = [module for segment in segments.values() for module in segment.modules()]
-        self._neurons = [module for module in modules if isinstance(module, NeuronLayer)]
-        self._sizes: list[tuple[int, ...]] = []  # of the micro-batches in each training step so far
+        self._neurons: list[NeuronLayer] = []
+        for segment in segments.values():
+            self._neurons += [module for module in segment.modules() if isinstance(module, NeuronLayer)]
+        # Micro-batch sizes of the training steps so far: a step with new sizes runs without CUDA graphs.
+        self._sizes: list[tuple[int, ...]] = []
         self._scattered: set[int] = set()  # segments whose gradients are scattered after every micro-batch
         self._methods: dict[Kind, Callable[[StepState, Action], None]] = {
             Kind.FORWARD: self._forward,
@@ -87,19 +90,19 @@ class PipelineExecutor:
     def run(
         self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None
     ) -> Tensor:
-        """Works off a schedule on all micro-batches. Gradients are accumulated and reduced.
+        """Runs a schedule on all micro-batches; accumulates and reduces gradients.
 
         Args:
-            consume: called with outputs and targets on the rank of the last segment, in an evaluation, which has no
-                backward; None in training.
+            consume: in an evaluation, called with outputs and targets on the rank of the last segment; None in
+                training.
         Returns:
-            the sum of the losses, float64 scalar; zero on ranks without the last segment, and in an evaluation.
+            The sum of the losses, float64 scalar; zero on ranks without the last segment, and in an evaluation.
         """
         actions = schedule.actions[self._state.pp.rank]
         sizes = tuple(micro.size for micro in micro_batches)
-        repeated = frozenset(each.key for each in actions if each.kind is Kind.RECOMPUTE)
+        recomputed = frozenset(each.key for each in actions if each.kind is Kind.RECOMPUTE)
         self._scattered = {each.segment for each in actions if each.kind is Kind.REDUCE_SCATTER}
-        step = StepState(micro_batches, self._anchor, repeated, consume)
+        step = StepState(micro_batches, self._anchor, recomputed, consume)
         if self._transfers is not None:
             self._transfers.begin(schedule, sizes)
         graphs = [segment.graphs for segment in self._segments.values() if segment.graphs is not None]
@@ -112,6 +115,7 @@ class PipelineExecutor:
                     self._methods[action.kind](step, action)
                     if graphs and action.kind in FINISHING:
                         self._end_graphs(action)
+        # Messages may still be sent from tensors of the step, and buckets reduced.
         if self._transfers is not None:
             self._transfers.wait()
         if consume is None:
@@ -122,14 +126,16 @@ class PipelineExecutor:
         return total
 
     def _begin_graphs(self, graphs: Sequence[ChunkGraphs], sizes: tuple[int, ...]) -> None:
-        """Begins CUDA graphs. The first training step of its sizes has none: kernels are compiled in it."""
-        has_graphs = sizes in self._sizes[:MOST_GRAPHED] and not any(neuron.is_observed for neuron in self._neurons)
-        self._sizes += [sizes] * (sizes not in self._sizes)
+        """Begins a step with CUDA graphs, if these sizes had a step before: the first one compiles kernels."""
+        is_observed = any(neuron.is_observed for neuron in self._neurons)
+        has_graphs = sizes in self._sizes[:MOST_GRAPHED] and not is_observed
+        if sizes not in self._sizes:
+            self._sizes.append(sizes)
         for each in graphs:
             each.begin(has_graphs)
 
     def _prepare(self, action: Action) -> None:
-        """Posts receives that this rank may need soon, and waits for weights that the action uses."""
+        """Posts receives ahead of a computation, and waits for the gathered weights of the action."""
         if self._transfers is not None and action.kind in COMPUTE:
             self._transfers.announce(action)
         if self._weights is not None and action.kind in USES_WEIGHTS:
@@ -138,7 +144,7 @@ class PipelineExecutor:
             self._gradient_buckets.begin(action.segment, first_part=action.kind is Kind.INPUT_GRADIENT)
 
     def _end_graphs(self, action: Action) -> None:
-        """Gives the CUDA graphs of a micro-batch back behind its last action."""
+        """Frees the slot of a micro-batch after its last action."""
         graphs = self._segments[action.segment].graphs
         if graphs is not None:
             graphs.done(action.key[1])
@@ -149,15 +155,18 @@ class PipelineExecutor:
         return f"rank {state.rank}, pipeline stage {state.pp.rank}, action {action}{micro}"
 
     def _forward(self, step: StepState, action: Action) -> None:
-        """Gives a segment's output to the loss, to the next segment, or to the consumer of an evaluation."""
+        """Computes a segment; its output goes to the next segment, the loss, or the consumer of an evaluation."""
         key = action.key
         segment = self._segments[action.segment]
         micro = step.micro_batches[key[1]]
         stashed: PackedInput | None = None
         surroundings: AbstractContextManager[None] = nullcontext()
-        if key in step.repeated:
-            # The first segment's input stays in the batch.
-            stashed = PackedInput([], ()) if segment.is_first else PackedInput(step.inputs[key], segment.receives)
+        if key in step.recomputed:
+            if segment.is_first:
+                # The input stays in the batch.
+                stashed = PackedInput([], ())
+            else:
+                stashed = PackedInput(step.inputs[key], segment.receives)
             step.stashed[key] = stashed
             surroundings = recording(stashed.collected)
         elif micro.is_padding:
@@ -167,11 +176,11 @@ class PipelineExecutor:
             y = segment(x, micro.samples, micro.goes_on, key[1])
         if not segment.is_last:
             step.await_gradients(key, y)
-            inputs = [without_graph(each) for each in y]
+            next_inputs = [without_graph(each) for each in y]
             if action.segment + 1 in self._segments:
-                step.inputs[action.segment + 1, key[1]] = inputs
+                step.inputs[action.segment + 1, key[1]] = next_inputs
             else:
-                step.outputs[key] = inputs
+                step.outputs[key] = next_inputs
         elif step.consume is None:
             loss = self._loss(y, micro.targets, False)
             step.backwards[key] = partial(torch.autograd.backward, loss)
@@ -179,10 +188,11 @@ class PipelineExecutor:
         elif not micro.is_padding:
             step.consume(*micro.counted(y))
         if stashed is not None:
-            del step.backwards[key]  # and with it the graph; it has shown what needs a gradient
+            # Frees the graph. It was needed to know which outputs require a gradient.
+            del step.backwards[key]
 
     def _forward_again(self, step: StepState, action: Action) -> None:
-        """Computes a forward a second time, for the graph that its backward needs."""
+        """Recomputes a forward, for the graph of its backward."""
         key = action.key
         segment = self._segments[action.segment]
         micro = step.micro_batches[key[1]]
@@ -205,8 +215,9 @@ class PipelineExecutor:
 
     def _weight_gradient(self, step: StepState, action: Action) -> None:
         tasks = step.weight_gradients.pop(action.key)
+        # Each task is freed with its tensors before the next one runs.
         while tasks:
-            tasks.popleft()()  # and its tensors are free
+            tasks.popleft()()
 
     def _send_backward(self, transfers: Transfers, step: StepState, action: Action) -> None:
         segment, micro_batch = action.key
@@ -216,6 +227,6 @@ class PipelineExecutor:
         step.inputs[action.key] = [*transfers.receive(action).values()]
 
     def _receive_backward(self, transfers: Transfers, step: StepState, action: Action) -> None:
-        """Takes gradients of the outputs. They come for all that may learn; a layer may have cut some of it off."""
+        """Receives gradients of all outputs that may learn, and drops those of outputs outside the graph."""
         gradients = transfers.receive(action)
         step.gradients[action.key] = [gradients[index] for index in step.learning.pop(action.key)]

@@ -1,16 +1,15 @@
-"""CUDA graphs of a chunk: forward, the gradients of its inputs, and those of its weights.
+"""CUDA graphs of a chunk: forward, input gradients and weight gradients.
 
-A graph computes on memory that stays where it is, with numbers that stay what they are. So:
+A graph computes at fixed addresses, with fixed numbers of the host. Therefore:
 
-- Micro-batches that are under way at the same time each have a slot, and every slot has graphs of its own.
-- Inputs, and gradients of outputs, are copied to a fixed place first. Outputs, and gradients of inputs, are copied when
-  they leave: a message may be on its way when the slot is used again.
-- Statistics of norms and what checks have found are copied after each replay; the positions of samples, which random
-  numbers follow from, are written before it. Gradients of parameters are added inside of the graphs, and counted when
-  those were replayed.
+- Micro-batches in flight at the same time have slots, and every slot has its own graphs.
+- Inputs and output gradients are first copied to fixed addresses. Outputs and input gradients are copied out, because
+  a message may still be under way when the slot is reused.
+- Each replay copies out norm statistics and check findings. Sample positions, the key of random numbers, are written
+  before it. Graphs add parameter gradients, which are reported after a replay.
 
-The first training step of its sizes runs without graphs, since kernels are compiled and chosen in it; the second one
-captures them. What forward keeps, and the outputs and gradients of all layers stay in memory for every slot.
+The first training step of a size runs without graphs, because it compiles and selects kernels. The second one captures
+the graphs. All outputs, gradients and saved tensors stay in memory, for every slot.
 """
 
 from __future__ import annotations
@@ -31,48 +30,51 @@ from megasnn.layers.dropout import drawing_for
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.weight_grad import WeightGradients
 
-KNOWN = ("megasnn", "torch")  # packages of modules that depend on nothing that Python knows and a graph does not
-
+KNOWN = ("megasnn", "torch")
+"""Packages whose modules depend on no state of Python that a graph would not see."""
 
 Run = Callable[[list[Tensor], range | None], Any]
+"""Computes a chunk from its inputs, a list that it empties, and the positions of the samples."""
 
 
 class Capture(Protocol):
-    """Makes graphs, in pools of memory.
+    """Maker of graphs in memory pools.
 
-    Later captures in a pool keep tensors in memory that earlier ones gave back: graphs of one pool are replayed in the
-    order of their captures, or keep nothing in it.
+    A later capture may reuse memory freed by an earlier capture in the same pool. So graphs in one pool are replayed in
+    capture order, or keep no tensors in the pool.
     """
 
     def pool(self) -> Any: ...
 
     def __call__(self, work: Callable[[], None], pool: Any) -> Callable[[], None]:
-        """Records what `work` starts on the device, without computing it, and returns what starts all of that again."""
+        """Captures the kernels of `work` without running them. Returns a function that runs them."""
 
 
 class CudaCapture:
-    """Makes CUDA graphs. The driver captures no default stream, so there is one for this."""
+    """Maker of CUDA graphs, on a stream of its own: the driver cannot capture the default stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     def pool(self) -> Any:
-        # The allocator gives a pool none of the memory that it has cached for others.
+        # The allocator's cache is not available to a pool.
         torch.cuda.empty_cache()
         return torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], None], pool: Any) -> Callable[[], None]:
-        # Not by `torch.cuda.graph`, which waits for the device first: a message that it waits for may never come.
-        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        gc.disable()  # a graph that is freed meanwhile would make this one invalid
+        # `torch.cuda.graph` would first wait for the device, which may wait for a message that never comes.
+        graph = torch.cuda.CUDAGraph()
+        was_enabled = gc.isenabled()
+        # A graph that is freed during a capture would invalidate the capture.
+        gc.disable()
         try:
             with torch.cuda.stream(self._stream):
-                # Other threads go on asking the driver: NCCL's, and those of autograd, which allocate.
+                # Other threads (NCCL's, autograd's allocations) go on calling the driver.
                 graph.capture_begin(pool, capture_error_mode="thread_local")
                 work()
                 graph.capture_end()
         finally:
-            if collects:
+            if was_enabled:
                 gc.enable()
         return graph.replay
 
@@ -81,24 +83,36 @@ class ChunkGraphs:
     """Graphs of a chunk, and the slots of its micro-batches.
 
     Args:
-        chunk: all modules that the graphs compute with.
-        run: computes the chunk: of its inputs, in a list that it empties, and the positions of the samples.
-        weight_gradients: takes the second part of the layers' backward.
+        chunk: all modules in the graphs.
+        run: computes the chunk.
+        weight_gradients: queue of weight gradients.
     """
 
     def __init__(self, chunk: nn.Module, run: Run, weight_gradients: WeightGradients, capture: Capture) -> None:
-        self.chunk, self.run, self.weight_gradients, self.capture = chunk, run, weight_gradients, capture
-        self.anchor = torch.zeros((), requires_grad=True)  # makes what a graph gives part of autograd's graph
-        self.of_weights = self.capture.pool()  # of graphs that keep nothing in it, so that their order is free
-        self._pools: list[Any] = []  # by slot: backward comes behind forward
-        self._graphs, self._addresses = dict[Any, _SlotGraphs](), list[int]()
-        self._is_on, self._slots = False, dict[int, int]()
+        self.chunk = chunk
+        self.run = run
+        self.weight_gradients = weight_gradients
+        self.capture = capture
+        # A leaf that makes the outputs of a replay part of autograd's graph.
+        self.anchor = torch.zeros((), requires_grad=True)
+        # Weight gradients keep no tensors in their pool, so their graphs replay in any order.
+        self.weight_pool = self.capture.pool()
+        # One pool for each slot, because a slot's backward replays after its forward.
+        self._pools: list[Any] = []
+        self._graphs = dict[Any, _SlotGraphs]()
+        self._addresses = list[int]()
+        self._is_on = False
+        self._slots = dict[int, int]()
 
     def begin(self, is_on: bool) -> None:
-        """Begins a training step, with graphs or without. Raises RuntimeError where tensors of layers were moved."""
-        self._is_on, self._slots = is_on, {}
-        tensors = [*self.chunk.parameters(), *self.chunk.buffers()]
-        addresses = [each.data_ptr() for t in tensors for each in (t, t.grad) if each is not None]
+        """Begins a training step, with or without graphs. Raises RuntimeError for layers with moved tensors."""
+        self._is_on = is_on
+        self._slots = {}
+        addresses = []
+        for tensor in (*self.chunk.parameters(), *self.chunk.buffers()):
+            addresses.append(tensor.data_ptr())
+            if tensor.grad is not None:
+                addresses.append(tensor.grad.data_ptr())
         if self._graphs and addresses != self._addresses:
             raise RuntimeError(
                 "weights, buffers or gradients were moved in memory after CUDA graphs were made of their layers: write "
@@ -107,63 +121,84 @@ class ChunkGraphs:
         self._addresses = addresses
 
     def has(self, micro_batch: int) -> bool:
-        """True if the chunk runs as graphs now; the micro-batch takes a slot."""
+        """Whether a forward of the micro-batch runs as a graph. Assigns a slot to it."""
         if not self._is_on:
             return False
         used = self._slots.values()
-        self._slots[micro_batch] = next(each for each in range(len(used) + 1) if each not in used)
+        self._slots[micro_batch] = next(slot for slot in range(len(used) + 1) if slot not in used)
         if len(self._pools) < len(self._slots):
             self._pools.append(self.capture.pool())
         return True
 
     def done(self, micro_batch: int) -> None:
-        """Gives a micro-batch's slot back, after all of its backward."""
+        """Frees the slot of a micro-batch after the last part of its backward."""
         self._slots.pop(micro_batch, None)
 
     def apply(self, inputs: Sequence[Tensor], samples: range | None, micro_batch: int) -> Any:
-        """Forward; a step that captures replays at once. Raises RuntimeError where that cannot be."""
+        """Forward, after a capture if the slot has no graphs yet. Raises RuntimeError for an impossible capture."""
         slot = self._slots[micro_batch]
         key = slot, tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in inputs)
         if key not in self._graphs:
             self._graphs[key] = _SlotGraphs(self, inputs, samples, self._pools[slot])
         return self._graphs[key].apply(inputs, samples)
 
-    def captured(self, work: Callable[[], None], pool: Any, what: str) -> Callable[[], None]:
-        """Graph of some work. Raises RuntimeError, which says what cannot be captured."""
+    def captured(self, work: Callable[[], None], pool: Any, work_name: str) -> Callable[[], None]:
+        """Captures a graph. Raises RuntimeError with the name of the work and the reason."""
         try:
             return self.capture(work, pool)
         except Exception as error:
-            reason = (str(error).splitlines() or [""])[0]  # torch goes on for lines about all of CUDA's errors
+            # The first line only: torch appends advice about CUDA errors in general.
+            lines = str(error).splitlines() or [""]
             kind = type(error).__name__
-            raise RuntimeError(f"{what} cannot be captured ({kind}: {reason}); use --cuda-graphs off") from error
+            raise RuntimeError(f"{work_name} cannot be captured ({kind}: {lines[0]}); use --cuda-graphs off") from error
 
 
 class _SlotGraphs:
-    """A chunk, for micro-batches in one slot. Attributes: outputs: hold what backward needs."""
+    """Graphs of a chunk for the micro-batches of one slot.
 
-    def __init__(self, of: ChunkGraphs, inputs: Sequence[Tensor], samples: range | None, pool: Any) -> None:
-        self._of, self._pool = of, pool
-        self._positions = None if samples is None else torch.arange(len(samples), device=inputs[0].device)
-        self._leaves = {p: _leaf(p, of.weight_gradients) for p in of.chunk.parameters() if p.requires_grad}
+    Attributes:
+        outputs: tensors at fixed addresses, with the autograd graph for the capture of backward.
+    """
+
+    def __init__(self, owner: ChunkGraphs, inputs: Sequence[Tensor], samples: range | None, pool: Any) -> None:
+        self._owner = owner
+        self._pool = pool
+        self._positions: Tensor | None = None
+        if samples is not None:
+            self._positions = torch.arange(len(samples), device=inputs[0].device)
+        learning = [parameter for parameter in owner.chunk.parameters() if parameter.requires_grad]
+        self._leaves = {parameter: _leaf(parameter, owner.weight_gradients) for parameter in learning}
         self._inputs = [torch.empty_like(x).requires_grad_(x.requires_grad) for x in inputs]
-        self._grads: list[Tensor | None] | None = None  # places of those of the outputs
-        self._replay = of.captured(lambda: self._forward(samples), pool, "forward")
+        self._output_grads: list[Tensor | None] | None = None
+        self._replay = owner.captured(lambda: self._forward(samples), pool, "forward")
 
     def _forward(self, samples: range | None) -> None:
-        chunk, checks = self._of.chunk, DeviceChecks(self._inputs[0].device)
-        norms = [(each, len(each.pending)) for each in chunk.modules() if isinstance(each, ParallelBatchNorm)]
-        leaves = {f"chunk.{n}": self._leaves[p] for n, p in chunk.named_parameters() if p in self._leaves}
+        chunk = self._owner.chunk
+        checks = DeviceChecks(self._inputs[0].device)
+        norms = [module for module in chunk.modules() if isinstance(module, ParallelBatchNorm)]
+        starts = [len(norm.pending) for norm in norms]
+        leaves = {}
+        for name, parameter in chunk.named_parameters():
+            if parameter in self._leaves:
+                leaves[f"chunk.{name}"] = self._leaves[parameter]
         with checks.collecting(), drawing_for(self._positions):
-            self._output = functional_call(_Applied(chunk, self._of.run), leaves, ([*self._inputs], samples))
-        output, noted = self._output, checks.noted()
+            self._output = functional_call(_Applied(chunk, self._owner.run), leaves, ([*self._inputs], samples))
+        output = self._output
         self.outputs = output if isinstance(output, list) else [*entries_of(output).values()]
-        self._norms = [(norm, count) for norm, start in norms for _, _, count in norm.pending[start:]]
-        values = [value for norm, start in norms for mean, var, _ in norm.pending[start:] for value in (mean, var)]
-        for norm, start in norms:
+        # The records of the capture hold no values; each replay records a copy.
+        self._norms: list[tuple[ParallelBatchNorm, int | Tensor]] = []
+        statistics: list[Tensor] = []
+        for norm, start in zip(norms, starts, strict=True):
+            for mean, variance, count in norm.pending[start:]:
+                self._norms.append((norm, count))
+                statistics += [mean, variance]
             del norm.pending[start:]
-        self._complaints, self._sizes = [text for _, text in noted], [value.numel() for value in values]
-        # Each kind in one tensor, which takes one copy.
-        self._flags, self._statistics = _joined([flag for flag, _ in noted]), _joined(values)
+        findings = checks.noted()
+        self._complaints = [text for _, text in findings]
+        self._sizes = [value.numel() for value in statistics]
+        # One tensor for all flags, and one for all statistics: a replay copies each with one kernel.
+        self._flags = _joined([flag for flag, _ in findings])
+        self._statistics = _joined(statistics)
 
     def apply(self, inputs: Sequence[Tensor], samples: range | None) -> Any:
         _fill(self._inputs, inputs)
@@ -177,54 +212,60 @@ class _SlotGraphs:
             values = iter(self._statistics.clone().split(self._sizes))
             for norm, count in self._norms:
                 norm.record(next(values), next(values), count)
-        made = iter(_Replayed.apply(self, self._of.anchor, *inputs))
+        copies = iter(_Replayed.apply(self, self._owner.anchor, *inputs))
 
-        def left(y: Tensor) -> Tensor:
+        def copied(y: Tensor) -> Tensor:
             bits = bits_of(y)
-            return remember_bits(next(made), None if bits is None else bits.clone())
+            return remember_bits(next(copies), None if bits is None else bits.clone())
 
-        return [left(y) for y in self._output] if isinstance(self._output, list) else map_entries(left, self._output)
+        if isinstance(self._output, list):
+            return [copied(y) for y in self._output]
+        return map_entries(copied, self._output)
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the inputs, from those of the outputs; those of weights are left for later."""
-        of = self._of
-        if self._grads is None:
+        """Input gradients from output gradients. Leaves the weight gradients as a task."""
+        weight_gradients = self._owner.weight_gradients
+        if self._output_grads is None:
             self._capture_backward(grads)
-        assert self._grads is not None
-        if [x is None for x in grads] != [x is None for x in self._grads]:
+        assert self._output_grads is not None
+        if [x is None for x in grads] != [x is None for x in self._output_grads]:
             raise RuntimeError("gradients reach a chunk otherwise than when its CUDA graphs were made")
-        _fill(self._grads, grads)
+        _fill(self._output_grads, grads)
         self._replay_backward()
         for parameter in self._learnt:
-            of.weight_gradients.on_added(parameter)
+            weight_gradients.report(parameter)
         if self._tasks:
-            of.weight_gradients.leave(self._add_weights)
-        return [None if grad is None else grad.clone() for grad in self._found]
+            weight_gradients.leave(self._add_weights)
+        return [None if grad is None else grad.clone() for grad in self._input_grads]
 
     def _capture_backward(self, grads: Sequence[Tensor | None]) -> None:
-        self._grads = [None if grad is None else torch.empty_like(grad) for grad in grads]
-        self._replay_backward = self._of.captured(self._differentiate, self._pool, "the gradients of inputs")
+        self._output_grads = [None if grad is None else torch.empty_like(grad) for grad in grads]
+        self._replay_backward = self._owner.captured(self._differentiate, self._pool, "the gradients of inputs")
         if self._tasks:
-            what = "the gradients of weights"
-            self._replay_weights = self._of.captured(self._run_tasks, self._of.of_weights, what)
+            pool = self._owner.weight_pool
+            self._replay_weights = self._owner.captured(self._run_tasks, pool, "the gradients of weights")
 
     def _differentiate(self) -> None:
-        assert self._grads is not None
-        pairs = [(y, grad) for y, grad in zip(self.outputs, self._grads, strict=True) if grad is not None]
+        assert self._output_grads is not None
+        outputs = []
+        grads = []
+        for y, grad in zip(self.outputs, self._output_grads, strict=True):
+            if grad is not None:
+                outputs.append(y)
+                grads.append(grad)
         learning = [x for x in self._inputs if x.requires_grad]
-        wanted = [*learning, *self._leaves.values(), self._of.weight_gradients.anchor]
-        outputs, grads = [y for y, _ in pairs], [grad for _, grad in pairs]
-        with self._of.weight_gradients.collected() as self._tasks:
-            # What forward has kept stays: its memory is no other graph's.
+        wanted = [*learning, *self._leaves.values(), self._owner.weight_gradients.anchor]
+        with self._owner.weight_gradients.collected() as self._tasks:
+            # Tensors saved for backward stay: no other graph may use their memory.
             found = torch.autograd.grad(outputs, wanted, grads, retain_graph=True, allow_unused=True)
-        of_inputs = iter(found)
-        self._found = [next(of_inputs) if x.requires_grad else None for x in self._inputs]
-        of_leaves = zip(self._leaves, found[len(learning) :], strict=False)
-        summed = [(parameter, grad) for parameter, grad in of_leaves if grad is not None]
-        self._learnt = [parameter for parameter, _ in summed]
+        input_grads = iter(found)
+        self._input_grads = [next(input_grads) if x.requires_grad else None for x in self._inputs]
+        self._learnt = []
         with torch.no_grad():
-            for parameter, grad in summed:
-                _gradient(parameter).add_(grad)  # as autograd would
+            for parameter, grad in zip(self._leaves, found[len(learning) :], strict=False):
+                if grad is not None:
+                    self._learnt.append(parameter)
+                    _gradient(parameter).add_(grad)  # as autograd would
 
     @torch.no_grad()
     def _run_tasks(self) -> None:
@@ -234,20 +275,23 @@ class _SlotGraphs:
     def _add_weights(self) -> None:
         self._replay_weights()
         for parameter, _ in self._tasks:
-            self._of.weight_gradients.on_added(parameter)
+            self._owner.weight_gradients.report(parameter)
 
 
 class _Replayed(torch.autograd.Function):
-    """Gives the outputs of a chunk that was replayed, and replays its backward."""
+    """Copies of the outputs of a replayed chunk, whose backward replays the backward graph."""
 
     @staticmethod
     def forward(ctx: Any, graphs: _SlotGraphs, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.graphs = graphs
         ctx.set_materialize_grads(False)
-        outputs = tuple(y.detach().clone() for y in graphs.outputs)
-        learnt = zip(outputs, graphs.outputs, strict=True)
-        ctx.mark_non_differentiable(*(output for output, y in learnt if not y.requires_grad))
-        return outputs
+        copies = tuple(y.detach().clone() for y in graphs.outputs)
+        constants = []
+        for copy, y in zip(copies, graphs.outputs, strict=True):
+            if not y.requires_grad:
+                constants.append(copy)
+        ctx.mark_non_differentiable(*constants)
+        return copies
 
     @staticmethod
     @once_differentiable
@@ -256,33 +300,34 @@ class _Replayed(torch.autograd.Function):
 
 
 def why_not(layer: nn.Module) -> str | None:
-    """Tells why a layer cannot have graphs, as far as it can be seen from outside."""
+    """Reason why a layer cannot have graphs, as far as its modules show; None if it can."""
     for path, module in layer.named_modules():
         kind = type(module)
-        what = f"{path} ({kind.__name__})" if path else kind.__name__
+        label = f"{path} ({kind.__name__})" if path else kind.__name__
         hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-        if any(hooks) or any(each._backward_hooks for each in module.parameters(recurse=False)):
-            return f"{what} has hooks, and no replay calls them"
+        if any(hooks) or any(parameter._backward_hooks for parameter in module.parameters(recurse=False)):
+            return f"{label} has hooks, which no replay calls"
         if kind.__module__.split(".")[0] not in KNOWN:
-            return f"{what} is no module of MegaSNN's or torch's: what it decides in Python would be decided once"
+            return f"{label} is no module of MegaSNN or torch, and its decisions in Python would be made only once"
     return None
 
 
 def _leaf(parameter: Tensor, weight_gradients: WeightGradients) -> Tensor:
-    """Leaf for autograd on the memory of a parameter; itself where the layer does not leave its gradient to autograd.
+    """A leaf on the parameter's memory, or the parameter itself if its layer leaves the weight gradient as a task.
 
-    Autograd adds to a parameter on the stream on which that was used first: a forward without a graph that is under way
-    would draw its stream into the capture, which the driver refuses.
+    Autograd adds a gradient on the stream of the parameter's first use. A forward without graphs that is still under
+    way would draw its stream into the capture, which the driver refuses.
     """
     return parameter if weight_gradients.takes(parameter) else parameter.detach().requires_grad_()
 
 
 class _Applied(nn.Module):
-    """Chunk as a module that takes what `run` takes."""
+    """The chunk as a module whose forward is `run`."""
 
     def __init__(self, chunk: nn.Module, run: Run) -> None:
         super().__init__()
-        self.chunk, self._run = chunk, run
+        self.chunk = chunk
+        self._run = run
 
     def forward(self, inputs: list[Tensor], samples: range | None) -> Any:
         return self._run(inputs, samples)
@@ -291,7 +336,8 @@ class _Applied(nn.Module):
 def _fill(buffers: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
     for buffer, x in zip(buffers, values, strict=True):
         if buffer is not None and x is not None:
-            buffer.data.copy_(x)  # autograd does not see that
+            # Through `data`: an in-place change that autograd sees would invalidate tensors saved for backward.
+            buffer.data.copy_(x)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

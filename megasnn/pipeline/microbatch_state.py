@@ -1,4 +1,4 @@
-"""Tensors that are alive during one step, from one action to another: packed inputs and the ends of a graph."""
+"""Tensors of one step between its actions, and the packed inputs for recomputation."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from megasnn.pipeline.p2p import TensorSpec
 from megasnn.schedule.actions import ActionKey
 
 OutputConsumer = Callable[[Any, Any], None]
-"""Called with (output without gradient, targets), once for each window of each micro-batch, but for padding."""
+"""Called with (output without gradient, targets), once for each window of each micro-batch without padding."""
 
 
 class PackedInput:
-    """Tensors that a chunk is given, as they would travel between stages: spikes as bits, counts as bytes.
+    """Inputs of a chunk, packed as between stages: spikes as bits, counts as bytes.
 
-    Spikes go on knowing their bits, so that layers need not pack them again.
+    Spikes refer to their bits, so layers do not pack them again.
 
     Args:
-        tensors: of `carried`.
+        tensors: one for each of `carried`.
     Attributes:
-        collected: results of exchanges in the first forward, for the second one.
+        collected: results of collectives in the first forward, for the recomputation.
     Raises:
-        ValueError: outside of a step, values that do not fit their format.
+        ValueError: values that do not fit the packing, outside of a step.
     """
 
     def __init__(self, tensors: Sequence[Tensor], carried: Sequence[Carried]) -> None:
@@ -44,9 +44,17 @@ class PackedInput:
         self._packed = [_packed(tensor, each) for tensor, each in zip(tensors, carried, strict=True)]
 
     def restored(self) -> list[Tensor]:
-        """Tensors with the memory order that they had; to be called once."""
-        packed, self._packed = self._packed, []
-        return [each if isinstance(each, Tensor) else _with_bits(each[0].unpack(each[1]), *each) for each in packed]
+        """The tensors in their memory order. May be called once."""
+        packed = self._packed
+        self._packed = []
+        tensors = []
+        for each in packed:
+            if isinstance(each, Tensor):
+                tensors.append(each)
+            else:
+                spec, message = each
+                tensors.append(_with_bits(spec.unpack(message), spec, message))
+        return tensors
 
 
 def _packed(tensor: Tensor, carried: Carried) -> Tensor | tuple[TensorSpec, Tensor]:
@@ -60,24 +68,25 @@ def _packed(tensor: Tensor, carried: Carried) -> Tensor | tuple[TensorSpec, Tens
 
 
 def _with_bits(tensor: Tensor, spec: TensorSpec, message: Tensor) -> Tensor:
-    """Tensor that knows its bits, where layers would pack it in the same order."""
-    knows = spec.content is Content.SPIKES and tensor.ndim > 2 and tensor.movedim(2, -1).is_contiguous()
-    return remember_bits(tensor, message) if knows else tensor
+    """The tensor, with the message as its bits if layers would pack it in the same order."""
+    is_same = spec.content is Content.SPIKES and tensor.ndim > 2 and tensor.movedim(2, -1).is_contiguous()
+    return remember_bits(tensor, message) if is_same else tensor
 
 
 @dataclass(frozen=True)
 class MicroBatchInput:
-    """Micro-batch for the executor; inputs only where the first segment is, targets where the last one is.
+    """Micro-batch for the executor.
 
     Attributes:
-        inputs: of the model by name, or the tensor of the only one: `[n, ...]`, `[T, n, ...]` or `[n, T, ...]`.
-        targets: `[n, ...]`; of a classification class indices `[n]` or `[n, 1]`, or probabilities `[n, classes]`.
-        size: n, known on every stage.
-        samples: positions of the samples in the whole training, for dropout.
-        goes_on: True for a later window of the samples of the micro-batch before: neurons go on from the state that it
-            left. A segment's forwards are in ascending order in every schedule, as its validation proves.
-        is_padding: keeps this replica in step with others, in evaluation; nobody is told of its output.
-        left_out: places of samples whose outputs an evaluation does not count.
+        inputs: on the first segment's rank: inputs by name, or the single input, `[n, ...]`, `[T, n, ...]` or
+            `[n, T, ...]`.
+        targets: on the last segment's rank: `[n, ...]`, class indices `[n]` or `[n, 1]`, probabilities `[n, classes]`.
+        size: n, on every rank.
+        samples: positions in the whole training, for dropout.
+        goes_on: a later window of the previous micro-batch's samples; neurons continue from their state. Every schedule
+            runs a segment's forwards in ascending order.
+        is_padding: an evaluation drops the output; other replicas have one micro-batch more.
+        left_out: indices of samples not counted by an evaluation.
     """
 
     inputs: Tensor | Mapping[str, Tensor] | None
@@ -89,31 +98,33 @@ class MicroBatchInput:
     left_out: frozenset[int] = frozenset()
 
     def counted(self, output: Bundle) -> tuple[Bundle, Tensor | None]:
-        """Returns the outputs `[T, n, ...]` and targets of the samples that an evaluation counts."""
+        """Outputs `[T, n, ...]` and targets of the samples that an evaluation counts."""
         if not self.left_out or self.targets is None:
             return output, self.targets
-        places = [place for place in range(self.size) if place not in self.left_out]
-        return map_entries(lambda entry: entry[:, places], output), self.targets[places]
+        indices = [index for index in range(self.size) if index not in self.left_out]
+        return map_entries(lambda entry: entry[:, indices], output), self.targets[indices]
 
 
 @dataclass
 class StepState:
-    """Inputs, outputs, graphs and gradients of one step, by segment and micro-batch; each goes when it is used up.
+    """Tensors of one step by segment and micro-batch, each until its last use.
 
     Attributes:
-        repeated: forwards that are computed again. stashed: what these are computed from.
-        consume: takes outputs in evaluation; None in training.
-        inputs: of segments whose forward is to come. outputs: to be sent to the next segment.
-        learning: places of the tensors that a segment hands on and that require a gradient.
-        backwards: of segments whose forward is done; None where there is nothing to learn.
-        gradients: of those tensors of a segment's output, for its backward.
-        awaited: inputs that require a gradient, without values, until that is there.
-        weight_gradients: left by backwards of input gradients.
+        recomputed: forwards to be recomputed.
+        stashed: their packed inputs.
+        consume: receiver of outputs in evaluation; None in training.
+        inputs: for future forwards.
+        outputs: to be sent.
+        learning: indices of a segment's output tensors with a gradient.
+        gradients: for these tensors.
+        backwards: functions that run a backward; None without a gradient.
+        awaited: inputs with a gradient, without values, until the gradient exists.
+        weight_gradients: tasks left by input gradients.
     """
 
     micro_batches: Sequence[MicroBatchInput]
     anchor: Tensor
-    repeated: frozenset[ActionKey] = frozenset()
+    recomputed: frozenset[ActionKey] = frozenset()
     consume: OutputConsumer | None = None
     stashed: dict[ActionKey, PackedInput] = field(default_factory=dict)
     learning: dict[ActionKey, list[int]] = field(default_factory=dict)
@@ -126,14 +137,15 @@ class StepState:
     losses: list[Tensor] = field(default_factory=list)
 
     def entered(self, key: ActionKey) -> list[Tensor]:
-        """Inputs of a segment behind the first, which begin its graph and are here no longer."""
-        xs, before = self.inputs.pop(key), (key[0] - 1, key[1])
+        """Takes the inputs of a segment after the first, and begins its graph with them."""
+        xs = self.inputs.pop(key)
+        before = key[0] - 1, key[1]
         learning = [index for index, x in enumerate(xs) if x.requires_grad]
         if not torch.is_grad_enabled() or not learning:
             self.gradients[before] = ()
             return xs
         self.awaited[key] = [torch.empty_like(xs[index], device="meta") for index in learning]
-        # Leaves in its place would keep the dense inputs alive until backward, where the layers keep them packed.
+        # Not leaves: autograd would hold the dense inputs until backward, while the layers store them packed.
         deliver = partial(self.gradients.__setitem__, before)
         entered = _Entry.apply(self.anchor, deliver, *(xs[index].detach() for index in learning))
         for index, x in zip(learning, entered, strict=True):
@@ -141,33 +153,36 @@ class StepState:
         return xs
 
     def await_gradients(self, key: ActionKey, y: Sequence[Tensor]) -> None:
-        """Backward starts from the edges of the graph; the values are needed by the next segment only."""
-        self.learning[key] = learning = [index for index, each in enumerate(y) if each.requires_grad]
+        """Prepares the backward from the edges of the graph, without the output's values."""
+        learning = [index for index, each in enumerate(y) if each.requires_grad]
+        self.learning[key] = learning
         self.backwards[key] = None
         if learning:
-            # Gradients that are given to backward live until it is over; those that it takes go when they are used up.
+            # Arguments of `torch.autograd.backward` live until it ends; gradients from `_Exit` until their last use.
             end: Tensor = _Exit.apply(partial(self.gradients.pop, key), *(y[index] for index in learning))
             self.backwards[key] = partial(torch.autograd.backward, get_gradient_edge(end), torch.zeros_like(end))
 
     def backward(self, key: ActionKey) -> None:
+        """Runs the backward of a segment. Its input gradients become `gradients` of the segment before."""
         backward = self.backwards.pop(key)
-        if backward is None:  # a segment may have nothing to learn
+        if backward is None:
             self.gradients.pop(key, None)
         else:
             backward()
-        awaited, before = self.awaited.pop(key, ()), (key[0] - 1, key[1])
-        if awaited and before not in self.gradients:  # nothing with a derivative has led to its inputs
+        awaited = self.awaited.pop(key, ())
+        before = key[0] - 1, key[1]
+        if awaited and before not in self.gradients:
+            # No path of the graph led to the inputs.
             self.gradients[before] = [torch.zeros_like(each, device=self.anchor.device) for each in awaited]
 
 
 def without_graph(y: Tensor) -> Tensor:
-    """Output of the same memory, which also knows its bits and needs a gradient or not."""
+    """The output on the same memory, with its bits and `requires_grad`, outside of the graph."""
     return remember_bits(y.detach().requires_grad_(y.requires_grad), bits_of(y))
 
 
 class _Entry(torch.autograd.Function):
-    """Begins a segment's graph: hands on its inputs and, in backward, all their gradients at once; zeros for an input
-    that nothing has learnt from."""
+    """Start of a segment's graph: returns its inputs. Backward delivers all their gradients, or zeros, at once."""
 
     @staticmethod
     def forward(
@@ -183,7 +198,7 @@ class _Entry(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """Ends a segment's graph: a zero, whose backward asks for the gradients of the outputs."""
+    """End of a segment's graph: a zero. Backward takes the gradients of the outputs."""
 
     @staticmethod
     def forward(ctx: Any, take: Callable[[], Sequence[Tensor]], *ys: Tensor) -> Tensor:

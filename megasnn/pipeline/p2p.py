@@ -1,15 +1,15 @@
 """Transfers between pipeline ranks: spikes as bits, counts as bytes, all other tensors dense.
 
-The dry run of a model gives shape, type, content and need of a gradient of every tensor at a boundary. Both ends know
-them, so every receive can be posted early, and no host waits for another one. Channels are last in memory and on the
-wire, as everywhere between layers (megasnn/layers/shape_inference.py), so a pipeline changes no bit.
+Both ends know shape, type, content and gradient of every tensor at a boundary from the dry run. So receives are posted
+early, and no host waits for another one. Channels are last in memory and on the wire, as between all layers
+(megasnn/layers/shape_inference.py), so a pipeline changes no bit.
 
 A link carries messages between two ranks, first in, first out. Each direction has a process group of its own: in one
 queue, a receive that is posted early would hold up the send that its peer waits for. `megasnn/schedule/receives.py`
 decides which receives are posted before which action.
 
-A message has its planned size, whatever the values. The sender of a packed message that cannot hold them notes it
-(megasnn/common/checks.py), and it is read with the loss.
+The size of a message does not depend on its values. A sender notes values that do not fit the packing
+(megasnn/common/checks.py); the note is read with the loss.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, bits_of, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext
 from megasnn.layers.init import tensors_of
-from megasnn.layers.row_context import WholeImages, row_group
+from megasnn.layers.row_context import WholeImages
 from megasnn.layers.shape_inference import is_channels_last
 from megasnn.models.description import DRY_SAMPLES, Built, Carried, ModelDescription
 from megasnn.parallel.collectives import traffic
@@ -44,11 +44,11 @@ from megasnn.schedule.receives import known_arrivals, sent_by_then
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor in transit.
+    """A tensor between two stages.
 
     Attributes:
-        content: gives the format: bits, bytes, or dense values.
-        learns: True if a gradient comes back.
+        content: packing of the message: bits, bytes, or dense values.
+        learns: the receiver returns a gradient.
     """
 
     shape: tuple[int, ...]
@@ -61,10 +61,9 @@ class TensorSpec:
         return encoded_like(torch.Size(self.shape).numel(), self.content, self.dtype, device)
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """The message for a tensor. Spikes that are packed already are taken as they are.
+        """Packs a tensor, or returns the bits of packed spikes.
 
-        Raises:
-            ValueError: values that do not fit; inside a step they are noted instead.
+        Raises ValueError for values that do not fit; a step notes them instead.
         """
         if self.content is Content.SPIKES and is_channels_last(tensor):
             bits = bits_of(tensor)
@@ -77,7 +76,7 @@ class TensorSpec:
         return flat if self.content is Content.DENSE else encode(flat, self.content, check=True)
 
     def unpack(self, message: Tensor) -> Tensor:
-        """The tensor of a message, its channels last in memory."""
+        """Unpacks a message; channels last in memory."""
         values = message
         if self.content is not Content.DENSE:
             values = empty((torch.Size(self.shape).numel(),), self.dtype, message.device)
@@ -90,19 +89,21 @@ class TensorSpec:
 
 
 class Boundaries:
-    """Tensors at the boundaries between stages, as this rank has them. Both ends of a boundary have the same part.
+    """This rank's part of the tensors at boundaries between stages. Both ends of a boundary have the same part.
 
     Args:
-        context: of the building of this rank's layers. built: these layers, with outputs of a dry run.
+        context: build context of this rank's layers.
+        built: these layers, with outputs of the dry run.
     """
 
     def __init__(self, description: ModelDescription, context: BuildContext, built: Sequence[Built]) -> None:
         self._context = context
-        inputs = [each.frames(each.empty(DRY_SAMPLES, context.dtype)) for each in description.task.inputs.values()]
+        specs = description.task.inputs.values()
+        inputs = [each.frames(each.empty(DRY_SAMPLES, context.numerics.dtype)) for each in specs]
         self._image_dims = inputs[0].ndim
         self._specs: dict[tuple[int, EntryKey], TensorSpec] = {}
-        learns: dict[int, bool] = {}  # by number of the layer, -1, -2, ... for the inputs of the model
-        by_rows: dict[int, bool] = {}  # images are cut by rows of pixels, where ranks share them so
+        learns: dict[int, bool] = {}  # by number of the layer; -1, -2, ... are the inputs of the model
+        by_rows: dict[int, bool] = {}  # images that context-parallel ranks divide by rows
         for number, frames in enumerate(inputs):
             learns[-1 - number] = False
             by_rows[-1 - number] = True
@@ -118,8 +119,8 @@ class Boundaries:
                 self._add(number, key, TensorSpec(tuple(entry.shape), entry.dtype, content, learning), by_rows[number])
 
     def _add(self, number: int, key: EntryKey, spec: TensorSpec, by_rows: bool) -> None:
-        """Adds this rank's part of a tensor. A dry run sees whole images, of which ranks may share the pixel rows."""
-        rows = row_group(self._context)
+        """Adds this rank's part of a tensor of the dry run, which has whole images."""
+        rows = self._context.row_group
         shape = spec.shape
         if rows is not None and len(shape) >= 4:
             if not by_rows or len(shape) != self._image_dims:
@@ -128,27 +129,27 @@ class Boundaries:
         self._specs[number, key] = replace(spec, shape=shape)
 
     def spec(self, carried: Carried, samples: int) -> TensorSpec:
-        """A tensor for a micro-batch of so many samples. Raises ValueError where its shape is not known."""
+        """The tensor for a micro-batch of `samples` samples. Raises ValueError for an unknown shape."""
         spec = self._specs.get((carried.layer, carried.key))
         if spec is None:
             raise ValueError(
-                f"a stage cannot begin behind {carried.name}, whose shape does not follow from the dry run: choose "
+                f"a stage cannot begin after {carried.name}, whose shape does not follow from the dry run: choose "
                 "another --pipeline-model-parallel-layout"
             )
         return replace(spec, shape=(spec.shape[0], samples, *spec.shape[2:]))
 
 
 def linked(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Pairs of pipeline ranks that send to each other, each once, in ascending order."""
+    """Distinct pairs of pipeline ranks that exchange messages, in ascending order."""
     return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
 
 
 class Link:
-    """Both directions between this rank and another one.
+    """Messages to and from another rank.
 
     Args:
-        outward, inward: groups that this rank sends through, and receives through.
-        peer: global rank of the other one.
+        outward, inward: groups for sending and for receiving.
+        peer: global rank of the other end.
     """
 
     def __init__(self, outward: Group, inward: Group, peer: int, device: torch.device) -> None:
@@ -156,7 +157,7 @@ class Link:
         self.inward = inward
         self.peer = peer
         self._device = device
-        self._in_flight: deque[tuple[int, dist.Work, Tensor]] = deque()  # with the number of the transfer
+        self._in_flight: deque[tuple[int, dist.Work, Tensor]] = deque()  # (number of the transfer, work, message)
         self._posted: deque[tuple[dist.Work, Tensor]] = deque()
         self.transfers = 0
 
@@ -164,14 +165,14 @@ class Link:
         """Starts sending. Does not wait for the peer."""
         work = dist.isend(message, self.peer, group=self.outward.handle)
         assert work is not None
-        # The transport reads the message until it is done: it must stay alive that long.
+        # The transport reads the message until then, so it must stay alive.
         self._in_flight.append((self.transfers, work, message))
         while self._in_flight and self._in_flight[0][1].is_completed():
             self._in_flight.popleft()
 
     def arrived(self, transfers: int) -> None:
         """Frees the messages of the step's first transfers, which the peer has received."""
-        # Gloo does not tell of a send that is done before somebody waits for it.
+        # Gloo completes a send only when it is waited for.
         while self._in_flight and self._in_flight[0][0] <= transfers:
             self._in_flight.popleft()[1].wait()
 
@@ -183,7 +184,7 @@ class Link:
         self._posted.append((work, buffer))
 
     def receive(self, spec: TensorSpec, let_go: Callable[[], None]) -> Tensor:
-        """Waits for the first message that was posted.
+        """Waits for the message that was posted first.
 
         Args:
             let_go: called before the tensor takes memory.
@@ -204,10 +205,11 @@ Message = tuple[Link, dict[int, tuple[TensorSpec, str]]]
 
 
 class Transfers:
-    """One rank's links, used action by action.
+    """This rank's links, used action by action.
 
     Args:
-        segments: of this rank, by number. placement: pipeline rank of every segment.
+        segments: this rank's segments by number.
+        placement: pipeline rank of every segment.
     """
 
     def __init__(
@@ -224,6 +226,7 @@ class Transfers:
         self._rank = state.pp.rank
         up = state.pp
         down = state.pp_down
+        # All ranks start the pairs in one order, upward first: see megasnn/parallel_state.py.
         for low, high in linked(pairwise(placement)):
             start_messages(up, low, high, state.device)
             start_messages(down, high, low, state.device)
@@ -231,7 +234,8 @@ class Transfers:
                 self.links[high] = Link(up, down, up.ranks[high], state.device)
             elif self._rank == high:
                 self.links[low] = Link(down, up, up.ranks[low], state.device)
-        self._schedule: Schedule | None = None  # the last one; the next four belong to it
+        # Plan of the last step, which the next step reuses if schedule and sizes are the same.
+        self._schedule: Schedule | None = None
         self._sizes: Sequence[int] = ()
         self._arrivals: dict[Action, int] = {}
         self._posts: dict[Action, list[Action]] = {}
@@ -243,7 +247,8 @@ class Transfers:
         Args:
             sizes: samples of each micro-batch.
         """
-        if schedule is not self._schedule:  # reading a large one takes a second
+        # Reading a large schedule takes a second.
+        if schedule is not self._schedule:
             self._schedule = schedule
             self._arrivals = known_arrivals(schedule, self._rank)
             self._posts = sent_by_then(schedule, self._rank)
@@ -258,8 +263,7 @@ class Transfers:
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
         """Starts sending tensors; does not wait for the peer.
 
-        Raises:
-            ValueError: a tensor of another shape or type than in the dry run, or values that do not fit; names it.
+        Raises ValueError with the name of a tensor whose shape, type or values differ from the dry run.
         """
         link, carried = self._messages[action]
         link.transfers += 1
@@ -268,16 +272,16 @@ class Transfers:
             with explained(partial("{1}: {0}".format, name)):
                 if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
                     raise ValueError(
-                        f"a tensor between stages has shape {list(tensor.shape)} and type {tensor.dtype}, and by the "
-                        f"dry run of its layer {list(spec.shape)} and {spec.dtype}: let the layer give shapes and "
-                        "types that follow from those of its inputs alone"
+                        f"a tensor between stages has shape {list(tensor.shape)} and type {tensor.dtype}, and in the "
+                        f"dry run of its layer {list(spec.shape)} and {spec.dtype}: shapes and types must depend on "
+                        "the shapes and types of the layer's inputs alone"
                     )
                 message = spec.pack(tensor)
             traffic.record(group, message.nbytes, tensor.nbytes)
             link.send(message)
 
     def announce(self, action: Action) -> None:
-        """Posts receives of all messages that were sent for certain before this action; at a receive, its own."""
+        """Posts the receives of all messages that are certainly sent by then; before a receive, its own."""
         for receive in self._posts.get(action, ()):
             link, carried = self._messages[receive]
             for spec, _ in carried.values():
@@ -298,10 +302,10 @@ class Transfers:
             link.finish()
 
     def _message(self, action: Action, sizes: Sequence[int], forward_only: bool) -> Message:
-        """Link and tensors of a transfer. Gradients travel for tensors that learn."""
+        """Link and tensors of a transfer. Only tensors that learn have gradients."""
         segment = self._segments[action.segment]
         forward = action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
-        # A forward is received at the beginning of a segment, a backward at its end.
+        # A forward is received at the start of a segment, a backward at its end.
         boundary = segment.receives if action.kind.is_receive == forward else segment.hands_on
         carried: dict[int, tuple[TensorSpec, str]] = {}
         for position, each in enumerate(boundary):

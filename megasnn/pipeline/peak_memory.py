@@ -1,4 +1,4 @@
-"""Peak memory of a step on each pipeline rank, and the forwards that a budget has computed again."""
+"""Peak memory of a step on each pipeline rank, and recomputation within a memory budget."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ MB = 10**6  # bytes
 
 @dataclass(frozen=True)
 class SegmentMemory:
-    """Bytes of a segment, a layer or none, for one micro-batch.
+    """Bytes for one segment (one layer or none) and one micro-batch.
 
     Attributes:
-        resident: kept by its forward. entering: the same where it is computed again.
-        working: peak of a computation above the memory before it, with its input and the gradient of its output.
-        deferred: left by an input gradient for the weight gradient.
-        again: seconds to compute the forward again.
-        transfers: its output and the output's gradient, on their way to and from another rank.
-        cast: its weights in another type, which a step makes once and keeps.
+        resident: from forward to backward.
+        entering: the same with recomputation.
+        working: peak during a computation above the memory before it, with its input and output gradient.
+        deferred: from input gradient to weight gradient.
+        recompute_seconds: duration of the recomputation.
+        transfers: messages with its output and the output's gradient.
+        cast: cast weights, stored during a step.
     """
 
     resident: int
     entering: int
     working: Mapping[Kind, int]
     deferred: int
-    again: float
+    recompute_seconds: float
     transfers: int
     cast: int
 
 
 def segment_memory(costs: PipelineCosts, segments: Sequence[range]) -> list[SegmentMemory]:
-    """Bytes of segments of one layer each, or of none.
+    """Memory of each segment.
 
     Args:
-        segments: layers of each.
+        segments: layers in each segment, one or none.
     """
-    found = []
+    memories = []
     layers = costs.layers
     for span in segments:
         before = layers[span.start - 1] if span.start else LayerCost()
@@ -54,9 +55,9 @@ def segment_memory(costs: PipelineCosts, segments: Sequence[range]) -> list[Segm
         forward, inputs, weights = layer.working
         working = {
             Kind.FORWARD: before.output + forward,
-            # The output is not made again; its gradient waits instead.
+            # In place of the output there is its gradient.
             Kind.RECOMPUTE: before.output + forward,
-            # In a backward in one part the weight gradient comes while the forward's tensors are still there.
+            # The saved tensors are still there during the weight gradient, unlike in a backward in two parts.
             Kind.BACKWARD: gradient + max(inputs, weights + layer.deferred - layer.held),
             Kind.INPUT_GRADIENT: gradient + inputs,
             Kind.WEIGHT_GRADIENT: weights,
@@ -66,22 +67,22 @@ def segment_memory(costs: PipelineCosts, segments: Sequence[range]) -> list[Segm
             entering=before.message + layer.found,
             working=working,
             deferred=layer.deferred,
-            again=layer.forward,
+            recompute_seconds=layer.forward,
             transfers=behind.message + behind.gradient,
             cast=layer.cast,
         )
-        found.append(memory)
-    return found
+        memories.append(memory)
+    return memories
 
 
 class Moment(NamedTuple):
-    """Bytes that a rank needs during a computation.
+    """Bytes on a rank during a computation.
 
     Attributes:
-        stashed: by forwards for their backwards, and weights in another type.
-        working: by the computation beside that.
-        messages: of each boundary with another rank, one under way and one posted; at the end, what travels between
-            replicas.
+        stashed: tensors saved for backward, and cast weights.
+        working: other tensors in the computation.
+        messages: one sent and one posted message for each boundary with another rank; after a step, the exchange with
+            other replicas.
     """
 
     action: Action
@@ -95,15 +96,15 @@ class Moment(NamedTuple):
 
 
 def moments(schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], exchanged: int = 0) -> Iterator[Moment]:
-    """All computations of a rank, and the exchange of gradients behind them.
+    """Memory during each computation on a rank, and during the gradient exchange after them.
 
     Args:
-        segments: of each chunk of the schedule.
-        exchanged: bytes that travel to and from the owners of shards, behind all computations.
+        segments: memory of each segment in the schedule.
+        exchanged: bytes sent to and from shard owners, after all computations.
     """
     order = schedule.actions[rank]
     placement = schedule.placement
-    again = {(segment, m) for segment, kind, m in order if kind is Kind.RECOMPUTE}
+    recomputed = {(segment, m) for segment, kind, m in order if kind is Kind.RECOMPUTE}
     cast = sum(segments[number].cast for number in schedule.segments_of(rank))
     messages = 0
     for number in range(schedule.segments):
@@ -113,17 +114,19 @@ def moments(schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], ex
     for action in order:
         segment, kind, m = action
         memory = segments[segment]
-        is_again = (segment, m) in again
-        if kind is Kind.FORWARD and is_again:
+        is_recomputed = (segment, m) in recomputed
+        if kind is Kind.FORWARD and is_recomputed:
             stashed += memory.entering
         if kind in COMPUTE:
             yield Moment(action, stashed, memory.working[kind], messages)
-        if kind is Kind.FORWARD and not is_again:
+        if kind is Kind.FORWARD and not is_recomputed:
             stashed += memory.resident
         elif kind is Kind.RECOMPUTE:
             stashed += memory.resident - memory.entering
+        elif kind is Kind.INPUT_GRADIENT:
+            stashed -= memory.resident - memory.deferred
         elif kind in PROPAGATING:
-            stashed -= memory.resident - (memory.deferred if kind is Kind.INPUT_GRADIENT else 0)
+            stashed -= memory.resident
         elif kind is Kind.WEIGHT_GRADIENT:
             stashed -= memory.deferred
     if order and exchanged:
@@ -133,14 +136,15 @@ def moments(schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], ex
 def peak_moments(
     schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts, exchanged: Sequence[int] = ()
 ) -> list[Moment]:
-    """Moment of a step at which each pipeline rank needs most, above weights, gradients and optimizer state.
+    """Peak moment on each pipeline rank, above weights, gradients and optimizer state.
 
     Args:
-        bounds: layers of each chunk of the schedule.
-        exchanged: on each rank, bytes that travel to and from the owners of shards.
+        bounds: layers in each chunk.
+        exchanged: bytes sent to and from shard owners, for each rank.
     """
     counts = [max(1, len(span)) for span in bounds]
-    if max(counts) > 1:  # a chunk's layers run one after another, as segments do
+    if max(counts) > 1:
+        # The layers of a chunk run one after another, like segments.
         schedule = refine(schedule, counts)
         parts: list[range] = []
         for span in bounds:
@@ -154,32 +158,36 @@ def peak_moments(
     return peaks
 
 
-def within_budget(schedule: Schedule, segments: Sequence[SegmentMemory], budget: float) -> frozenset[int]:
-    """Chooses segments whose forwards are computed again, so that no rank needs more than its budget.
+def within_budget(
+    schedule: Schedule, segments: Sequence[SegmentMemory], budget: float, exchanged: Sequence[int] = ()
+) -> frozenset[int]:
+    """Chooses segments to recompute, so that every rank keeps the budget.
 
-    Greedy: segments that save most bytes for a second of their time come first.
+    Greedy: segments that save most bytes per second come first.
 
     Args:
-        schedule: of segments, complete, in which nothing is computed again.
-        budget: bytes that each rank may need.
+        schedule: refined to segments, without recomputation.
+        budget: bytes on each rank.
+        exchanged: bytes of gradient exchanges with the owners of shards, on each rank.
     Raises:
-        ValueError: more is needed even with all of them.
+        ValueError: a rank exceeds the budget with all segments recomputed.
     """
     chosen = frozenset[int]()
     least = 0
 
     def saved_per_second(segment: int) -> float:
         memory = segments[segment]
-        return (memory.resident - memory.entering) / max(memory.again, 1e-9)
+        return (memory.resident - memory.entering) / max(memory.recompute_seconds, 1e-9)
 
     for rank in range(schedule.ranks):
         useful = [segment for segment in schedule.segments_of(rank) if saved_per_second(segment) > 0]
         useful.sort(key=saved_per_second)
         added = frozenset[int]()
-        need = _need(schedule, rank, segments, added)
+        size = exchanged[rank] if exchanged else 0
+        need = _need(schedule, rank, segments, added, size)
         while need > budget and useful:
             added |= {useful.pop()}
-            need = _need(schedule, rank, segments, added)
+            need = _need(schedule, rank, segments, added, size)
         chosen |= added
         least = max(least, need)
     if least > budget:
@@ -191,9 +199,11 @@ def within_budget(schedule: Schedule, segments: Sequence[SegmentMemory], budget:
     return chosen
 
 
-def _need(schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], chosen: Collection[int]) -> int:
-    """Bytes of a rank where the forwards of these segments are computed again."""
+def _need(
+    schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], chosen: Collection[int], exchanged: int
+) -> int:
+    """Peak bytes on a rank that recomputes the chosen segments."""
     orders = list(schedule.actions)
     orders[rank] = with_recompute(schedule.actions[rank], lambda segment, m: segment in chosen)
     changed = replace(schedule, actions=tuple(orders))
-    return max((moment.total for moment in moments(changed, rank, segments)), default=0)
+    return max((moment.total for moment in moments(changed, rank, segments, exchanged)), default=0)

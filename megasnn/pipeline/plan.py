@@ -1,4 +1,4 @@
-"""Plan of a model's pipeline: layers and pipeline rank of each chunk, and the schedules; the same on every rank."""
+"""Pipeline plan: layers and pipeline rank of each chunk, and the schedules. Equal on every rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megasnn.config import ParallelConfig, PretrainConfig
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import Built, ModelDescription
 from megasnn.parallel.agreement import broadcast_result
+from megasnn.parallel.bucket_sizes import Gradient, exchanges_of, peak_exchange_bytes
 from megasnn.parallel.fsdp import segment_bytes
-from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts
 from megasnn.pipeline.peak_memory import MB, segment_memory, within_budget
 from megasnn.pipeline.profile_layers import profile_pipeline
@@ -27,6 +27,8 @@ from megasnn.schedule.passes import NEVER, SharedWeights
 
 WeightsOf = Callable[[Sequence[range]], SharedWeights]
 """Layers of each segment -> weights to gather."""
+ExchangedOf = Callable[[Sequence[range]], int]
+"""Layers of a rank's chunks -> peak bytes of the exchange of their gradients."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,10 @@ class PipelinePlan:
     """Partition and schedules of a run.
 
     Attributes:
-        bounds: layers of each chunk.
-        schedules: for any number of micro-batches; those of a training step are decided.
-        micro_batches: of a usual step.
-        costs: measured; None where no decision needed them.
+        bounds: layers in each chunk.
+        schedules: for any number of micro-batches, fixed for training steps.
+        micro_batches: in a usual step.
+        costs: measured costs; None if no decision needed them.
     """
 
     bounds: tuple[range, ...]
@@ -47,11 +49,11 @@ class PipelinePlan:
 
     @property
     def segment_bounds(self) -> list[range]:
-        """Layers of each segment."""
+        """Layers in each segment."""
         return self.schedules.segment_bounds(self.bounds)
 
     def simulation(self, micro_batches: int) -> Simulation | None:
-        """Simulation of a step of so many micro-batches, in seconds; None without costs."""
+        """Simulation of a step, in seconds; None without costs."""
         if self.costs is None:
             return None
         costs = self.costs.of_chunks(self.segment_bounds, self.schedules.segment_placement)
@@ -61,7 +63,7 @@ class PipelinePlan:
         return simulate(self.schedules.training(micro_batches), costs)
 
     def describe(self, asked: ParallelConfig) -> list[str]:
-        """Lines about the choice of the schedule, where costs decide, and forwards that are computed again."""
+        """Log lines about a schedule chosen by costs, and about recomputation."""
         lines = []
         count = self.micro_batches
         schedule = self.schedules.training(count)
@@ -71,13 +73,13 @@ class PipelinePlan:
                 f"--pipeline-schedule {asked.pipeline_schedule}: {schedule.name}, predicted for {count} micro-batches "
                 f"{1e3 * result.makespan:.1f} ms ({result.idle_share:.1%} bubble)"
             )
-        again = sum(action.kind is Kind.RECOMPUTE for action in chain.from_iterable(schedule.actions))
-        if again:
+        recomputed = sum(action.kind is Kind.RECOMPUTE for action in chain.from_iterable(schedule.actions))
+        if recomputed:
             flag = f"--recompute {asked.recompute}"
             if asked.memory_budget is not None:
                 flag = f"--memory-budget {asked.memory_budget:g}"
             forwards = sum(map(len, self.bounds)) * count
-            lines.append(f"{flag}: {again} of a step's {forwards} forwards of layers are computed again")
+            lines.append(f"{flag}: {recomputed} of a step's {forwards} forwards of layers are computed again")
         return lines
 
 
@@ -85,41 +87,49 @@ def plan_pipeline(
     config: PretrainConfig,
     description: ModelDescription,
     context: BuildContext,
-    state: ParallelState,
     built: Sequence[Built],
 ) -> PipelinePlan:
-    """Profiles layers on all ranks, where a decision needs it, and lets the first rank decide. Collective.
+    """Profiles the layers on all ranks if a decision needs costs; the first rank then decides. Collective.
 
     Args:
-        built: the layers for this rank.
+        built: all layers for this rank.
     Raises:
-        ValueError: on every rank, layers that the schedule cannot place, or a budget that it cannot keep.
+        ValueError: on every rank, for layers that the schedule cannot place, or a budget that it cannot keep.
     """
     training = config.training
     parallel = config.parallel
+    state = context.state
     stages = state.pp.size
     counts = micro_batch_counts(training.global_batch_size, training.micro_batch_size, state.dp.size, config.windows)
-    if training.evaluate_only:  # no activation is kept, so none is recomputed; there are no other steps
+    if training.evaluate_only:
+        # Evaluation stores no activations, and has no training steps with another number of micro-batches.
         parallel = replace(parallel, recompute=NEVER, memory_budget=None)
         counts = counts[:1]
     bounds = None
     costs = None
     weights_of = None
+    exchanged_of = None
     if parallel.layout is not None:
         bounds = tuple(layout_to_bounds(parallel.layout, [layer.layer_group for layer in description.layers]))
     elif stages == 1 and parallel.chunks_per_rank in (1, None):
         bounds = (range(len(description.layers)),)
     decides = stages > 1 and looks_at_costs(parallel.pipeline_schedule)
     if bounds is None or parallel.memory_budget is not None or decides:
-        costs = profile_pipeline(description, context.largest_share(training.micro_batch_size), context, state)
-    if context.dp_shard.size > 1:
+        costs = profile_pipeline(description, context.largest_share(training.micro_batch_size), context)
+    if state.dp_shard.size > 1:
         scatters = parallel.weight_gradients == "scattered"
         layers = [each.module for each in built]
-        weights_of = partial(shared_weights, layers, ranks=context.dp_shard.size, scatters=scatters)
-    choice = partial(choose, parallel, stages, len(description.layers), counts, bounds, costs, weights_of)
+        weights_of = partial(shared_weights, layers, ranks=state.dp_shard.size, scatters=scatters)
+    if parallel.memory_budget is not None:
+        ranks = state.dp_shard.size
+        if ranks == 1 and parallel.use_distributed_optimizer:
+            ranks = state.dp_replicate_cp.size
+        exchanged_of = partial(_exchanged_bytes, built, ranks=ranks, on_gpu=state.device.type != "cpu")
+    choice = partial(choose, parallel, stages, len(description.layers), counts, bounds, costs, weights_of, exchanged_of)
     try:
         return broadcast_result(state.world.handle, choice)
-    except CheckpointError as error:  # as errors travel between ranks; this one is of flags
+    except CheckpointError as error:
+        # Errors of another rank arrive as CheckpointError, but this one concerns flags.
         raise ValueError(f"{error}") from None
 
 
@@ -131,13 +141,15 @@ def choose(
     bounds: tuple[range, ...] | None,
     costs: PipelineCosts | None,
     weights_of: WeightsOf | None = None,
+    exchanged_of: ExchangedOf | None = None,
 ) -> PipelinePlan:
-    """Chooses a schedule, once in a run, for every number of micro-batches that a replica may have.
+    """Chooses the schedule of a run.
 
     Args:
-        counts: these numbers, the usual one first.
-        bounds: layers of each chunk; None to balance them by the costs.
-        weights_of: weights that replicas share; layers are executed one by one then.
+        counts: possible numbers of micro-batches in a replica's step, the usual one first.
+        bounds: layers in each chunk; None to balance them by cost.
+        weights_of: weights shared by replicas. Segments are then single layers.
+        exchanged_of: bytes of gradient exchanges between replicas, for a memory budget.
     Raises:
         ValueError: layers that the schedule cannot place, or a budget that it cannot keep.
     """
@@ -167,23 +179,48 @@ def choose(
     if parallel.memory_budget is not None and costs is not None:
         refined = choice.in_segments(cut, NEVER)
         memory = segment_memory(costs, refined.segment_bounds(cut))
-        again = within_budget(refined.training(counts[0]), memory, MB * parallel.memory_budget)
-        if again:
-            choice = replace(refined, chosen=again)
+        exchanged = []
+        if exchanged_of is not None:
+            for rank in range(stages):
+                spans = [span for span, owner in zip(cut, choice.placement, strict=True) if owner == rank]
+                exchanged.append(exchanged_of(spans))
+        recomputed = within_budget(refined.training(counts[0]), memory, MB * parallel.memory_budget, exchanged)
+        if recomputed:
+            choice = replace(refined, chosen=recomputed)
     if weights_of is not None:
         choice = choice.sharing(weights_of(choice.segment_bounds(cut)), counts)
     return PipelinePlan(cut, choice, counts[0], costs)
 
 
+def _exchanged_bytes(built: Sequence[Built], spans: Sequence[range], ranks: int, on_gpu: bool) -> int:
+    """Peak bytes of the exchange of gradients between the ranks that own shards.
+
+    Args:
+        spans: layers of each chunk of a pipeline rank.
+        ranks: ranks that own shards of the same parameters; 1 without shards.
+    """
+    exchanges: list[int] = []
+    for span in spans:
+        gradients = []
+        for layer in built[span.start : span.stop]:
+            for parameter in layer.module.parameters():
+                if parameter.requires_grad:
+                    rows = len(parameter) if parameter.ndim else 1
+                    gradients.append(Gradient(parameter.nbytes, rows, parameter.dtype))
+        gradients.reverse()
+        exchanges += exchanges_of(gradients, ranks, on_gpu)
+    return peak_exchange_bytes(exchanges)
+
+
 def shared_weights(
     layers: Sequence[nn.Module], segments: Sequence[range], ranks: int, scatters: bool = False
 ) -> SharedWeights:
-    """Weights of each segment that replicas share, to be gathered before use.
+    """Bytes of shared weights in each segment, to be gathered before use.
 
     Args:
-        layers: of the model, with or without memory.
-        segments: layers of each.
-        scatters: gradients are scattered after every micro-batch.
+        layers: all layers, with or without memory.
+        segments: layers in each segment.
+        scatters: scatter gradients after every micro-batch.
     """
     gathered = []
     for segment in segments:

@@ -1,8 +1,8 @@
 """Profile of a model's layers and links: seconds and bytes of each, in one pass from the first layer to the last.
 
-Each layer runs by itself, as a chunk that begins and ends with it: once to warm up, once with its allocations counted,
-and three times by the clock, of which the median counts. Layers that are built alike and take the same shapes are
-profiled once. No more than one layer exists at a time. Values come from keyed generators: no random state moves.
+Each layer runs as a chunk of its own: once to warm up, once to count allocations, and three times for the median of
+the seconds. Equal layers with equal inputs are profiled once. One layer exists at a time. Values come from keyed
+generators, so the random state of torch does not change.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megasnn.common.memory import AllocationCounter
 from megasnn.common.recompute import Cache, recording
 from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.context import BuildContext
+from megasnn.layers.tensors import materialise
 from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.models.description import ModelDescription
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.collectives import traffic
-from megasnn.parallel.sharding import materialise
-from megasnn.parallel_state import Group, ParallelState, start_messages
+from megasnn.parallel_state import Group, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.cost_model import TIMED, LayerCost, LinkCost, PipelineCosts, for_samples
 from megasnn.pipeline.microbatch_state import MicroBatchInput, StepState
@@ -36,26 +36,27 @@ from megasnn.pipeline.p2p import TensorSpec
 ROUNDS = 3
 TRIAL_SAMPLES = 1, 2
 COUNTED_AS_THEY_ARE = 4
-"""Samples of a micro-batch. Of few, other moments are the peak than of many: weights' gradients take most."""
+"""Largest micro-batch that is counted as it is. Small ones peak at other moments: weight gradients dominate."""
 MESSAGES = 8
 SMALL, LARGE = 1 << 10, 1 << 22  # bytes
 
 
-def profile_pipeline(
-    description: ModelDescription, samples: int, context: BuildContext, state: ParallelState
-) -> PipelineCosts:
-    """Costs for micro-batches of `samples` samples as the first rank measured them; the same on every rank.
+def profile_pipeline(description: ModelDescription, samples: int, context: BuildContext) -> PipelineCosts:
+    """Measures layers and link for a micro-batch size. Collective over the world.
 
-    Ranks that used figures of their own would cut the model differently and wait for each other for ever. All of them
-    measure nevertheless, at the same time: in training every core is at work. Collective over the world.
+    Returns the first rank's costs on every rank: with different costs, ranks would cut the model differently and wait
+    for each other for ever. All ranks measure at the same time, because all cores are busy in training.
     """
-    world, link = state.world, LinkCost()
+    state = context.state
+    world = state.world
     if world.size > 1:
-        dist.barrier(group=world.handle)  # who begins before the others would measure a quieter machine
+        # A rank that begins early would measure a quieter machine.
+        dist.barrier(group=world.handle)
     layers = profile_layers(description, samples, context, state.device)
     if world.size > 1:
         dist.barrier(group=world.handle)
-    group = state.pp if state.pp.size > 1 else context.dp_shard
+    link = LinkCost()
+    group = state.pp if state.pp.size > 1 else state.dp_shard
     if group.size > 1:
         start_messages(group, 0, 1, state.device)
         link = measure_link(group, state.device)
@@ -65,56 +66,70 @@ def profile_pipeline(
 def count_memory(
     description: ModelDescription, samples: int, context: BuildContext, device: torch.device
 ) -> PipelineCosts:
-    """Bytes of each layer for a micro-batch of `samples` samples; times are 0.
+    """Counts the bytes of each layer for a micro-batch size; times are 0.
 
-    Up to four samples are counted as they are; more with one sample and with two: each more needs as much more.
+    Counts up to four samples directly. More are extrapolated from one and two samples.
     """
     sizes = TRIAL_SAMPLES if samples > COUNTED_AS_THEY_ARE else (samples,)
     counted = [profile_layers(description, size, context, device, rounds=0) for size in sizes]
-    return PipelineCosts(tuple(for_samples(each, samples, sizes) for each in zip(*counted, strict=True)), LinkCost())
+    layers = [for_samples(each, samples, sizes) for each in zip(*counted, strict=True)]
+    return PipelineCosts(tuple(layers), LinkCost())
 
 
 def profile_layers(
     description: ModelDescription, samples: int, context: BuildContext, device: torch.device, rounds: int = ROUNDS
 ) -> list[LayerCost]:
-    """Costs of all layers for a micro-batch. Collective over the ranks that share one.
+    """Costs of all layers for a micro-batch. Collective over tensor- and context-parallel ranks.
 
     Args:
-        rounds: runs by the clock; 0: bytes only.
+        rounds: number of timed runs; 0 for bytes only.
     """
-    inputs = {name: x.to(device) for name, x in description.task.examples(samples, context.dtype).items()}
+    inputs = {name: x.to(device) for name, x in description.task.examples(samples, context.numerics.dtype).items()}
     micro = MicroBatchInput(inputs, None, samples, range(samples))
-    casts, bounds = CastWeights(), [range(number, number + 1) for number in range(len(description.layers))]
-    built = replace(context, cast_weights=casts, weight_gradients=WeightGradients())
-    layers: list[nn.Module | None] = [each.module for each in description.build(built)]
+    bounds = [range(number, number + 1) for number in range(len(description.layers))]
+    casts = CastWeights()
+    own_context = replace(context, cast_weights=casts, weight_gradients=WeightGradients())
+    layers: list[nn.Module | None] = [each.module for each in description.build(own_context)]
     known: dict[Hashable, tuple[LayerCost, list[Tensor]]] = {}
-    entering, costs = list[Tensor](), list[LayerCost]()
-    for number in range(len(layers)):
-        layer, layers[number] = layers[number], None  # its memory is free when it has been profiled
+    entering = list[Tensor]()
+    costs = list[LayerCost]()
+    for number, layer in enumerate(layers):
         assert layer is not None
-        chunk = PipelineChunk(description, bounds, number, [layer], built)
-        shapes = tuple((x.shape, x.requires_grad) for x in entering)
-        carried = tuple((each.layer - number, each.key, each.content) for each in (*chunk.receives, *chunk.hands_on))
-        kind = (_structure(layer), shapes, carried, chunk.is_last)
+        # The list lets go of the layer, so that its memory is free after its profile.
+        layers[number] = None
+        chunk = PipelineChunk(description, bounds, number, [layer], own_context)
+        kind = _kind(chunk, layer, number, entering)
         if kind not in known:
             materialise([(description.layers[number].name, layer)], device, seed=0)
-            with casts.caching():  # as in a step, which makes each copy once
+            # As in a step, which casts each weight once.
+            with casts.caching():
                 trial = _Trial(chunk, micro, entering, device)
                 cost = trial.cost(rounds)
-                cast = casts.resident_bytes if context.dp_shard.size == 1 else 0  # weights are gathered as such
-            known[kind] = replace(cost, cast=cast), trial.output
+                # Sharded weights are gathered in the type of the products, so they need no cast.
+                if context.state.dp_shard.size == 1:
+                    cost = replace(cost, cast=casts.resident_bytes)
+            known[kind] = cost, trial.output
         cost, entering = known[kind]
         costs.append(cost)
     return costs
 
 
+def _kind(chunk: PipelineChunk, layer: nn.Module, number: int, entering: Sequence[Tensor]) -> Hashable:
+    """Key of equal costs: the layer's structure, its inputs, and the tensors at both boundaries."""
+    shapes = tuple((x.shape, x.requires_grad) for x in entering)
+    boundaries = (*chunk.receives, *chunk.hands_on)
+    carried = tuple((each.layer - number, each.key, each.content) for each in boundaries)
+    return _structure(layer), shapes, carried, chunk.is_last
+
+
 def _structure(layer: nn.Module) -> Hashable:
-    """Class, settings and tensors' shapes of every module in a layer: equal for layers that are built alike."""
+    """Class, settings and tensor shapes of every module in a layer."""
     found: list[Hashable] = []
     for path, module in layer.named_modules():
         found.append((path, type(module)))
         for name, value in sorted(vars(module).items()):
-            if not name.startswith("_") and name != "forward":  # which calls that of the class
+            # A converted layer has a `forward` of its own, which calls that of its class.
+            if not name.startswith("_") and name != "forward":
                 found.append((name, value if isinstance(value, Hashable) else repr(value)))
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             found.append((name, tensor.shape, tensor.dtype, tensor.requires_grad))
@@ -122,81 +137,105 @@ def _structure(layer: nn.Module) -> Hashable:
 
 
 class _Trial:
-    """Runs of a chunk of one layer.
+    """Trial runs of a one-layer chunk.
 
     Args:
-        entering: what it receives; the first one takes the images of the micro-batch.
+        entering: received tensors; the first chunk uses the micro-batch.
     Attributes:
-        output: what it hands on, with its bits where it knows them.
+        output: tensors for the next chunk, with their bits.
     """
 
     def __init__(
         self, chunk: PipelineChunk, micro: MicroBatchInput, entering: Sequence[Tensor], device: torch.device
     ) -> None:
-        self._chunk, self._micro, self._entering, self._device = chunk, micro, entering, device
+        self._chunk = chunk
+        self._micro = micro
+        self._entering = entering
+        self._device = device
         self._key = chunk.index, 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        before, collected = traffic.total(), Cache()
-        # The first run pays for compiling and for the gradients' memory. What is left of it goes while something else
-        # is counted: torch warns of memory not seen taken.
+        before = traffic.total()
+        collected = Cache()
+        # The first run compiles kernels and allocates gradients. It is counted as well, because its tensors are freed
+        # while a later run counts, and torch warns of freed memory that was never counted.
         with AllocationCounter(device).counting(), traffic.counting():
             self._pass(lambda part: recording(collected) if part == "forward" else nullcontext())
         after = traffic.total()
-        self._traffic = after.calls - before.calls, after.bytes - before.bytes
-        parts = (part for each in collected for part in ([each] if isinstance(each, Tensor) else each))
-        self._found = sum(part.nbytes for part in parts if part is not None)
+        self._collectives = after.calls - before.calls
+        self._exchanged = after.bytes - before.bytes
+        self._found = 0
+        for result in collected:
+            parts = [result] if isinstance(result, Tensor) else result
+            self._found += sum(part.nbytes for part in parts if part is not None)
 
     def cost(self, rounds: int) -> LayerCost:
-        """Costs of the layer, and of the boundary behind it. Args: rounds: as of `profile_layers`."""
-        counter, counted = AllocationCounter(self._device), dict[str, tuple[int, int]]()
+        """Costs of the layer and of the boundary after it. `rounds` as in `profile_layers`."""
+        peaks, resident = self._memory()
+        forward, input_gradient, weight_gradient = self._seconds(rounds)
+        gradient = sum(each.nbytes for each in self.output if each.requires_grad)
+        message = 0
+        for y, carried in zip(self.output, self._chunk.hands_on, strict=True):
+            spec = TensorSpec(tuple(y.shape), y.dtype, carried.content)
+            message += spec.buffer(torch.device("meta")).nbytes
+        return LayerCost(
+            forward,
+            input_gradient,
+            weight_gradient,
+            held=resident["saved"],
+            # The next layer makes the output gradient.
+            working=(peaks["forward"], peaks["input_gradient"] - gradient, peaks["weight_gradient"]),
+            message=message,
+            gradient=gradient,
+            output=sum(each.nbytes for each in self.output),
+            deferred=resident["deferred"],
+            collectives=self._collectives,
+            exchanged=self._exchanged,
+            found=self._found,
+        )
+
+    def _memory(self) -> tuple[dict[str, int], dict[str, int]]:
+        """For each part of a pass: peak bytes above the bytes before it, and bytes after it."""
+        counter = AllocationCounter(self._device)
+        peaks = dict[str, int]()
+        resident = dict[str, int]()
 
         @contextmanager
         def count(part: str) -> Iterator[None]:
             before = counter.allocated
             with counter.counting():
                 yield
-            counted[part] = counter.peak - before, counter.allocated
+            peaks[part] = counter.peak - before
+            resident[part] = counter.allocated
 
         self._pass(count)
-        times = dict[str, list[float]]()
+        return peaks, resident
+
+    def _seconds(self, rounds: int) -> list[float]:
+        """Median seconds of forward, input gradient and weight gradient; zeros without rounds."""
+        times: dict[str, list[float]] = {part: [] for part in TIMED}
 
         @contextmanager
         def clock(part: str) -> Iterator[None]:
             start = now(self._device)
             yield
-            times.setdefault(part, []).append(now(self._device) - start)
+            if part in times:
+                times[part].append(now(self._device) - start)
 
         for _ in range(rounds):
             self._pass(clock)
-        forward, inputs, weights = (median(times[part]) if rounds else 0.0 for part in TIMED)
-        carried, meta = zip(self.output, self._chunk.hands_on, strict=True), torch.device("meta")
-        messages = (TensorSpec(tuple(y.shape), y.dtype, each.content).buffer(meta) for y, each in carried)
-        gradient = sum(each.nbytes for each in self.output if each.requires_grad)
-        return LayerCost(
-            forward,
-            inputs,
-            weights,
-            held=counted["kept"][1],
-            # The gradient of the output is no work of the layer's.
-            working=(counted["forward"][0], counted["input_gradient"][0] - gradient, counted["weight_gradient"][0]),
-            message=sum(each.nbytes for each in messages),
-            gradient=gradient,
-            output=sum(each.nbytes for each in self.output),
-            deferred=counted["deferred"][1],
-            collectives=self._traffic[0],
-            exchanged=self._traffic[1],
-            found=self._found,
-        )
+        return [median(seconds) if seconds else 0.0 for seconds in times.values()]
 
     def _pass(self, inside: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Forward and backward of a micro-batch. Args: inside: surrounds each part of it."""
-        run, key = StepState([self._micro], self._anchor), self._key
-        with inside("inputs"):  # they come in, but images lie in the batch
+        """Forward and backward. `inside` makes a context for each named part."""
+        run = StepState([self._micro], self._anchor)
+        key = self._key
+        # Received tensors take memory, but images lie in the batch.
+        with inside("inputs"):
             run.inputs[key] = [_copied(x) for x in self._entering]
         with inside("forward"):
             y = self._forward(run)
         self.output = [_copied(each) for each in y]
-        with inside("kept"):
+        with inside("saved"):
             run.await_gradients(key, y)
             y.clear()
         with inside("input_gradient"), self._chunk.weight_gradients.deferred() as tasks:
@@ -210,7 +249,8 @@ class _Trial:
 
     def _forward(self, run: StepState) -> list[Tensor]:
         chunk = self._chunk
-        y = chunk(self._micro.inputs if chunk.is_first else run.entered(self._key), self._micro.samples)
+        x = self._micro.inputs if chunk.is_first else run.entered(self._key)
+        y = chunk(x, self._micro.samples)
         if not chunk.is_last:
             return [*y]
         entries = entries_of(y)
@@ -224,29 +264,37 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def now(device: torch.device) -> float:
-    """Seconds, when a device has done its work."""
+    """Time in seconds, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def measure_link(group: Group, device: torch.device) -> LinkCost:
-    """Cost of messages between the first two ranks of a group, stages or replicas; none on the others. Collective."""
+    """Measures messages between the first two ranks of a group; other ranks return zeros. Collective."""
     if group.rank > 1 or group.size == 1:
         return LinkCost()
-    small, large = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (SMALL, LARGE))
-    times: list[list[float]] = [[], []]
+    small = torch.zeros(SMALL, dtype=torch.uint8, device=device)
+    large = torch.zeros(LARGE, dtype=torch.uint8, device=device)
+    times: dict[Tensor, list[float]] = {small: [], large: []}
+    # Small and large by turns, because other programs slow the machine down for a while.
     for _ in range(MESSAGES + 1):
-        for message, found in zip((small, large), times, strict=True):
+        for message, seconds in times.items():
             start = now(device)
             _transfer(group, message, sends=group.rank == 0)
             _transfer(group, small, sends=group.rank != 0)
-            found.append(now(device) - start)
-    # What else the machine does lengthens some of them: the least of several, small and large by turns.
-    least, most = (min(found[1:]) for found in times)
-    per_byte = (most - least if most > least else most) / LARGE  # free bytes would be planned on
-    return LinkCost(least / 2, per_byte)
+            seconds.append(now(device) - start)
+    # The minimum, without the first message, which makes the connection.
+    of_small = min(times[small][1:])
+    of_large = min(times[large][1:])
+    # Never zero: the planner would use a free link without limit.
+    per_byte = (of_large - of_small if of_large > of_small else of_large) / LARGE
+    return LinkCost(of_small / 2, per_byte)
 
 
 def _transfer(group: Group, tensor: Tensor, sends: bool) -> None:
-    (dist.send if sends else dist.recv)(tensor, group.ranks[1 - group.rank], group=group.handle)
+    peer = group.ranks[1 - group.rank]
+    if sends:
+        dist.send(tensor, peer, group=group.handle)
+    else:
+        dist.recv(tensor, peer, group=group.handle)

@@ -1,8 +1,8 @@
-"""Ties: tensors of several layers, with one owner and copies on the stages of the other layers.
+"""Tied tensors: one owner, and copies on the stages of other layers.
 
-A copy has a gradient of its own. Once in a step it is added to the owner's gradient, copy by copy in the order of the
-layers, so that the sum depends neither on the stages nor on the schedule. A changed value goes from the owner to the
-copies. Every rank takes the pairs of ranks in the same order, so that messages meet.
+Each copy has its own gradient. A step adds it to the owner's gradient, copy by copy in the order of the layers, so the
+sum depends neither on the stages nor on the schedule. The owner then sends the new values to the copies. Every rank
+visits the pairs of ranks in the same order, so that messages meet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasnn.layers import ParallelBatchNorm
-from megasnn.layers.shape_inference import calls_of
 from megasnn.models.description import ModelDescription
 from megasnn.parallel.collectives import traffic
 from megasnn.parallel.sharding import ShardedTensor
@@ -27,11 +26,11 @@ from megasnn.pipeline.p2p import linked
 
 @dataclass
 class _Pair:
-    """Copies on one chunk of tensors of one owning rank.
+    """Tensors of one owning rank with copies on one chunk.
 
     Attributes:
-        owner, copy: the two pipeline ranks, which may be the same.
-        originals, copies: the tensors, in the same order; empty where they are not on this rank.
+        owner, copy: pipeline ranks of the originals and of the copies, possibly the same.
+        originals, copies: the tensors in the same order; empty on other ranks.
         owning_norms, copied_norms: norms whose running statistics are among the tensors.
     """
 
@@ -44,14 +43,14 @@ class _Pair:
 
 
 class Ties:
-    """This rank's part in the ties of a model; everything here is collective over the pipeline.
+    """This rank's tied tensors. All methods are collective over the pipeline.
 
     Args:
-        bounds, placement: the layers and the pipeline rank of each chunk.
-        pipeline: this rank's group. Messages of a step must have arrived before.
-        device: of the messages.
-        gradient: gives this rank's part of a parameter's gradient, the same part of an owner and of its copies.
-        local_part: gives this rank's part of a tensor, likewise.
+        bounds, placement: layers and pipeline rank of each chunk.
+        pipeline: group of the pipeline. The messages of a step must have arrived before.
+        device: device of the messages.
+        gradient: returns this rank's part of a parameter's gradient, the same part of an owner and of its copies.
+        local_part: returns this rank's part of a tensor, likewise.
     """
 
     def __init__(
@@ -70,13 +69,17 @@ class Ties:
         self._gradient = gradient
         chunk_of: dict[str, int] = {}
         for index, span in enumerate(bounds):
-            chunk_of.update({description.layers[number].name: index for number in span})
+            for number in span:
+                chunk_of[description.layers[number].name] = index
         originals: dict[str, Tensor] = {}
+        norm_of: dict[Tensor, ParallelBatchNorm] = {}
         for chunk in chunks.values():
-            originals.update({entry.name: local_part(entry).tensor for entry in chunk.sharded_tensors()})
+            for entry in chunk.sharded_tensors():
+                originals[entry.name] = local_part(entry).tensor
+            for module in chunk.modules():
+                if isinstance(module, ParallelBatchNorm) and module.running_mean is not None:
+                    norm_of[module.running_mean] = module
         copies = {index: iter(chunk.copied_tensors()) for index, chunk in chunks.items()}
-        norms = [each for chunk in chunks.values() for each in chunk.modules() if isinstance(each, ParallelBatchNorm)]
-        norm_of = {norm.running_mean: norm for norm in norms if norm.running_mean is not None}
         pairs: dict[tuple[int, int], _Pair] = {}
         for tie in description.ties:
             index = chunk_of[tie.copy]
@@ -87,16 +90,19 @@ class Ties:
                 pair.originals.append(originals[tie.name])
             if pipeline.rank == copy:
                 pair.copies.append(local_part(next(copies[index])).tensor)
+        # Messages start in one order on all ranks: see megasnn/parallel_state.py.
         for low, high in linked((pair.owner, pair.copy) for pair in pairs.values()):
             start_messages(pipeline, low, high, device)
         self._pairs = [pair for _, pair in sorted(pairs.items()) if pipeline.rank in (pair.owner, pair.copy)]
         for pair in self._pairs:
             pair.owning_norms = [norm_of[tensor] for tensor in pair.originals if tensor in norm_of]
             pair.copied_norms = [norm_of[tensor] for tensor in pair.copies if tensor in norm_of]
-        self._copied_norms = {norm for pair in self._pairs for norm in pair.copied_norms}
+        self._copied_norms: set[ParallelBatchNorm] = set()
+        for pair in self._pairs:
+            self._copied_norms.update(pair.copied_norms)
 
     def sum_gradients(self) -> None:
-        """Adds the copies' gradients to those of their owners. Both are reduced over the replicas before."""
+        """Adds the copies' gradients to their owners' gradients. Both are already reduced over the replicas."""
         with torch.no_grad():
             for pair in self._pairs:
                 originals = [self._gradient_of(tensor) for tensor in pair.originals if tensor.requires_grad]
@@ -106,36 +112,37 @@ class Ties:
                     gradient.add_(part)
 
     def _gradient_of(self, tensor: Tensor) -> Tensor:
-        """The gradient, or zeros where a hook has taken it away: both ranks of a message have the same tensors."""
+        """The gradient, or zeros if a hook removed it: both ranks of a message need the same tensors."""
         gradient = self._gradient(tensor)
         if gradient is None:
             gradient = tensor.grad = torch.zeros_like(tensor)
         return gradient
 
     def refresh(self) -> None:
-        """Gives the copies the values of their owners."""
+        """Copies the owners' values to the copies."""
         with torch.no_grad():
             for pair in self._pairs:
                 values = self._moved(pair.originals, pair.copies, pair.owner, pair.copy)
                 for copy, value in zip(pair.copies, values, strict=True):
-                    if copy.data_ptr() != value.data_ptr():  # within a chunk they share their memory
+                    # Within a chunk they share memory.
+                    if copy.data_ptr() != value.data_ptr():
                         copy.copy_(value)
 
     def statistics_of_owners(self, found: Sequence[StepStatistics]) -> list[StepStatistics]:
-        """Statistics of a step for the norms that own their running statistics.
+        """Statistics of a step, for the norms that own their running statistics.
 
-        Behind a norm's own come those of its copies, in the order in which a forward calls them.
+        A norm's own statistics come first, then those of its copies in the order of their calls.
         """
-        of_copies: dict[ParallelBatchNorm, list[Tensor]] = {norm: [] for norm in self._copied_norms}
+        copy_records: dict[ParallelBatchNorm, list[Tensor]] = {norm: [] for norm in self._copied_norms}
         result = []
         for norm, mean, variance in found:
-            if norm in of_copies:
-                of_copies[norm].append(torch.stack([mean, variance]))
+            if norm in copy_records:
+                copy_records[norm].append(torch.stack([mean, variance]))
             else:
                 result.append((norm, mean, variance))
         for pair in self._pairs:
             like = [_statistics_like(norm) for norm in pair.owning_norms]
-            outgoing = [torch.stack(of_copies[norm]) for norm in pair.copied_norms]
+            outgoing = [torch.stack(copy_records[norm]) for norm in pair.copied_norms]
             moved = self._moved(outgoing, like, pair.copy, pair.owner)
             for norm, calls in zip(pair.owning_norms, moved, strict=True):
                 result += [(norm, mean, variance) for mean, variance in calls]
@@ -145,9 +152,10 @@ class Ties:
         """Moves tensors from pipeline rank `source` to rank `target`.
 
         Args:
-            outgoing: on the source. like: tensors of their shapes and types, on the target.
+            outgoing: the tensors, on the source.
+            like: tensors of their shapes and types, on the target.
         Returns:
-            the tensors on the target; nothing on other ranks.
+            The tensors on the target; an empty list on other ranks.
         """
         if source == target:
             return outgoing
@@ -168,5 +176,6 @@ class Ties:
 
 def _statistics_like(norm: ParallelBatchNorm) -> Tensor:
     assert norm.running_mean is not None
-    shape = calls_of(norm), 2, norm.running_mean.numel()  # a copy is called as often as its owner
+    # A copy is called as often as its owner, which `tie_all` in models/ties.py checks.
+    shape = norm.calls, 2, norm.running_mean.numel()
     return norm.running_mean.new_empty(shape, dtype=torch.float64)

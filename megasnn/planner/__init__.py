@@ -1,1 +1,1 @@
-"""The planner: what a model costs on every layout, which one to take on given machines, and the files that run it."""
+"""The planner: a model's costs on every layout, the best layout on given machines, and the files to run it."""

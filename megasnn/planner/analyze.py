@@ -1,7 +1,7 @@
-"""`analyze`: the axes that a model can be cut along, and the cost of its layers at each size, for a costs file.
+"""`analyze`: possible sizes of each axis, and costs of the layers at these sizes, for a costs file.
 
-Sizes are counted on one process. The other ranks are torch's `fake` process group: exchanges give back what was there,
-so that layers compute with values that mean nothing and tensors of the right sizes, and what they exchange is counted.
+Bytes are counted in one process. torch's `fake` process group stands for the other ranks: its exchanges move nothing.
+Layers compute meaningless values in tensors of the right sizes, and the bytes of their exchanges are counted.
 
 Seconds are measured on one rank alone, and on all ranks at the same time.
 """
@@ -24,14 +24,13 @@ from megasnn.common.grid import ContextCut
 from megasnn.common.memory import keep_free_memory, processor_name, release_free_memory, resident_memory_mb
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError
-from megasnn.config.training import PRECISIONS
-from megasnn.kernels.products import can_be_sparse
-from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
+from megasnn.layers import ParallelConv, ParallelLinear
+from megasnn.layers.context import BuildContext, Numerics
+from megasnn.layers.tensors import sharded_tensors
 from megasnn.models.build import building_problems, describe_model
 from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.process_group import choose_device, start_process_group
-from megasnn.parallel.sharding import sharded_tensors
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.cost_model import LayerCost, LinkCost
 from megasnn.pipeline.profile_layers import (
@@ -44,44 +43,47 @@ from megasnn.pipeline.profile_layers import (
 from megasnn.planner.costs import Analysis, Counted, CutAxis, LayerFacts, ResidentTensor, Timed, cost_identity
 from megasnn.planner.machines import DEVICES, Machine
 
-TENSOR_SIZES = 1, 2, 3, 4, 6, 8, 12, 16
-CONTEXT_SIZES = 2, 3, 4, 6, 8, 12, 16, 24, 32
+TENSOR_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+CONTEXT_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 CPU = torch.device("cpu")
 
 
 def analyze(config: PretrainConfig, measure: bool = False) -> Analysis:
-    """Analysis of a model, as `plan` needs it.
+    """Analyses a model for `plan`.
 
-    With `measure` it is called in a process by itself, or in each that torchrun has started: these measure together,
-    and the result is the same on all of them.
+    Under torchrun with `measure`, all ranks call it and get the same result.
 
     Args:
-        measure: seconds of the layers are measured on this device, and its links where there are several ranks.
+        measure: measure seconds of the layers on this device, and its link where there are several ranks.
     Raises:
         ConfigError: one rank cannot build the model.
     """
-    if wrong := config.model.problems(1) or building_problems(config.model, config.neuron.spec, 1):
+    wrong = config.model.problems(1) or building_problems(config.model, config.neuron.spec, 1)
+    if wrong:
         raise ConfigError(wrong)
     description = describe_model(config.model, config.neuron.spec)
     if not measure:
         return counted_sizes(description, config)
 
+    # Counting needs fake ranks, so that it comes before the real process group.
     device, _ = choose_device(config.parallel.device)
-    is_first = os.environ.get("RANK", "0") == "0"
-    counted = counted_sizes(description, config, device.type == "cpu") if is_first else None
+    counted = None
+    if os.environ.get("RANK", "0") == "0":
+        counted = counted_sizes(description, config, device.type == "cpu")
     return measured(description, config, counted)
 
 
 def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu: bool = False) -> Analysis:
-    """All that needs no clock. No process group may be there.
+    """Analyses a model without seconds. No process group may exist.
 
     Args:
-        on_cpu: bytes are those of a run on a CPU, which may form sums over spikes; otherwise of dense products.
+        on_cpu: count a run on a CPU, which may use sparse products; otherwise all products are dense.
     """
     layers = tuple(map(_facts, description.layers))
     tensor_sizes = sorted({*TENSOR_SIZES, config.parallel.tensor_model_parallel_size})
     context_sizes = sorted({*CONTEXT_SIZES, config.parallel.context_parallel_size} - {1})
-    samples = _refusal(config, 1, 2, "samples")  # whether they can be shared does not depend on the number of ranks
+    # Any number of ranks can share samples, or none.
+    samples = _refusal(config, 1, 2, "samples")
     possible: dict[CutAxis, dict[int, str | None]] = {
         "tensor": {size: _refusal(config, size, 1, "samples") for size in tensor_sizes},
         "samples": dict.fromkeys(context_sizes, samples),
@@ -89,20 +91,28 @@ def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu:
     }
     shared: dict[CutAxis, Counted] = {}
     for axis, sizes in possible.items():
-        size = next((size for size, refused in sizes.items() if size > 1 and refused is None), None)
-        if size is not None:
-            tensor, context = (size, 1) if axis == "tensor" else (1, size)
-            shared[axis] = count_layers(
-                description, config, tensor, context, "rows" if axis == "rows" else "samples", on_cpu
-            )
-    alone = count_layers(description, config, 1, on_cpu=on_cpu)
-    about = cost_identity(config)
-    return Analysis(config.model.name, about, layers, trial_sizes(config), alone, shared, possible)
+        able = [size for size, refused in sizes.items() if size > 1 and refused is None]
+        if not able:
+            continue
+        tensor = able[0] if axis == "tensor" else 1
+        context = 1 if axis == "tensor" else able[0]
+        cut: ContextCut = "rows" if axis == "rows" else "samples"
+        shared[axis] = count_layers(description, config, tensor, context, cut, on_cpu)
+    return Analysis(
+        model=config.model.name,
+        about=cost_identity(config),
+        layers=layers,
+        sizes=trial_sizes(config),
+        alone=count_layers(description, config, 1, on_cpu=on_cpu),
+        shared=shared,
+        possible=possible,
+    )
 
 
 def _facts(layer: LayerDescription) -> LayerFacts:
-    rows = max((each.shape[3] for each in layer.entries.values() if len(each.shape) == 5), default=1)
-    return LayerFacts(layer.name, layer.layer_group, layer.parameters, layer.operations, rows)
+    # Outputs with five dimensions are images, [T, N, C, H, W].
+    rows = [each.shape[3] for each in layer.entries.values() if len(each.shape) == 5]
+    return LayerFacts(layer.name, layer.layer_group, layer.parameters, layer.operations, max(rows, default=1))
 
 
 def count_layers(
@@ -113,27 +123,29 @@ def count_layers(
     cut: ContextCut = "samples",
     on_cpu: bool = False,
 ) -> Counted:
-    """Counts in trial steps what the first of so many ranks keeps."""
+    """Counts the layers' bytes on the first of these ranks, in trial steps."""
     with fake_ranks(tensor, context) as state:
         built_for = context_of(state, config, cut, on_cpu)
         costs = tuple(count_memory(description, size, built_for, CPU).layers for size in trial_sizes(config))
-        return Counted(tensor, context, cut, costs, _tensors(description, built_for))
+        tensors = [tuple(_tensors_of(name, layer)) for name, layer in description.named_layers(built_for)]
+        return Counted(tensor, context, cut, costs, tuple(tensors))
 
 
 def trial_sizes(config: PretrainConfig) -> tuple[int, ...]:
-    """Numbers of samples that are counted: those that a run tries, and where it would count its own, these too."""
-    own = config.training.micro_batch_size
-    return tuple(sorted({*TRIAL_SAMPLES, own} if own <= COUNTED_AS_THEY_ARE else TRIAL_SAMPLES))
+    """Numbers of samples in trial steps: those of a run's own forecast."""
+    sizes = {*TRIAL_SAMPLES}
+    if config.training.micro_batch_size <= COUNTED_AS_THEY_ARE:
+        sizes.add(config.training.micro_batch_size)
+    return tuple(sorted(sizes))
 
 
 @contextmanager
 def fake_ranks(tensor: int, context: int) -> Iterator[ParallelState]:
-    """Yields the state of the first of so many ranks that share layers and micro-batches. No process group may be
-    there."""
+    """Yields the state of the first of these ranks. No process group may exist."""
     if tensor * context > 1:
         dist.init_process_group("fake", rank=0, world_size=tensor * context, store=FakeStore())
     try:
-        # torch's own refuses an exchange in which this rank only receives, as the first rank of a share by rows does.
+        # torch's fake group refuses an exchange in which a rank only receives, as the first rank by rows does.
         with patch.object(dist, "all_to_all_single", _exchange):
             yield initialize_model_parallel(tp=tensor, device=CPU, cp=context)
     finally:
@@ -148,68 +160,72 @@ def _exchange(received: Tensor, *_: Any, **__: Any) -> Any:
 
 
 def context_of(state: ParallelState, config: PretrainConfig, cut: ContextCut, on_cpu: bool) -> BuildContext:
-    """Context that layers are built with on a rank of a grid."""
-    return replace(one_rank(config, on_cpu), tp=state.tp, cp=state.cp, cut=cut)
+    """Context to build layers on a rank of a grid."""
+    return replace(one_rank(config, on_cpu), state=state, cut=cut)
 
 
 def one_rank(config: PretrainConfig, on_cpu: bool) -> BuildContext:
-    """The same for a rank that shares nothing.
+    """Context to build layers on one rank.
 
     Args:
-        on_cpu: products are formed as runs form them on a CPU; otherwise all are dense.
+        on_cpu: form products as runs on a CPU do; otherwise all are dense.
     """
-    types, backend = PRECISIONS[config.training.precision], config.neuron.neuron_backend
-    weights, products = getattr(torch, types.weights), getattr(torch, types.products)
-    sparse = on_cpu and config.training.sparse_products == "auto" and can_be_sparse(CPU, products)
-    return BuildContext(dtype=weights, compute_dtype=products, neuron_backend=backend, sparse_products=sparse)
+    device = CPU if on_cpu else torch.device("cuda")
+    return BuildContext(numerics=Numerics.of_run(config, device))
 
 
 def _refusal(config: PretrainConfig, tensor: int, context: int, cut: ContextCut) -> str | None:
-    """Why the model cannot be built for so many ranks; None where it can."""
+    """Why the model cannot be built for these sizes; None where it can."""
     wrong = config.model.problems(tensor)
     wrong = wrong or building_problems(config.model, config.neuron.spec, tensor, context, cut)
     return wrong[0] if wrong else None
 
 
-def _tensors(description: ModelDescription, built_for: BuildContext) -> tuple[tuple[ResidentTensor, ...], ...]:
-    return tuple(tuple(_tensors_of(name, layer)) for name, layer in description.named_layers(built_for))
-
-
 def _tensors_of(name: str, layer: nn.Module) -> Iterator[ResidentTensor]:
-    multiplied = {
-        module.weight: module.compute_dtype.itemsize
-        for module in layer.modules()
-        if isinstance(module, (ParallelConv, ParallelLinear))
-    }
+    # Weights of products travel in the type of the products, everything else in its own.
+    multiplied = {}
+    for module in layer.modules():
+        if isinstance(module, (ParallelConv, ParallelLinear)):
+            multiplied[module.weight] = module.compute_dtype.itemsize
     for entry in sharded_tensors([(name, layer)]):
-        shape, size = tuple(entry.tensor.shape), entry.tensor.itemsize
-        yield ResidentTensor(entry.name, shape, size, entry.is_parameter, multiplied.get(entry.tensor, size))
+        itemsize = entry.tensor.itemsize
+        yield ResidentTensor(
+            name=entry.name,
+            shape=tuple(entry.tensor.shape),
+            itemsize=itemsize,
+            is_parameter=entry.is_parameter,
+            travels=multiplied.get(entry.tensor, itemsize),
+        )
 
 
 def measured(description: ModelDescription, config: PretrainConfig, known: Analysis | None) -> Analysis:
-    """Measured costs, with the machine that they are of. Collective over the ranks of torchrun.
+    """Measures seconds and the machine. Collective over the ranks of torchrun.
 
     Args:
-        known: on the first rank.
+        known: the analysis without seconds, on the first rank.
     """
     keep_free_memory()  # as an Engine does
     joined_before = dist.is_initialized()
     device = start_process_group(config.parallel.device)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    context, samples = one_rank(config, device.type == "cpu"), config.training.micro_batch_size
-    timed, link = [], None
+    context = one_rank(config, device.type == "cpu")
+    samples = config.training.micro_batch_size
+    timed = []
+    link = None
     if known is not None:
         timed.append(_timed(profile_layers(description, samples, context, device), samples, 1))
     if ranks > 1:
-        try:  # stages, whose link is measured
-            costs = profile_pipeline(description, samples, context, initialize_model_parallel(pp=ranks, device=device))
+        try:
+            # Profiling as pipeline stages measures their link, too.
+            context = replace(context, state=initialize_model_parallel(pp=ranks, device=device))
+            costs = profile_pipeline(description, samples, context)
         finally:
             destroy_model_parallel()
         timed.append(_timed(costs.layers, samples, ranks))
         link = costs.link
 
     def put_together() -> Analysis:
-        assert known is not None, "the first rank knows it"
+        assert known is not None, "the first rank has it"
         return replace(known, timed=tuple(timed), machine=_machine(device, link, ranks))
 
     found = broadcast_result(dist.group.WORLD if ranks > 1 else None, put_together)
@@ -219,23 +235,24 @@ def measured(description: ModelDescription, config: PretrainConfig, known: Analy
 
 
 def _machine(device: torch.device, link: LinkCost | None, ranks: int) -> Machine:
-    """The machine that seconds were measured on; sizes that were not measured are scaled by rates of the table.
+    """The measured machine. Its rates, from the table, scale the seconds to other sizes.
 
     Args:
-        link: between two ranks; None where there was one.
+        link: between two ranks; None with one rank.
     """
-    is_cpu = device.type == "cpu"
-    base = DEVICES["cpu-core" if is_cpu else "h100"]
     release_free_memory()
+    if device.type == "cpu":
+        base = DEVICES["cpu-core"]
+        base = replace(base, name=processor_name(), program=1e6 * resident_memory_mb(device))
+    else:
+        memory = float(torch.cuda.get_device_properties(device).total_memory)
+        base = replace(DEVICES["h100"], name=torch.cuda.get_device_name(device), memory=memory)
     return replace(
         base,
-        name=processor_name() if is_cpu else torch.cuda.get_device_name(device),
         least=0.0,
         start=0.0,
         within=link or base.within,
-        program=1e6 * resident_memory_mb(device) if is_cpu else base.program,
-        memory=base.memory if is_cpu else float(torch.cuda.get_device_properties(device).total_memory),
-        told=f"measured with {ranks} rank(s)" + ("" if link else ", links from the table of devices"),
+        source=f"measured with {ranks} rank(s)" + ("" if link else ", links from the table of devices"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Layouts that might be taken: the sizes of all axes, and what a run is told besides."""
+"""Layouts to choose from: sizes of all axes, schedule, recompute and optimizer sharding."""
 
 from __future__ import annotations
 
@@ -20,16 +20,28 @@ from megasnn.schedule.passes import NEVER
 
 Prefer = Literal["speed", "memory", "capacity"]
 MOST_CHUNKS = 3  # on a rank, of schedules that take any number
+_SIZES = {"context_parallel_cut"}
+_SIZES |= {each.name for each in fields(ParallelConfig) if each.name.endswith("_size")}
+_BESIDE_SIZES = {
+    "pipeline_schedule",
+    "num_virtual_stages_per_pipeline_rank",
+    "recompute",
+    "use_distributed_optimizer",
+}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """
+    """A layout of a training step over ranks.
+
     Attributes:
-        grid: sizes of the axes. micro_batch_size: samples of a micro-batch.
+        grid: sizes by axis.
+        micro_batch_size: samples in a micro-batch.
         cut: how context parallel ranks share a micro-batch.
-        schedule: its name. chunks: on each pipeline rank.
-        recompute: a name in `RECOMPUTE`. shards_optimizer: replicas own rows (ZeRO-1).
+        schedule: pipeline schedule.
+        chunks: chunks on each pipeline rank.
+        recompute: a name in `RECOMPUTE`.
+        shards_optimizer: True for ZeRO-1.
     """
 
     grid: Grid
@@ -46,44 +58,56 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """Ranks that hold the same rows of weights."""
+        """Ranks with the same shards of weights."""
         return self.grid.dp_replicate * self.grid.cp
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The pipeline rank of each chunk."""
+        """Pipeline rank of each chunk."""
         if self.grid.pp == 1:
             return (0,) * self.chunks
         return SCHEDULES[self.schedule].placement(self.grid.pp, self.chunks)
 
     @property
     def parts(self) -> int:
-        """Number of parts of a layout: axes besides data, and what is no default. Simpler layouts have fewer."""
+        """Number of axes besides data, and of settings besides the defaults. Simpler layouts have fewer parts."""
         shared = sum(self.grid.size(axis) > 1 for axis in AXES if axis != "dp_replicate")
         return shared + (self.chunks > 1) + (self.recompute != NEVER) + self.shards_optimizer
 
     @property
     def own_samples(self) -> int:
-        """Samples of a micro-batch that a rank has at most."""
-        return -(-self.micro_batch_size // self.grid.cp) if self.cut == "samples" else self.micro_batch_size
+        """Largest number of a micro-batch's samples on a rank."""
+        if self.cut == "rows":
+            return self.micro_batch_size
+        return -(-self.micro_batch_size // self.grid.cp)
 
     def parallel(self, base: ParallelConfig, bounds: tuple[range, ...] | None = None) -> ParallelConfig:
-        """As flags.
+        """Flags of a run on this layout.
 
         Args:
-            base: all that a layout does not say. bounds: layers of each chunk, where they are known.
+            base: all other flags.
+            bounds: layers by chunk; None leaves the choice to the run.
         """
-        pipeline = self.grid.pp > 1
-        sizes = None if bounds is None or not pipeline else layout_text([len(span) for span in bounds]).strip('"')
+        cut: Literal["auto", "samples", "rows"] = "auto"
+        if self.grid.cp > 1:
+            cut = self.cut
+        schedule = "auto"
+        chunks = None
+        sizes = None
+        if self.grid.pp > 1:
+            schedule = self.schedule
+            chunks = self.chunks
+            if bounds is not None:
+                sizes = layout_text([len(span) for span in bounds]).strip('"')
         return replace(
             base,
             tensor_model_parallel_size=self.grid.tp,
             pipeline_model_parallel_size=self.grid.pp,
             context_parallel_size=self.grid.cp,
-            context_parallel_cut=self.cut if self.grid.cp > 1 else "auto",
+            context_parallel_cut=cut,
             weight_parallel_size=self.grid.dp_shard,
-            pipeline_schedule=self.schedule if pipeline else "auto",
-            num_virtual_stages_per_pipeline_rank=self.chunks if pipeline else None,
+            pipeline_schedule=schedule,
+            num_virtual_stages_per_pipeline_rank=chunks,
             pipeline_model_parallel_layout=sizes,
             recompute=self.recompute,
             use_distributed_optimizer=self.shards_optimizer,
@@ -95,19 +119,25 @@ class Layout:
         if self.grid.cp > 1:
             words.append(f"by {self.cut}")
         if self.grid.pp > 1:
-            words.append(self.schedule + (f" with {self.chunks} chunks a rank" if self.chunks > 1 else ""))
-        words += [f"recompute {self.recompute}"] * (self.recompute != NEVER)
-        words += ["sharded optimizer"] * self.shards_optimizer
-        return ", ".join([*words, f"micro-batches of {self.micro_batch_size}"])
+            chunks = f" with {self.chunks} chunks a rank" if self.chunks > 1 else ""
+            words.append(self.schedule + chunks)
+        if self.recompute != NEVER:
+            words.append(f"recompute {self.recompute}")
+        if self.shards_optimizer:
+            words.append("sharded optimizer")
+        words.append(f"micro-batches of {self.micro_batch_size}")
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that was looked at.
+    """A layout with its figures.
 
     Attributes:
-        seconds, bytes: of a step, and that the largest rank needs; estimated, or simulated. Infinite: it cannot be.
-        reason: why it was not taken; "" of the one that was.
+        seconds: a step's time; infinite for an impossible layout.
+        bytes: the largest rank's memory; infinite for an impossible layout.
+        simulated: True where the figures are simulated, not estimated.
+        reason: why the plan is another one; "" for the chosen layout.
     """
 
     layout: Layout
@@ -118,7 +148,11 @@ class Candidate:
 
 
 def with_layout(config: PretrainConfig, layout: Layout, bounds: tuple[range, ...] | None = None) -> PretrainConfig:
-    """Configuration of a run on a layout. Args: bounds: as in `Layout.parallel`."""
+    """Configuration of a run on a layout.
+
+    Args:
+        bounds: as in `Layout.parallel`.
+    """
     training = replace(config.training, micro_batch_size=layout.micro_batch_size)
     return replace(config, training=training, parallel=layout.parallel(config.parallel, bounds))
 
@@ -130,85 +164,96 @@ def layouts(
     sizes: Sequence[int],
     may_be_best: Callable[[Layout], bool] = lambda _: True,
 ) -> Iterator[tuple[Layout, str]]:
-    """Yields every layout with the reason why it cannot be, "" where it can; most devices first.
+    """Yields every layout with the reason against it, "" for possible ones; most devices first.
 
     Args:
-        counts: numbers of devices. sizes: of micro-batches.
-        may_be_best: asked of a grid's plain layout (1F1B); the others of the grid are left out where it says no.
+        counts: numbers of devices, ascending.
+        sizes: micro-batch sizes.
+        may_be_best: tests a grid's plain layout (1F1B). Where it returns False, the grid's other layouts are left out.
     """
-    tensors, contexts = analysis.possible["tensor"], sorted({1, *analysis.possible["samples"]})
+    tensors = list(analysis.possible["tensor"])
+    contexts = sorted({1, *analysis.possible["samples"]})
     for size, count in product(sizes, reversed(counts)):
-        for grid in _grids(count, list(tensors), contexts, len(analysis.layers)):
+        for grid in _grids(count, tensors, contexts, len(analysis.layers)):
             cuts: tuple[ContextCut, ...] = ("samples", "rows") if grid.cp > 1 else ("samples",)
             for cut in cuts:
                 yield from _of_grid(analysis, config, Layout(grid, size, cut), may_be_best)
 
 
 def _grids(ranks: int, tensor: list[int], context: list[int], layers: int) -> Iterator[Grid]:
-    """Every grid of so many ranks with these sizes of tensor and context, in which a stage has a layer at least."""
-    for t in tensor:
-        for c in context:
-            for p in range(1, layers + 1):
-                if ranks % (t * c * p) == 0:
-                    replicas = ranks // (t * c * p)
-                    for w in (w for w in range(1, replicas + 1) if replicas % w == 0):
-                        yield Grid(pp=p, dp_replicate=replicas // w, tp=t, dp_shard=w, cp=c)
+    """Every grid of this many ranks with at least one layer a stage.
+
+    Args:
+        tensor: tensor parallel sizes.
+        context: context parallel sizes.
+    """
+    for tp, cp, pp in product(tensor, context, range(1, layers + 1)):
+        replicas, rest = divmod(ranks, tp * cp * pp)
+        if rest:
+            continue
+        for dp_shard in range(1, replicas + 1):
+            if replicas % dp_shard == 0:
+                yield Grid(pp=pp, dp_replicate=replicas // dp_shard, tp=tp, dp_shard=dp_shard, cp=cp)
 
 
 def _of_grid(
     analysis: Analysis, config: PretrainConfig, plain: Layout, may_be_best: Callable[[Layout], bool]
 ) -> Iterator[tuple[Layout, str]]:
     grid = plain.grid
-    if not _is_asked(config, plain, whole=False):
+    if not _has_given_flags(config, plain, _SIZES):
         return
+    refused = _size_refusal(analysis, config, plain)
+    if refused or not may_be_best(plain):
+        yield plain, refused
+        return
+    # The optimizer is sharded over ranks with the same weights.
+    shardings = (False, True) if plain.copies > 1 else (False,)
+    for name, chunks in _schedules(grid.pp, len(analysis.layers)):
+        for recompute, shards in product((NEVER, "always"), shardings):
+            layout = Layout(grid, plain.micro_batch_size, plain.cut, name, chunks, recompute, shards)
+            if not _has_given_flags(config, layout, _SIZES | _BESIDE_SIZES):
+                continue
+            chosen = with_layout(config, layout)
+            problems = layout_problems(chosen, grid.world_size)
+            problems = problems or cut_problems(chosen.parallel, analysis.layer_groups)
+            yield layout, problems[0] if problems else ""
+
+
+def _size_refusal(analysis: Analysis, config: PretrainConfig, plain: Layout) -> str:
+    """Why a model cannot be cut to the sizes of a grid; "" where it can."""
+    grid = plain.grid
     refused = analysis.possible["tensor"][grid.tp]
     if refused is None and grid.cp > 1:
         refused = analysis.possible[plain.cut].get(grid.cp, "was not asked for by analyze")
-    if refused is None and (problems := layout_problems(with_layout(config, plain), grid.world_size)):
-        refused = problems[0]
-    if refused is not None or not may_be_best(plain):
-        yield plain, refused or ""
-        return
-    for name, chunks in _schedules(grid.pp, len(analysis.layers)):
-        for recompute in (NEVER, "always"):
-            for shards in (False, True)[: 1 + (plain.copies > 1)]:
-                layout = Layout(grid, plain.micro_batch_size, plain.cut, name, chunks, recompute, shards)
-                if not _is_asked(config, layout, whole=True):
-                    continue
-                chosen = with_layout(config, layout)
-                problems = layout_problems(chosen, grid.world_size)
-                problems = problems or cut_problems(chosen.parallel, analysis.layer_groups)
-                yield layout, problems[0] if problems else ""
+    if refused is not None:
+        return refused
+    problems = layout_problems(with_layout(config, plain), grid.world_size)
+    return problems[0] if problems else ""
 
 
 def _schedules(stages: int, layers: int) -> Iterator[tuple[str, int]]:
-    """Names of schedules with the numbers of chunks that each may have on a rank, each of which has a layer."""
+    """Schedules, each with its possible numbers of chunks a rank. Each chunk has a layer."""
     if stages == 1:
         yield "1f1b", 1
         return
     for name, named in SCHEDULES.items():
         most = min(MOST_CHUNKS if named.any_chunks else named.chunks, layers // stages)
-        yield from ((name, count) for count in range(named.chunks, most + 1) if named.can_place(count))
+        for count in range(named.chunks, most + 1):
+            if named.can_place(count):
+                yield name, count
 
 
-def _is_asked(config: PretrainConfig, layout: Layout, whole: bool) -> bool:
-    """True for a layout with the flags that were given. Args: whole: those beside the sizes, too."""
-    parallel = config.parallel
-    names = [name for name in set_flags(parallel) if name in _SIZES or (whole and name in _OF_LAYOUTS)]
-    if not names:
+def _has_given_flags(config: PretrainConfig, layout: Layout, names: set[str]) -> bool:
+    """True where the layout has the user's values of these flags."""
+    given = [name for name in set_flags(config.parallel) if name in names]
+    if not given:
         return True
     mine = layout.parallel(ParallelConfig())
-    return all(getattr(parallel, name) == getattr(mine, name) for name in names)
+    return all(getattr(config.parallel, name) == getattr(mine, name) for name in given)
 
 
 @cache
 def set_flags(parallel: ParallelConfig) -> tuple[str, ...]:
-    """Fields that have not their defaults."""
+    """Fields with other values than their defaults."""
     default = ParallelConfig()
     return tuple(each.name for each in fields(parallel) if getattr(parallel, each.name) != getattr(default, each.name))
-
-
-_SIZES = {"context_parallel_cut", *(each.name for each in fields(ParallelConfig) if each.name.endswith("_size"))}
-_OF_LAYOUTS = {
-    *("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "recompute", "use_distributed_optimizer"),
-}

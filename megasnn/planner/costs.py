@@ -1,6 +1,6 @@
-"""Costs of a rank's layers for one micro-batch at any size, and the costs file that keeps them.
+"""A rank's costs for one micro-batch through each layer at any size, and the costs file.
 
-The file is written where the model can be built, and read where it cannot, without torch.
+Writing the file needs a model that can be built; reading it needs no torch.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from megasnn.planner.machines import Machine
 BYTE_FIELDS = "held", "message", "gradient", "output", "deferred", "found", "cast"
 _ADVICE = "make it anew with `analyze`"
 CutAxis = Literal["tensor", "samples", "rows"]
-"""Along which ranks share layers."""
+"""Axis along which ranks share layers."""
 Seconds = tuple[float, float, float]
-"""Of one micro-batch through one layer: forward, input gradient, weight gradient."""
+"""One layer's forward, input gradient and weight gradient for one micro-batch."""
 
 
 @dataclass(frozen=True)
 class LayerShare:
-    """Share of a rank in each layer and in each micro-batch.
+    """A rank's share in each layer and micro-batch.
 
     Attributes:
-        tensor, context: ranks that share the channels, and a micro-batch; cut: by what.
-        samples: of a micro-batch that the rank computes.
-        ranks: that compute at the same time on its node.
+        tensor: tensor parallel size.
+        context: context parallel size.
+        cut: how context parallel ranks share a micro-batch.
+        samples: samples on this rank.
+        ranks: ranks that compute on the node at the same time.
     """
 
     tensor: int
@@ -47,22 +49,187 @@ class LayerShare:
     ranks: int
 
 
-def counted_costs(analysis: Analysis, share: LayerShare) -> list[LayerCost]:
-    """The bytes of each layer, and what ranks that share it exchange; seconds are 0.
+@with_config(STRICT)
+@dataclass(frozen=True)
+class ResidentTensor:
+    """A layer's tensor on one rank.
 
-    Where two axes share a layer, it keeps of each axis' part what the other one leaves. Raises ValueError for a size
-    that cannot be.
+    Attributes:
+        shape: local shape.
+        itemsize: bytes per element.
+        travels: bytes per element when gathered from shards.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    is_parameter: bool
+    travels: int
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class LayerFacts:
+    """A layer on a rank that shares none.
+
+    Attributes:
+        layer_group: see `Layer`.
+        parameters: number of elements.
+        operations: multiply-adds in one sample's forward.
+        rows: output image height; 1 for other outputs.
+    """
+
+    name: str
+    layer_group: str
+    parameters: int
+    operations: int
+    rows: int
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Counted:
+    """The layers' bytes on one rank at one tensor and context parallel size.
+
+    Attributes:
+        tensor: tensor parallel size.
+        context: context parallel size.
+        cut: how context parallel ranks share a micro-batch.
+        costs: for each size in `Analysis.sizes`, by layer; seconds are 0.
+        tensors: by layer.
+    """
+
+    tensor: int
+    context: int
+    cut: ContextCut
+    costs: tuple[tuple[LayerCost, ...], ...]
+    tensors: tuple[tuple[ResidentTensor, ...], ...]
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Timed:
+    """Seconds measured for all layers on a rank that shares none.
+
+    Attributes:
+        samples: samples in the micro-batch.
+        ranks: ranks that computed on the machine at the same time.
+    """
+
+    samples: int
+    ranks: int
+    seconds: tuple[Seconds, ...]
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Analysis:
+    """A model's layers and their costs, from which those on any layout follow.
+
+    Attributes:
+        model: model name.
+        about: settings behind the costs; see `cost_identity`.
+        sizes: numbers of samples with counted bytes, ascending.
+        alone: bytes on a rank that shares no layer.
+        shared: bytes at the smallest possible size of each axis.
+        possible: by axis and size, the reason against this size; None for a possible size.
+        machine: the measured machine; None without a measurement.
+    """
+
+    model: str
+    about: dict[str, FreeForm]
+    layers: tuple[LayerFacts, ...]
+    sizes: tuple[int, ...]
+    alone: Counted
+    shared: dict[CutAxis, Counted]
+    possible: dict[CutAxis, dict[int, str | None]]
+    timed: tuple[Timed, ...] = ()
+    machine: Machine | None = None
+
+    @property
+    def precision(self) -> str:
+        """`--precision` behind the costs."""
+        training: Any = self.about["training"]
+        return str(training["precision"])
+
+    @cached_property
+    def layer_groups(self) -> list[str]:
+        """Layer groups, by layer."""
+        return [each.layer_group for each in self.layers]
+
+
+def layer_costs(analysis: Analysis, machine: Machine, share: LayerShare, link: LinkCost) -> tuple[LayerCost, ...]:
+    """Bytes and seconds by layer. Raises ValueError for an impossible size.
+
+    Args:
+        link: slowest link between the ranks that share layers.
+    """
+    costs = counted_costs(analysis, share)
+    seconds = _computed(analysis, machine, costs, share)
+    if analysis.timed:
+        # Ranks that compute at the same time share the memory's bandwidth: the nearest number of them was measured.
+        timed = min(analysis.timed, key=lambda each: abs(each.ranks - share.ranks))
+        of_timed = LayerShare(1, 1, "samples", timed.samples, timed.ranks)
+        then = _computed(analysis, machine, counted_costs(analysis, of_timed), of_timed)
+        seconds = [_scaled(*each) for each in zip(timed.seconds, seconds, then, strict=True)]
+    found = []
+    for cost, (forward, inputs, weights) in zip(costs, seconds, strict=True):
+        # Exchanges hold up the layer. Most of their bytes are gradients, so all are charged to the input gradient.
+        waits = 0.0
+        if cost.collectives:
+            waits = cost.collectives * link.latency + cost.exchanged * link.per_byte
+        found.append(replace(cost, forward=forward, input_gradient=inputs + waits, weight_gradient=weights))
+    return tuple(found)
+
+
+def _computed(analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], share: LayerShare) -> list[Seconds]:
+    """Seconds by layer at the machine's rates."""
+    found = []
+    rate = machine.operations.get(analysis.precision, machine.operations["fp32"])
+    for number, (layer, cost) in enumerate(zip(analysis.layers, costs, strict=True)):
+        rows = share.context if share.cut == "rows" and layer.rows > 1 else 1
+        product = layer.operations * share.samples / share.tensor / rows / rate
+        # The first layer needs no gradient of its input.
+        product_of_inputs = product if number else 0.0
+        moved = (3 * cost.held + cost.output) / machine.moved
+        moved_for_weights = cost.held / machine.moved
+        forward = machine.start + max(machine.least, product + moved)
+        inputs = machine.start + max(machine.least, product_of_inputs + moved)
+        weights = machine.start + max(machine.least, product + moved_for_weights)
+        found.append((forward, inputs, weights))
+    return found
+
+
+def _scaled(measured: Seconds, computed: Seconds, before: Seconds) -> Seconds:
+    """Measured seconds, scaled by the computed ones for this share and for the measured share."""
+    forward, inputs, weights = (
+        each * (now / then if then else 1.0) for each, now, then in zip(measured, computed, before, strict=True)
+    )
+    return forward, inputs, weights
+
+
+def counted_costs(analysis: Analysis, share: LayerShare) -> list[LayerCost]:
+    """Bytes and exchanges by layer; seconds are 0. Raises ValueError for an impossible size.
+
+    Where two axes share a layer, their fractions multiply.
     """
     alone = _at(analysis, share, analysis.alone)
     axes: list[tuple[CutAxis, int]] = [("tensor", share.tensor), (share.cut, share.context)]
     shared = [_shared(analysis, share, alone, axis, size) for axis, size in axes if size > 1]
-    if len(shared) < 2:
-        return shared[0] if shared else alone
-    # Exchanges between ranks that share channels were counted for the rank's own samples, and of all rows.
+    if not shared:
+        return alone
+    if len(shared) == 1:
+        return shared[0]
+
+    # Rounded up, as uneven shares leave the largest rank.
+    def of_both(one: int, some: int, other: int) -> int:
+        return -(-some * other // one) if one else some + other
+
+    # Tensor parallel exchanges were counted for the rank's own samples, and for all rows.
     parts = share.context if share.cut == "rows" else 1
     found = []
     for whole, tensor, context in zip(alone, *shared, strict=True):
-        both = _each(lambda one, some, other: -(-some * other // one) if one else some + other, whole, tensor, context)
+        both = _each(of_both, whole, tensor, context)
         both["exchanged"] = tensor.exchanged // parts + context.exchanged // share.tensor
         found.append(replace(whole, collectives=tensor.collectives + context.collectives, **both))
     return found
@@ -71,15 +238,18 @@ def counted_costs(analysis: Analysis, share: LayerShare) -> list[LayerCost]:
 def _shared(
     analysis: Analysis, share: LayerShare, alone: Sequence[LayerCost], axis: CutAxis, size: int
 ) -> list[LayerCost]:
-    """Costs where ranks share layers along one axis alone.
+    """Bytes and exchanges where ranks share layers along one axis.
 
-    Sizes that were not counted follow from one rank and from the size that was: a share of channels takes whole +
-    cut / n bytes; a share of rows cut / n, and the rows of its neighbours. Beside its samples a rank has what norms
-    keep and exchange, which does not depend on the number of samples.
+    Other sizes follow from one rank and the counted size. One of n shares takes:
+
+    - by channels, whole + cut / n bytes;
+    - by rows, cut / n bytes and the neighbours' rows;
+    - by samples, its samples' bytes, and the norms' statistics and exchanges at any number of samples.
     """
     counted = _counted(analysis, axis, size)
     at = counted.tensor * counted.context
-    received = (1 - 1 / size) / (1 - 1 / at)  # of what all ranks have, a rank receives the others' part
+    # A rank receives the other ranks' part of all bytes.
+    received = (1 - 1 / size) / (1 - 1 / at)
 
     def of_channels(one: int, some: int) -> int:
         cut = (one - some) / (1 - 1 / at)
@@ -95,7 +265,8 @@ def _shared(
             found.append(
                 replace(one, held=some.held, found=some.found, exchanged=exchanged, collectives=some.collectives)
             )
-        elif axis == "rows":  # which do not cut weights
+        elif axis == "rows":
+            # Weights are not cut, nor are their copies.
             found.append(replace(some, **_each(of_rows, one, some) | {"cast": one.cast}))
         else:
             found.append(replace(some, exchanged=round(some.exchanged * received), **_each(of_channels, one, some)))
@@ -103,196 +274,59 @@ def _shared(
 
 
 def resident_tensors(analysis: Analysis, tensor: int) -> tuple[tuple[ResidentTensor, ...], ...]:
-    """The tensors of each layer, as one of so many tensor-parallel ranks holds them."""
+    """Tensors by layer on a rank at this tensor parallel size."""
     alone = analysis.alone.tensors
     if tensor == 1:
         return alone
-    some = _counted(analysis, "tensor", tensor).tensors
-    return tuple(
-        tuple(_part(whole, part, tensor) for whole, part in zip(wholes, parts, strict=True))
-        for wholes, parts in zip(alone, some, strict=True)
-    )
+    found = []
+    for wholes, parts in zip(alone, _counted(analysis, "tensor", tensor).tensors, strict=True):
+        found.append(tuple(_part(whole, part, tensor) for whole, part in zip(wholes, parts, strict=True)))
+    return tuple(found)
 
 
 def _part(whole: ResidentTensor, part: ResidentTensor, tensor: int) -> ResidentTensor:
-    """Cut in the dimension in which the counted part is smaller."""
+    """Cuts the tensor in the dimension where the counted part is smaller."""
     shape = [one if one == some else one // tensor for one, some in zip(whole.shape, part.shape, strict=True)]
     return replace(part, shape=tuple(shape))
 
 
 def _counted(analysis: Analysis, axis: CutAxis, size: int) -> Counted:
-    """Layers of an axis at the size that was counted. Raises ValueError where another size cannot be."""
+    """The layers at an axis' counted size. Raises ValueError where `size` is impossible."""
     refused = analysis.possible[axis].get(size, "was not asked for by analyze")
     if refused is not None:
-        raise ValueError(f"{axis if axis == 'tensor' else f'context by {axis}'} {size}: {refused}")
+        name = "tensor" if axis == "tensor" else f"context by {axis}"
+        raise ValueError(f"{name} {size}: {refused}")
     return analysis.shared[axis]
 
 
 def _each(of: Callable[..., int], *costs: LayerCost) -> dict[str, Any]:
-    """Fields of bytes, each of which `of` computes from those of the costs."""
-    values: dict[str, Any] = {name: of(*(getattr(cost, name) for cost in costs)) for name in BYTE_FIELDS}
-    return values | {"working": tuple(map(of, *(cost.working for cost in costs)))}
+    """Fields in bytes, each computed from the costs' same field."""
+    values: dict[str, Any] = {}
+    for name in BYTE_FIELDS:
+        values[name] = of(*(getattr(cost, name) for cost in costs))
+    values["working"] = tuple(of(*parts) for parts in zip(*(cost.working for cost in costs), strict=True))
+    return values
 
 
 def _at(analysis: Analysis, share: LayerShare, counted: Counted) -> list[LayerCost]:
+    """Bytes by layer for the share's samples."""
     return [for_samples(of_sizes, share.samples, analysis.sizes) for of_sizes in zip(*counted.costs, strict=True)]
 
 
-def layer_costs(analysis: Analysis, machine: Machine, share: LayerShare, link: LinkCost) -> tuple[LayerCost, ...]:
-    """With seconds. Raises ValueError for a size that cannot be.
-
-    Args:
-        link: the slower one between the ranks that share layers.
-    """
-    costs = counted_costs(analysis, share)
-    seconds = _computed(analysis, machine, costs, share)
-    if analysis.timed:
-        timed = min(analysis.timed, key=lambda each: abs(each.ranks - share.ranks))
-        of_timed = LayerShare(1, 1, "samples", timed.samples, timed.ranks)
-        then = _computed(analysis, machine, counted_costs(analysis, of_timed), of_timed)
-        seconds = [_scaled(*each) for each in zip(timed.seconds, seconds, then, strict=True)]
-    found = []
-    for cost, (forward, inputs, weights) in zip(costs, seconds, strict=True):
-        # Exchanges between ranks that share a layer hold up its computing; most of their bytes are gradients.
-        waits = cost.collectives * link.latency + cost.exchanged * link.per_byte if cost.collectives else 0.0
-        found.append(replace(cost, forward=forward, input_gradient=inputs + waits, weight_gradient=weights))
-    return tuple(found)
-
-
-def _computed(analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], share: LayerShare) -> list[Seconds]:
-    """By the machine's rates; the first layer needs no gradient of its input."""
-    found = []
-    rate = machine.operations.get(analysis.precision, machine.operations["fp32"])
-    for number, (layer, cost) in enumerate(zip(analysis.layers, costs, strict=True)):
-        rows = share.context if share.cut == "rows" and layer.rows > 1 else 1
-        product = layer.operations * share.samples / share.tensor / rows / rate
-        moved = (3 * cost.held + cost.output) / machine.moved
-        parts = product + moved, (product if number else 0.0) + moved, product + cost.held / machine.moved
-        forward, inputs, weights = (machine.start + max(machine.least, each) for each in parts)
-        found.append((forward, inputs, weights))
-    return found
-
-
-def _scaled(measured: Seconds, computed: Seconds, before: Seconds) -> Seconds:
-    """Seconds that were measured, times the ratio of those computed for this share and for the measured one."""
-    forward, inputs, weights = (
-        each * (now / then if then else 1.0) for each, now, then in zip(measured, computed, before, strict=True)
-    )
-    return forward, inputs, weights
-
-
-@with_config(STRICT)
-@dataclass(frozen=True)
-class ResidentTensor:
-    """A tensor of a layer, as one rank holds it.
-
-    Attributes:
-        shape: of this rank's part. itemsize: bytes of an element. travels: the same where it is gathered to be used.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    itemsize: int
-    is_parameter: bool
-    travels: int
-
-
-@with_config(STRICT)
-@dataclass(frozen=True)
-class LayerFacts:
-    """
-    Attributes:
-        name, unit: as in `Layer`. parameters: number of their elements, of the whole layer.
-        operations: multiply-adds in a sample's forward.
-        rows: of the images that it gives; 1 where these are none.
-    """
-
-    name: str
-    unit: str
-    parameters: int
-    operations: int
-    rows: int
-
-
-@with_config(STRICT)
-@dataclass(frozen=True)
-class Counted:
-    """The layers as one of so many ranks has them.
-
-    Attributes:
-        tensor, context: ranks that share the channels, and a micro-batch; cut: by what.
-        costs: bytes of each layer, for each number of samples in `Analysis.sizes`; seconds are 0.
-        tensors: of each layer.
-    """
-
-    tensor: int
-    context: int
-    cut: ContextCut
-    costs: tuple[tuple[LayerCost, ...], ...]
-    tensors: tuple[tuple[ResidentTensor, ...], ...]
-
-
-@with_config(STRICT)
-@dataclass(frozen=True)
-class Timed:
-    """Measured seconds of all layers on a rank that shares none.
-
-    Attributes:
-        samples: that this rank computes. ranks: how many computed at the same time on the machine.
-    """
-
-    samples: int
-    ranks: int
-    seconds: tuple[Seconds, ...]
-
-
-@with_config(STRICT)
-@dataclass(frozen=True)
-class Analysis:
-    """
-    Attributes:
-        model: its name. about: what the figures depend on; see `cost_identity`.
-        sizes: numbers of samples that bytes were counted for, in ascending order.
-        alone: one rank. shared: the smallest size of each axis that can be; larger ones follow from both.
-        possible: sizes of an axis that were asked for, and why each cannot be; None where it can.
-        machine: where it was measured; None: nowhere.
-    """
-
-    model: str
-    about: dict[str, FreeForm]
-    layers: tuple[LayerFacts, ...]
-    sizes: tuple[int, ...]
-    alone: Counted
-    shared: dict[CutAxis, Counted]
-    possible: dict[CutAxis, dict[int, str | None]]
-    timed: tuple[Timed, ...] = ()
-    machine: Machine | None = None
-
-    @property
-    def precision(self) -> str:
-        """`--precision` that it was counted for."""
-        training: Any = self.about["training"]
-        return str(training["precision"])
-
-    @cached_property
-    def layer_groups(self) -> list[str]:
-        """The layer group of each layer."""
-        return [each.unit for each in self.layers]
-
-
 def cost_identity(config: PretrainConfig) -> dict[str, FreeForm]:
-    """All of a configuration that the layers' costs depend on, but for the size of micro-batches."""
+    """Settings behind the layers' costs, besides the micro-batch size."""
     training = config.training
     about = {
         "model": {"name": config.model.name, **to_dict(config.model)},
         "neuron": to_dict(config.neuron),
         "training": {"precision": training.precision, "sparse_products": training.sparse_products},
     }
+    # As it is read back from the file: lists in place of tuples.
     return json.loads(json.dumps(about))
 
 
 def cost_differences(analysis: Analysis, config: PretrainConfig) -> list[str]:
-    """Entries of `cost_identity` that are others in the costs."""
+    """Differences in `cost_identity` between the costs and a configuration."""
     if analysis.model != config.model.name:
         return [f"they are of {analysis.model}, and the model is {config.model.name}"]
     return list(config_differences(analysis.about, cost_identity(config)))
@@ -304,7 +338,7 @@ def write(analysis: Analysis, path: Path) -> None:
 
 
 def read(path: Path) -> Analysis:
-    """The costs in a file. Raises DescriptionError for one that cannot be read, or is none."""
+    """Reads a costs file. Raises DescriptionError for an unreadable file, or one with other content."""
     try:
         content = read_regular(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Devices that a plan is for, by measurement or from the table, and the links between them."""
+"""Devices to plan for, measured or from the table, and the links between them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,32 @@ from megasnn.common.registry import Registry
 from megasnn.pipeline.cost_model import LinkCost
 
 GB = 1e9
-AUTO_DEVICE = "auto"  # stands for the device that was measured
+AUTO_DEVICE = "auto"  # stands for the measured device
 MOVED_IN_UPDATE = 7.0  # bytes for each byte of parameters: AdamW reads value, gradient, two moments, and writes three
 UPDATE_REACHES = 0.6  # of the bandwidth: nothing but reading and writing in order
+# Fractions of a data sheet's rates that training reaches: products, memory for everything else, and links.
+PRODUCTS = 1.0
+MOVES = 0.23
+LINKS = 0.7
 
 
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Machine:
-    """One device, and its links.
+    """A device and its links. Rates are per second, sizes in bytes, times in seconds.
 
     Attributes:
-        name, kind: of the device. memory: bytes.
-        operations: multiply-adds a second that products reach, by precision. moved: bytes a second that all else
-            reaches.
-        least: seconds that each of the three parts of a layer takes at least, for what has to be started.
-        start: seconds that each of these parts takes besides, for programs that are not compiled.
-        update: seconds that an optimizer's step takes for each byte of the parameters.
-        within, between: links of a device to others of its node, and of other nodes.
-        program: bytes of a rank besides tensors: interpreter, libraries; on a GPU its context and message buffers.
-        rest: what an allocator keeps and nobody uses, as a share of what tensors take.
-        told: where the figures come from.
+        memory: the device's memory.
+        operations: multiply-adds in products, by precision.
+        moved: memory traffic in everything else.
+        least: shortest forward, input gradient or weight gradient, bound by launches.
+        update: an optimizer step's time for each parameter byte.
+        within: link inside a node.
+        between: link between nodes.
+        program: a rank's memory besides tensors: interpreter, libraries, GPU context, message buffers.
+        rest: unused memory kept by the allocator, as a fraction of the tensors' memory.
+        source: where the figures come from.
+        start: interpreter overhead in each forward, input gradient or weight gradient.
     """
 
     name: str
@@ -47,31 +52,43 @@ class Machine:
     between: LinkCost
     program: float
     rest: float
-    told: str
+    source: str
     start: float = 0.0
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices that there are. Attributes: ranks_of_node: of them on one node. machine: what each of them is."""
+    """Available devices.
+
+    Attributes:
+        ranks: number of devices.
+        ranks_of_node: devices on each node.
+        machine: a single device.
+    """
 
     ranks: int
     ranks_of_node: int
     machine: Machine
 
     def counts(self) -> list[int]:
-        """Numbers of devices that are looked at: powers of two, of devices and of whole nodes, and all that there are.
+        """Numbers of devices to plan for: powers of two, also in whole nodes, and all devices.
 
-        torchrun starts as many ranks on each node: what is more than one node is whole nodes.
+        More than one node is whole nodes, because torchrun starts the same number of ranks on each.
         """
-        powers = [1 << power for power in range(self.ranks.bit_length())]
-        found = {*powers, *(self.ranks_of_node * power for power in powers), self.ranks}
-        whole = (each for each in found if each <= self.ranks_of_node or each % self.ranks_of_node == 0)
-        return sorted(each for each in whole if each <= self.ranks)
+        found = {self.ranks}
+        for power in range(self.ranks.bit_length()):
+            found |= {1 << power, self.ranks_of_node << power}
+        able = []
+        for count in sorted(found):
+            is_whole = count <= self.ranks_of_node or count % self.ranks_of_node == 0
+            if is_whole and count <= self.ranks:
+                able.append(count)
+        return able
 
     def link(self, grid: Grid, axis: Axis) -> LinkCost:
-        """Between the ranks along an axis; across nodes where they are not all of one. Neighbours are of one node."""
+        """Link between the ranks along an axis; the one between nodes unless each group lies on one node."""
         extent = 1
+        # Later axes vary faster: their ranks are nearer neighbours.
         for each in reversed(AXES):
             extent *= grid.size(each)
             if each == axis:
@@ -80,7 +97,7 @@ class Cluster:
         return self.machine.within if is_within else self.machine.between
 
     def problems(self) -> list[str]:
-        """Devices that are not as many on each node."""
+        """Devices that do not fill whole nodes."""
         nodes = self.ranks // max(self.ranks_of_node, 1)
         if self.ranks <= self.ranks_of_node or self.ranks == nodes * self.ranks_of_node:
             return []
@@ -90,13 +107,19 @@ class Cluster:
         ]
 
 
-PRODUCTS, MOVES, LINKS = 1.0, 0.23, 0.7
-"""Shares of a data sheet's rates that training is taken to reach: products, memory for all else, and links."""
+def _gpu(
+    name: str,
+    memory: float,
+    teraflops: dict[str, float],
+    bandwidth: float,
+    links: tuple[float, float],
+    latency: float = 1e-5,
+) -> Machine:
+    """A GPU by its data sheet.
 
-
-def _gpu(name: str, memory: float, teraflops: dict[str, float], bandwidth: float, links: tuple[float, float],
-         latency: float = 1e-5) -> Machine:  # fmt: skip
-    """A GPU by its data sheet. Args: links: bytes a second within a node and between nodes, in one direction."""
+    Args:
+        links: bytes a second in one direction, within a node and between nodes.
+    """
     within, between = links
     return Machine(
         name=name,
@@ -112,7 +135,7 @@ def _gpu(name: str, memory: float, teraflops: dict[str, float], bandwidth: float
         between=LinkCost(2.5 * latency, 1 / (LINKS * between)),
         program=1.5e9,
         rest=0.05,
-        told=f"the table of devices; of its peak rates, products reach {PRODUCTS:.0%}, memory {MOVES:.0%} and links "
+        source=f"the table of devices; of its peak rates, products reach {PRODUCTS:.0%}, memory {MOVES:.0%} and links "
         f"{LINKS:.0%}: fitted to figures that SpikingJelly publishes for an RTX 4090 and its own implementation; "
         "on an H200 MegaSNN took twice as long as foreseen (docs/planner.md): compare with a run before you rely on it",
     )
@@ -141,7 +164,7 @@ DEVICES: Registry[Machine] = Registry(
             between=LinkCost(1.25e-4, 1 / (0.129 * 1.25 * GB)),
             program=0.45e9,
             rest=0.0,
-            told="fitted to ten layouts of one core and of two cores of an AMD EPYC, with --sparse-products off; ten "
+            source="fitted to ten layouts of one core and of two cores of an AMD EPYC, with --sparse-products off; ten "
             "others came out within 10 % (docs/planner.md). Sums over spikes take less time, the fewer they are: "
             "--measure takes them as they are",
             start=1.18e-3,

@@ -1,47 +1,30 @@
-"""Time and memory of a step on a layout: estimated for a hundred thousand layouts, simulated for a few of them."""
+"""Time and memory of a step on a layout: a quick estimate, and a simulation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import chain
-from typing import NamedTuple
 
 from megasnn.common.grid import micro_batch_counts
 from megasnn.config import PretrainConfig
 from megasnn.config.training import PRECISIONS
-from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
-from megasnn.pipeline.peak_memory import peak_moments, segment_memory
+from megasnn.parallel.bucket_sizes import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES
+from megasnn.pipeline.cost_model import LinkCost, PipelineCosts
+from megasnn.pipeline.memory_forecast import MemoryForecast, forecast, sample_bytes
+from megasnn.pipeline.peak_memory import peak_moments
 from megasnn.planner.candidates import Layout
 from megasnn.planner.costs import Analysis, LayerShare, layer_costs, resident_tensors
 from megasnn.planner.machines import Cluster
-from megasnn.planner.memory import (
-    MemoryForecast,
-    StateBytes,
-    bucket_bytes,
-    gathered_bytes,
-    sample_bytes,
-    states_of,
-)
-from megasnn.schedule import (
-    ChunkCost,
-    Kind,
-    Schedule,
-    ScheduleChoice,
-    generate,
-    per_stage,
-    plan_schedule,
-    simulate,
-)
-from megasnn.schedule.actions import crosses
+from megasnn.planner.memory import PlannedStates, gathered_bytes, states_of
+from megasnn.planner.stages import Placement, Stage, balanced_stages, bounds_by_seconds, equal_stages
+from megasnn.schedule import ChunkCost, ScheduleChoice, plan_schedule, simulate
 from megasnn.schedule.named import SCHEDULES
-from megasnn.schedule.partition import placed_bounds
 from megasnn.schedule.passes import AT_ONCE, NEVER, SharedWeights
 
 ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2}
-Placement = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -49,10 +32,11 @@ class StepTime:
     """Seconds of a step.
 
     Attributes:
-        pipeline: forwards and backwards, with all that holds them up.
-        reduction: what is left of gradients' sums behind them.
-        agreement: all ranks wait for each other with loss and norm. update: the optimizer. sharing: rows that owners
-            then give to the others.
+        pipeline: forwards and backwards, with the time ranks wait.
+        reduction: gradient reduction after the last backward.
+        agreement: all-reduce of loss and gradient norm.
+        update: optimizer step.
+        sharing: all-gather of updated shards.
     """
 
     pipeline: float
@@ -68,10 +52,13 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Predicted:
-    """
+    """Prediction of a step by simulation.
+
     Attributes:
-        memory: of each pipeline rank. bounds: layers of each chunk. idle: share of the ranks' time.
-        micro_batches: of the replica that has the most.
+        memory: by pipeline rank.
+        bounds: layers by chunk.
+        idle: idle fraction of the ranks' time.
+        micro_batches: largest number on a replica.
     """
 
     time: StepTime
@@ -81,95 +68,102 @@ class Predicted:
     micro_batches: int
 
 
-class Stage(NamedTuple):
-    """Layers of a pipeline rank, and costs of one micro-batch.
-
-    Attributes:
-        spans: layers of each chunk.
-        seconds, backward: to compute all, and the backward of that.
-        stashed: bytes that forwards leave for the backward. deferred: that this leaves for a weight gradient of its
-            own.
-        working: that the largest layer computes with. messages: to and from other ranks.
-    """
-
-    spans: tuple[range, ...]
-    seconds: float
-    backward: float
-    stashed: int
-    deferred: int
-    working: int
-    messages: int
-
-
 class Predictor:
-    """Predictor of a model's step on a cluster, layout by layout: estimated, and simulated."""
+    """Predicts a model's step on a cluster for any layout."""
 
     def __init__(self, analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> None:
-        self._config, self._cluster = config, cluster
+        self._config = config
+        self._cluster = cluster
         self._on_gpu = cluster.machine.kind == "cuda"
+        # Estimating each of 100,000 layouts anew would take minutes: most share stages and states.
         self._resident = lru_cache(maxsize=None)(partial(resident_tensors, analysis))
         self._layers = lru_cache(maxsize=None)(partial(layer_costs, analysis, cluster.machine))
         self._stages_of = lru_cache(maxsize=None)(self._balanced_stages)
         self._states_of = lru_cache(maxsize=None)(self._states_of_spans)
-        self._segment_bytes = lru_cache(maxsize=None)(lambda tensor: [*map(gathered_bytes, self._resident(tensor))])
+        self._gathered_bytes = lru_cache(maxsize=None)(self._gathered_bytes_of_layers)
 
     def estimate(self, layout: Layout) -> tuple[float, float]:
-        """Seconds of a step and bytes of its largest rank, about: stages are taken for equal where ranks wait.
+        """Estimates a step's seconds and its largest rank's bytes. Raises ValueError as `predict`.
 
-        Raises ValueError as `predict`.
+        Idle times assume equal stages.
         """
-        stages, states, count = self._stages(layout), self.states(layout), self.micro_batches(layout)
-        longest, mean = max(each.seconds for each in stages), sum(each.seconds for each in stages) / len(stages)
-        waits, held = self._shape(layout, stages, mean)
-        waits_for_weights, gathered = self._gathers(layout, stages)
-        # Others fill and drain the pipeline for the first micro-batch, then the longest stage decides.
-        seconds = waits_for_weights + max(count * longest, (count - 1) * longest + (1 + waits) * mean)
+        stages = self._stages(layout)
+        states = self.states(layout)
+        count = self.micro_batches(layout)
+        of_stages = [stage.seconds for stage in stages]
+        longest = max(of_stages)
+        mean = sum(of_stages) / len(of_stages)
+        idle, stashes = self._equal_stages(layout, stages, mean)
+        waits, gathered = self._gathers(layout, stages)
+        # The pipeline fills and drains at the mean stage's pace; in between the longest stage decides.
+        seconds = waits + max(count * longest, (count - 1) * longest + (1 + idle) * mean)
         exposed, sharing = self._gradients(layout, states, stages[0].backward)
-        update = max(each.updated for each in states) * self._cluster.machine.update
-        splits, need = SCHEDULES[layout.schedule].looks_at_costs, 0.0
+        seconds += exposed
+        seconds += self.agreement(layout)
+        seconds += self._update(states)
+        seconds += sharing
+        splits = SCHEDULES[layout.schedule].looks_at_costs
+        need = 0.0
         for rank, (stage, of_rank) in enumerate(zip(stages, states, strict=True)):
-            # Of the micro-batches that are held, about half wait for their weight gradients where these are put off.
-            stashed = max(stage.stashed, (stage.stashed + stage.deferred) // 2) if splits else stage.stashed
-            moment = max(held[rank] * stashed + stage.working + stage.messages, of_rank.exchanged)
-            need = max(need, _resident(of_rank) + self.samples(layout, rank) + gathered + moment)
-        return seconds + exposed + self.agreement(layout) + update + sharing, self.with_program(need)
+            stashed = stage.stashed
+            if splits:
+                # About half of the micro-batches under way wait for their weight gradients.
+                stashed = max(stashed, (stashed + stage.deferred) // 2)
+            peak = max(stashes[rank] * stashed + stage.working + stage.messages, of_rank.exchanged)
+            need = max(need, of_rank.resident + self.samples(layout, rank) + gathered + peak)
+        return seconds, self.with_program(need)
 
     def predict(self, layout: Layout) -> Predicted:
-        """By the simulation of one replica. Raises ValueError for what the schedule cannot place or keep."""
-        costs, bounds, count = self.costs(layout), self.bounds(layout), self.micro_batches(layout)
+        """Simulates one replica's step.
+
+        Raises:
+            ValueError: an impossible size, or a schedule that cannot place the layers.
+        """
+        costs = self.costs(layout)
+        bounds = self.bounds(layout)
+        count = self.micro_batches(layout)
         choice = self._schedule_choice(layout, bounds, costs, count)
-        schedule, executed = choice.training(count), choice.segment_bounds(bounds)
+        schedule = choice.training(count)
+        executed = choice.segment_bounds(bounds)
         of_segments = costs.of_chunks(executed, choice.segment_placement)
         if choice.weights is not None:
+            # Weights travel between replicas, not between stages.
             of_replicas = replace(costs, link=self._cluster.link(layout.grid, "dp_shard"))
             of_segments = of_replicas.with_unshards(of_segments, choice.weights.segment_bytes, layout.grid.dp_shard)
-        result, states = simulate(schedule, of_segments), self.states(layout)
+        result = simulate(schedule, of_segments)
+        states = self.states(layout)
         exposed, sharing = self._gradients(layout, states, self._stages(layout)[0].backward)
         time = StepTime(
             pipeline=result.makespan,
             reduction=exposed,
             agreement=self.agreement(layout),
-            update=max(each.updated for each in states) * self._cluster.machine.update,
+            update=self._update(states),
             sharing=sharing,
         )
-        memory = self._memory(layout, choice, schedule, executed, costs)
-        return Predicted(time, memory, bounds, result.idle_share, count)
+        peaks = peak_moments(schedule, executed, costs, [each.exchanged for each in states])
+        memory = []
+        for rank, (of_rank, peak) in enumerate(zip(states, peaks, strict=True)):
+            program = self._cluster.machine.program
+            samples = self.samples(layout, rank)
+            memory.append(forecast(of_rank, peak, schedule, rank, choice.weights, program=program, samples=samples))
+        return Predicted(time, tuple(memory), bounds, result.idle_share, count)
 
     def costs(self, layout: Layout) -> PipelineCosts:
-        """Costs of all layers on a rank, and of its links. Raises ValueError for a size that cannot be."""
+        """A rank's costs for all layers and the link between stages. Raises ValueError for an impossible size."""
         return PipelineCosts(self._layers(*self._share(layout)), self._cluster.link(layout.grid, "pp"))
 
     def bounds(self, layout: Layout, placement: Placement | None = None) -> tuple[range, ...]:
-        """Layers of each chunk, balanced by their seconds."""
-        return _balanced(self._layers(*self._share(layout)), placement or layout.placement)
+        """Layers by chunk, balanced by seconds."""
+        return bounds_by_seconds(self._layers(*self._share(layout)), placement or layout.placement)
 
-    def states(self, layout: Layout) -> list[StateBytes]:
-        """States of each pipeline rank."""
-        grid, owners = layout.grid, layout.copies if layout.shards_optimizer else 1
-        return [self._states_of(each.spans, grid.tp, grid.dp_shard, owners) for each in self._stages(layout)]
+    def states(self, layout: Layout) -> list[PlannedStates]:
+        """States by pipeline rank."""
+        grid = layout.grid
+        owners = layout.copies if layout.shards_optimizer else 1
+        return [self._states_of(stage.spans, grid.tp, grid.dp_shard, owners) for stage in self._stages(layout)]
 
     def samples(self, layout: Layout, rank: int) -> int:
-        """Bytes of images, which the first stage has."""
+        """Bytes for input samples, which the first stage reads."""
         if rank != layout.placement[0]:
             return 0
         itemsize = ITEM_SIZES[PRECISIONS[self._config.training.precision].weights]
@@ -177,7 +171,7 @@ class Predictor:
         return sample_bytes(self._config, itemsize, self.micro_batches(layout), samples, not self._on_gpu)
 
     def micro_batches(self, layout: Layout) -> int:
-        """Micro-batches of the replica that has the most."""
+        """Largest number of micro-batches on a replica."""
         return self._counts(layout)[0]
 
     def _counts(self, layout: Layout) -> tuple[int, ...]:
@@ -185,25 +179,32 @@ class Predictor:
         return micro_batch_counts(batch, layout.micro_batch_size, layout.grid.replicas)
 
     def agreement(self, layout: Layout) -> float:
-        """Seconds of what a step reads, which is a sum over all ranks of a few numbers."""
+        """Seconds for the step's all-reduce over all ranks, which has only a few numbers."""
         machine = self._cluster.machine
+        # Every rank takes part, so that one node boundary is enough to slow it.
         link = machine.within if layout.ranks <= self._cluster.ranks_of_node else machine.between
         return link.all_reduce(layout.ranks, 0, self._on_gpu)
 
     def without_samples(self, layout: Layout) -> float:
-        """Bytes of the largest rank that do not depend on the size of micro-batches."""
-        return self.with_program(max(map(_resident, self.states(layout))))
+        """The largest rank's bytes that do not grow with the micro-batch size."""
+        return self.with_program(max(states.resident for states in self.states(layout)))
 
     def with_program(self, tensors: float) -> float:
-        """Bytes of a rank whose tensors take so many."""
+        """A rank's bytes: tensors, their unused blocks, and the program."""
         machine = self._cluster.machine
         return machine.program + tensors * (1 + machine.rest)
 
+    def _update(self, states: Sequence[PlannedStates]) -> float:
+        """Seconds for the optimizer's step."""
+        return max(each.updated for each in states) * self._cluster.machine.update
+
     def _share(self, layout: Layout) -> tuple[LayerShare, LinkCost]:
-        """Share of a rank, and the slowest link between ranks that share layers with it."""
-        grid, at_work = layout.grid, min(layout.ranks, self._cluster.ranks_of_node)
-        share = LayerShare(grid.tp, grid.cp, layout.cut, layout.own_samples, at_work)
-        return share, self._cluster.link(grid, "cp")  # tensor parallel ranks are neighbours
+        """A rank's share in layers and micro-batches, and the slowest link between ranks that share a layer."""
+        grid = layout.grid
+        busy = min(layout.ranks, self._cluster.ranks_of_node)
+        share = LayerShare(grid.tp, grid.cp, layout.cut, layout.own_samples, busy)
+        # Tensor parallel ranks are neighbours, context parallel ones further apart.
+        return share, self._cluster.link(grid, "cp")
 
     def _stages(self, layout: Layout) -> list[Stage]:
         return self._stages_of(*self._share(layout), layout.placement, layout.recompute != NEVER)
@@ -211,146 +212,100 @@ class Predictor:
     def _balanced_stages(
         self, share: LayerShare, link: LinkCost, placement: Placement, recomputes: bool
     ) -> list[Stage]:
-        layers = self._layers(share, link)
-        bounds, costs = _balanced(layers, placement), PipelineCosts(layers, LinkCost())
-        segments = segment_memory(costs, [range(i, i + 1) for i in range(len(layers))])
-        crossed = [chunk for chunk in range(len(placement)) if crosses(placement, chunk)]
-        found = []
-        for rank in range(max(placement) + 1):
-            spans = tuple(span for span, home in zip(bounds, placement, strict=True) if home == rank)
-            mine = list(chain(*spans))
-            forward = sum(layers[i].forward for i in mine)
-            # The last layer of a chunk goes backward right behind its forward.
-            again = sum(layers[i].forward for span in spans for i in span[:-1]) if recomputes else 0.0
-            backward = again + sum(layers[i].seconds for i in mine) - forward
-            stashed = sum(segments[i].entering if recomputes else segments[i].resident for i in mine)
-            working = max(segments[i].working[Kind.BACKWARD] + recomputes * segments[i].resident for i in mine)
-            working += sum(segments[i].cast for i in mine)
-            sides = (bounds[chunk].stop - 1 for chunk in crossed if rank in placement[chunk : chunk + 2])
-            messages = sum(segments[i].transfers for i in sides)
-            deferred = sum(segments[i].deferred for i in mine)
-            found.append(Stage(spans, forward + backward, backward, stashed, deferred, working, messages))
-        return found
+        return balanced_stages(self._layers(share, link), placement, recomputes)
 
-    def _shape(self, layout: Layout, stages: Sequence[Stage], mean: float) -> tuple[float, tuple[float, ...]]:
-        """As `_step_of_equal_stages`, for a layout. Args: mean: seconds of its stages."""
-        count, boundaries = self.micro_batches(layout), max(1, len(layout.placement) - 1)
-        size = sum(each.messages for each in stages) / (4 * boundaries)  # two ranks, a message each way
-        message = self._cluster.link(layout.grid, "pp").message(size) if len(stages) > 1 else 0.0
-        share = 0.0 if message < mean / 64 else 2 ** (round(2 * math.log2(message / mean)) / 2)
-        # With more micro-batches each stage computes longer, and waits no longer.
-        seen, recomputes = min(count, 2 * len(stages)), layout.recompute != NEVER
-        waits, held = _step_of_equal_stages(layout.schedule, len(stages), seen, layout.chunks, recomputes, share)
-        return waits, (float(count),) * len(stages) if layout.schedule == "gpipe" else held
+    def _equal_stages(self, layout: Layout, stages: Sequence[Stage], mean: float) -> tuple[float, Sequence[float]]:
+        """`equal_stages` for a layout. `mean` is a stage's seconds."""
+        count = self.micro_batches(layout)
+        message = 0.0
+        if len(stages) > 1:
+            boundaries = max(1, len(layout.placement) - 1)
+            # Two ranks count each boundary, each with a message in both directions.
+            size = sum(each.messages for each in stages) / (4 * boundaries)
+            message = self._cluster.link(layout.grid, "pp").message(size)
+        relative = 0.0
+        if message >= mean / 64:
+            # Rounded to powers of the square root of two, so that layouts share simulations.
+            relative = 2 ** (round(2 * math.log2(message / mean)) / 2)
+        # More micro-batches than two a stage change neither idle time nor stashes, but for GPipe's.
+        simulated = min(count, 2 * len(stages))
+        recomputes = layout.recompute != NEVER
+        idle, stashes = equal_stages(layout.schedule, len(stages), simulated, layout.chunks, recomputes, relative)
+        if layout.schedule == "gpipe":
+            stashes = (float(count),) * len(stages)
+        return idle, stashes
 
     def _gathers(self, layout: Layout, stages: Sequence[Stage]) -> tuple[float, int]:
-        """Seconds that a rank waits for weights that replicas share, and bytes of two segments and their buffers."""
-        ranks, link, segments = layout.grid.dp_shard, self._cluster.link(layout.grid, "dp_shard"), self._segment_bytes
-        count, waits, most = self.micro_batches(layout), 0.0, 0
-        for stage in stages if ranks > 1 else ():
-            sizes = [size for i in chain(*stage.spans) if (size := segments(layout.grid.tp)[i])]
-            all_segments = sum(link.exchange(ranks, size / ranks) for size in sizes)
-            # Forwards and backwards find two segments that the one before them has used last.
-            times = max(0, 1 - AT_ONCE / max(1, len(sizes)))
-            forward = all_segments * (1 + (count - 1) * times) - count * (stage.seconds - stage.backward)
-            waits = max(waits, max(0.0, forward) + max(0.0, all_segments * count * times - count * stage.backward))
+        """Seconds a rank waits for sharded weights, and peak bytes while they are gathered."""
+        ranks = layout.grid.dp_shard
+        if ranks == 1:
+            return 0.0, 0
+        link = self._cluster.link(layout.grid, "dp_shard")
+        of_layers = self._gathered_bytes(layout.grid.tp)
+        count = self.micro_batches(layout)
+        longest = 0.0
+        most = 0
+        for stage in stages:
+            sizes = [of_layers[i] for i in chain(*stage.spans) if of_layers[i]]
+            seconds = sum(link.exchange(ranks, size / ranks) for size in sizes)
+            # The two segments that a pass used last are still gathered when the next pass begins with them.
+            again = max(0, 1 - AT_ONCE / max(1, len(sizes)))
+            forward = seconds * (1 + (count - 1) * again) - count * (stage.seconds - stage.backward)
+            backward = seconds * count * again - count * stage.backward
+            longest = max(longest, max(0.0, forward) + max(0.0, backward))
             most = max(most, 2 * sum(sorted(sizes)[-AT_ONCE:]))
-        return waits, most
+        return longest, most
 
-    def _states_of_spans(self, spans: tuple[range, ...], tensor: int, weight: int, owners: int) -> StateBytes:
-        tensors = list(chain(*(self._resident(tensor)[i] for i in chain(*spans))))
-        return states_of(tensors, weight, owners, self._config.optimizer, self._on_gpu)
+    def _gathered_bytes_of_layers(self, tensor: int) -> list[int]:
+        return [gathered_bytes(tensors) for tensors in self._resident(tensor)]
 
-    def _gradients(self, layout: Layout, states: Sequence[StateBytes], backward: float) -> tuple[float, float]:
-        """Seconds of the gradients' sums that are not hidden, and of the rows that owners give to the others behind.
+    def _states_of_spans(self, spans: tuple[range, ...], tensor: int, weight: int, owners: int) -> PlannedStates:
+        layers = self._resident(tensor)
+        chunks = [list(chain(*layers[span.start : span.stop])) for span in spans]
+        return states_of(chunks, weight, owners, self._config.optimizer, self._on_gpu)
 
-        Gradients travel in buckets of equal size beside the backward of the last micro-batch, the last one behind it.
-        Ranks that keep the same rows sum theirs behind all.
+    def _gradients(self, layout: Layout, states: Sequence[PlannedStates], backward: float) -> tuple[float, float]:
+        """Seconds for gradient reduction after the last backward, and for the all-gather of updated shards.
+
+        Equal buckets are reduced during the last micro-batch's backward, the last one after it. Ranks with the same
+        shards sum them at the end.
         """
-        copies, weight = layout.copies, layout.grid.dp_shard
-        link, keepers = (self._cluster.link(layout.grid, axis) for axis in ("dp_replicate", "dp_shard"))
-        reduced, updated = max(each.reduced for each in states), max(each.updated for each in states)
-        bucket_count = max(1, -(-reduced // bucket_bytes(self._on_gpu)))
-        over_copies = sharing = 0.0
+        copies = layout.copies
+        weight = layout.grid.dp_shard
+        link = self._cluster.link(layout.grid, "dp_replicate")
+        reduced = max(each.reduced for each in states)
+        updated = max(each.updated for each in states)
+        bucket = GPU_BUCKET_BYTES if self._on_gpu else CPU_BUCKET_BYTES
+        buckets = max(1, -(-reduced // bucket))
+        over_copies = 0.0
+        sharing = 0.0
         if copies > 1 and layout.shards_optimizer:
-            over_copies, sharing = link.exchange(copies, updated / bucket_count), link.exchange(copies, updated)
+            over_copies = link.exchange(copies, updated / buckets)
+            sharing = link.exchange(copies, updated)
         elif copies > 1:
-            over_copies = link.all_reduce(copies, reduced / bucket_count, self._on_gpu)
-        each, behind = over_copies, 0.0
+            over_copies = link.all_reduce(copies, reduced / buckets, self._on_gpu)
+        during = over_copies
+        after = 0.0
         if weight > 1:
-            each, behind = keepers.exchange(weight, reduced / bucket_count), bucket_count * over_copies
-        return max(each, bucket_count * each - backward) + behind, sharing
+            during = self._cluster.link(layout.grid, "dp_shard").exchange(weight, reduced / buckets)
+            after = buckets * over_copies
+        return max(during, buckets * during - backward) + after, sharing
 
     def _schedule_choice(
         self, layout: Layout, bounds: tuple[range, ...], costs: PipelineCosts, count: int
     ) -> ScheduleChoice:
-        def costs_of(placement: tuple[int, ...]) -> Sequence[ChunkCost]:
+        def costs_of(placement: Placement) -> Sequence[ChunkCost]:
             return costs.of_chunks(self.bounds(layout, placement), placement, layout.recompute != NEVER)
 
         choice = plan_schedule(layout.schedule, layout.grid.pp, layout.chunks, count, costs_of)
-        # Replicas that would gather in other orders are refused.
-        counts = self._counts(layout) if layout.grid.dp_shard > 1 else (count,)
+        is_sharded = layout.grid.dp_shard > 1
+        # Sharded replicas must gather in the same order, whatever their numbers of micro-batches.
+        counts = self._counts(layout) if is_sharded else (count,)
         choice = replace(choice, decided=tuple(map(choice.of_chunks, counts)))
-        if layout.recompute != NEVER or layout.grid.dp_shard > 1:
+        if layout.recompute != NEVER or is_sharded:
             choice = choice.in_segments(bounds, layout.recompute)
-        if layout.grid.dp_shard > 1:
-            sizes, ranks = self._segment_bytes(layout.grid.tp), layout.grid.dp_shard
-            segments = tuple(sum(sizes[i] for i in span) for span in choice.segment_bounds(bounds))
-            # Others' rows come as they lie there; with more than one other, a copy in their order is made.
-            choice = choice.sharing(SharedWeights(segments, ranks=ranks), counts)
+        if is_sharded:
+            of_layers = self._gathered_bytes(layout.grid.tp)
+            sizes = [sum(of_layers[span.start : span.stop]) for span in choice.segment_bounds(bounds)]
+            choice = choice.sharing(SharedWeights(tuple(sizes), ranks=layout.grid.dp_shard), counts)
         return choice
-
-    def _memory(
-        self,
-        layout: Layout,
-        choice: ScheduleChoice,
-        schedule: Schedule,
-        executed: Sequence[range],
-        costs: PipelineCosts,
-    ) -> tuple[MemoryForecast, ...]:
-        found, states = [], self.states(layout)
-        peaks = peak_moments(schedule, executed, costs, [each.exchanged for each in states])
-        for rank, (mine, peak) in enumerate(zip(states, peaks, strict=True)):
-            gathered = buffers = 0
-            if choice.weights is not None:
-                gathered, buffers = choice.weights.gathered_and_buffers(schedule, rank)
-            found.append(
-                MemoryForecast(
-                    program=1e-6 * self._cluster.machine.program,
-                    weights=1e-6 * (mine.weights + buffers),
-                    gradients=1e-6 * mine.gradients,
-                    optimizer=1e-6 * mine.optimizer,
-                    kept=1e-6 * peak.stashed,
-                    working=1e-6 * peak.working,
-                    messages=1e-6 * peak.messages,
-                    samples=1e-6 * self.samples(layout, rank),
-                    gathered=1e-6 * gathered,
-                    update=1e-6 * max(0, mine.working - peak.total - gathered),
-                )
-            )
-        return tuple(found)
-
-
-def _resident(states: StateBytes) -> int:
-    return states.weights + states.gradients + states.optimizer
-
-
-@cache
-def _balanced(layers: tuple[LayerCost, ...], placement: Placement) -> tuple[range, ...]:
-    return tuple(placed_bounds([layer.seconds for layer in layers], placement))
-
-
-@cache
-def _step_of_equal_stages(
-    name: str, stages: int, count: int, chunks: int, recomputes: bool, message: float
-) -> tuple[float, tuple[float, ...]]:
-    """Time that a rank waits in a step, and micro-batches that each rank holds at most.
-
-    Args:
-        message: time of one. All times are in those that a stage computes for a micro-batch.
-    """
-    whole = 3 + recomputes
-    costs_of = per_stage([ChunkCost(1, 1 + recomputes, 1, whole * message, whole * message)] * stages)
-    schedule = generate(name, stages, count, chunks, costs_of)
-    result = simulate(schedule, costs_of(schedule.placement))
-    return result.makespan / whole - count, result.peak_activations

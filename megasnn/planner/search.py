@@ -1,4 +1,4 @@
-"""The search: every layout by an estimate, the best of them simulated, and why the others are not taken."""
+"""The search: every layout by an estimate, the best of them simulated, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -17,21 +17,26 @@ from megasnn.planner.machines import GB, Cluster
 from megasnn.planner.predict import Predicted, Predictor
 from megasnn.schedule.passes import NEVER
 
-AS_FAST = 1.01  # times as long as the fastest is as fast, as far as the planner can tell
-NEAR = 1.1  # times the memory: of an estimate that is no larger a simulation decides
-SLOWER = 4.0  # times the fastest step: a grid whose 1F1B takes longer has no better one
-TRIED = 3  # times as many are simulated as are to fit
-MOST_COMPUTATIONS = 40_000  # of a schedule that is simulated
-MOST_REASONS = 4  # told of a search that finds nothing
-SECONDS, BYTES = attrgetter("seconds"), attrgetter("bytes")
+AS_FAST = 1.01  # ratio of step times that the planner cannot tell apart
+NEAR = 1.1  # times the memory: up to here an estimate may be too large, and a simulation decides
+SLOWER = 4.0  # times the fastest step: no other schedule gains this much over a grid's 1F1B
+TRIED = 3  # simulations for each layout that is to fit
+MOST_COMPUTATIONS = 40_000  # of a simulated schedule
+MOST_REASONS = 4  # in the message of a search without a result
+SECONDS = attrgetter("seconds")
+BYTES = attrgetter("bytes")
 
 
 class PlanError(ValueError):
-    """There is no plan. The message says by how much something is missing, and what would do."""
+    """No plan. The message has the missing memory, and the changes to make."""
 
 
 class Search:
-    """Candidates, and which of them is the best. Args: sizes: of micro-batches."""
+    """Candidates and their ranking.
+
+    Args:
+        sizes: micro-batch sizes to choose from.
+    """
 
     def __init__(
         self,
@@ -41,43 +46,48 @@ class Search:
         prefer: Prefer,
         sizes: Sequence[int],
     ) -> None:
-        self._analysis, self._config, self._cluster, self._prefer = analysis, config, cluster, prefer
-        self._sizes, self._predictor = sizes, Predictor(analysis, config, cluster)
-        self._fastest = math.inf  # estimate of the fastest step that fits, so far
-        self._slowest = math.inf  # seconds of one device, where that fits: no plan for memory or room is slower
+        self._analysis = analysis
+        self._config = config
+        self._cluster = cluster
+        self._prefer = prefer
+        self._sizes = sizes
+        self._predictor = Predictor(analysis, config, cluster)
+        self._fastest = math.inf  # estimated seconds of the fastest step so far that fits
+        self._slowest = math.inf  # seconds of one device, if it fits: the limit with `memory` and `capacity`
         self._simulated: dict[Layout, tuple[Candidate, Predicted | None]] = {}
 
     def best(self, simulations: int) -> tuple[Candidate, Predicted, list[Candidate], int]:
-        """The candidate to take, its step, all candidates, and how many of them were simulated.
+        """Returns the best candidate, its step, all candidates, and the number of simulated ones.
 
         Args:
-            simulations: that fit, at most.
+            simulations: number of fitting layouts to simulate.
         Raises:
-            PlanError: none fits, or none can be.
+            PlanError: no layout fits, or none is possible.
         """
-        looked_at = list(self._looked_at())
-        fitting = sorted((each for each in looked_at if not each.reason), key=self.rank)
-        smallest = sorted((each for each in looked_at if not math.isinf(each.bytes)), key=BYTES)[:simulations]
-        one = sorted((each for each in fitting if each.layout.ranks == 1), key=SECONDS)[:1]
-        # Where no simulation fits, what needs least is tried, although its estimate may be too large.
-        for each in chain(one, fitting[: TRIED * simulations], smallest):
+        estimated = list(self._estimates())
+        fitting = sorted((each for each in estimated if not each.reason), key=self.rank)
+        smallest = sorted((each for each in estimated if not math.isinf(each.bytes)), key=BYTES)[:simulations]
+        alone = sorted((each for each in fitting if each.layout.ranks == 1), key=SECONDS)[:1]
+        if alone and self._prefer != "speed":
+            one_device = self._simulate(alone[0])
+            if not one_device.reason:
+                self._slowest = one_device.seconds
+        # Where no simulation fits, the smallest layouts are tried, because their estimates may be too large.
+        for each in chain(alone, fitting[: TRIED * simulations], smallest):
             if len(self._able()) >= simulations:
                 break
             if each.layout not in self._simulated:
                 self._simulate(each)
-            if one and self._prefer != "speed" and len(self._simulated) == 1:
-                alone = self._simulated[each.layout][0]
-                self._slowest = math.inf if alone.reason else alone.seconds
-        taken = self._taken()
-        found = [self._simulated.get(each.layout, (each, None))[0] for each in looked_at]
-        if taken is None:
+        chosen = self._chosen()
+        found = [self._simulated.get(each.layout, (each, None))[0] for each in estimated]
+        if chosen is None:
             raise PlanError(self._why_none(found))
-        predicted = self._simulated[taken.layout][1]
+        predicted = self._simulated[chosen.layout][1]
         assert predicted is not None, "it was simulated"
-        return taken, predicted, found, len(self._simulated)
+        return chosen, predicted, found, len(self._simulated)
 
-    def _looked_at(self) -> Iterator[Candidate]:
-        """Every layout by its estimate."""
+    def _estimates(self) -> Iterator[Candidate]:
+        """Yields every layout with its estimate."""
         counts = self._cluster.counts()
         for layout, refused in layouts(self._analysis, self._config, counts, self._sizes, self._may_be_best):
             each = Candidate(layout, reason=refused) if refused else self._estimated(layout)
@@ -93,22 +103,29 @@ class Search:
         return Candidate(layout, seconds, need, reason=self._misfit(need, NEAR))
 
     def _may_be_best(self, plain: Layout) -> bool:
-        """On 4,096 devices this leaves a fifth of 113,000 layouts. No schedule gains that much over 1F1B by less bubble
-        where as many micro-batches as stages are there; one device is always looked at."""
+        """False for a grid with a much slower 1F1B than the fastest step.
+
+        Other schedules gain less than `SLOWER` where there are as many micro-batches as stages. On 4,096 devices this
+        leaves a fifth of 113,000 layouts. One device is always considered.
+        """
         if self._prefer != "speed" or plain.ranks == 1:
             return True
         return self._estimated(plain).seconds < SLOWER * self._fastest
 
     def _misfit(self, need: float, near: float = 1.0) -> str:
         limit = self._cluster.machine.memory
-        return "" if need <= near * limit else f"needs {need / GB:.2f} GB a rank, and there are {limit / GB:.2f}"
+        if need <= near * limit:
+            return ""
+        return f"needs {need / GB:.2f} GB a rank, and there are {limit / GB:.2f}"
 
     def rank(self, each: Candidate) -> tuple[object, ...]:
-        """The best first: what fits, by what is preferred, then by the other; those that cannot be come last."""
+        """Sort key, best first: layouts that fit, then the preferred quantity. Impossible layouts come last."""
         if math.isinf(each.seconds):
             return (2,)
-        misfits, parts = bool(self._misfit(each.bytes)), each.layout.parts
-        step = round(100 * math.log(max(each.seconds, 1e-12)))  # in steps of 1 %, of which the simplest is first
+        misfits = bool(self._misfit(each.bytes))
+        parts = each.layout.parts
+        # Steps within 1 % are as fast, and the simplest of them is first.
+        step = round(100 * math.log(max(each.seconds, 1e-12)))
         if self._prefer == "memory":
             return misfits, each.bytes, each.seconds, parts
         if self._prefer == "capacity":
@@ -116,69 +133,81 @@ class Search:
         return misfits, step, parts, -each.layout.micro_batch_size, each.seconds, each.bytes
 
     def largest_micro_batch(self, each: Candidate) -> int:
-        """Samples of the largest micro-batch that would fit, as far as this one tells: states do not grow with it."""
+        """Most samples in a micro-batch within the memory. All bytes besides the states grow with the samples."""
         states = self._predictor.without_samples(each.layout)
         growing = max(each.bytes - states, 1.0)
         return max(0, int(each.layout.micro_batch_size * (self._cluster.machine.memory - states) / growing))
 
-    def _simulate(self, each: Candidate) -> None:
+    def _simulate(self, each: Candidate) -> Candidate:
+        """Simulates a candidate, and returns it with the result."""
+        found = each
+        predicted = None
         segments = len(each.layout.placement)
         if each.layout.recompute != NEVER or each.layout.grid.dp_shard > 1:
             segments = len(self._analysis.layers)
+        # A forward, an input gradient and a weight gradient for each segment.
         if 3 * self._predictor.micro_batches(each.layout) * segments > MOST_COMPUTATIONS:
-            self._simulated[each.layout] = replace(each, reason="too many computations to simulate"), None
-            return
-        try:
-            predicted = self._predictor.predict(each.layout)
-        except ValueError as error:  # what the schedule cannot place or keep
-            self._simulated[each.layout] = replace(each, seconds=math.inf, bytes=math.inf, reason=str(error)), None
-            return
-        need = self._predictor.with_program(max(1e6 * (rank.total - rank.program) for rank in predicted.memory))
-        seconds, reason = predicted.time.total, self._misfit(need)
-        found = replace(each, seconds=seconds, bytes=need, simulated=True, reason=reason)
+            found = replace(each, reason="too many computations to simulate")
+        else:
+            try:
+                predicted = self._predictor.predict(each.layout)
+            except ValueError as error:  # a schedule that cannot place the layers
+                found = replace(each, seconds=math.inf, bytes=math.inf, reason=str(error))
+        if predicted is not None:
+            tensors = max(1e6 * (rank.total - rank.program) for rank in predicted.memory)
+            need = self._predictor.with_program(tensors)
+            seconds = predicted.time.total
+            found = replace(each, seconds=seconds, bytes=need, simulated=True, reason=self._misfit(need))
         self._simulated[each.layout] = found, predicted
+        return found
 
     def _preferred(self, each: Candidate) -> float:
-        """Quantity that is to be least, before the time of a step decides."""
-        if self._prefer == "speed":
-            return 0.0
-        return float(-self.largest_micro_batch(each)) if self._prefer == "capacity" else each.bytes
+        """Quantity to minimise before the time of a step."""
+        if self._prefer == "memory":
+            return each.bytes
+        if self._prefer == "capacity":
+            return float(-self.largest_micro_batch(each))
+        return 0.0
 
     def _able(self) -> list[Candidate]:
-        """Those that were simulated, fit, and are not slower than one device."""
+        """Simulated candidates that fit and are not slower than one device."""
         found = [each for each, _ in self._simulated.values() if each.simulated and not each.reason]
         return [each for each in found if each.seconds <= AS_FAST * self._slowest]
 
-    def _taken(self) -> Candidate | None:
-        """Chooses, of those that have the least of what is preferred, the simplest within 1 % of the fastest; of alike
-        ones, larger micro-batches."""
+    def _chosen(self) -> Candidate | None:
+        """The simplest candidate within 1 % of the fastest, among those with the least of the preferred quantity.
+
+        Equally simple ones: larger micro-batches first.
+        """
         able = self._able()
         least = min(map(self._preferred, able), default=0.0)
         able = [each for each in able if self._preferred(each) == least]
         longest = AS_FAST * min(map(SECONDS, able), default=0.0)
-        return min((each for each in able if each.seconds <= longest), key=self._simplicity, default=None)
+        fastest = [each for each in able if each.seconds <= longest]
 
-    def _simplicity(self, each: Candidate) -> tuple[float, ...]:
-        return each.layout.parts, -each.layout.micro_batch_size, each.seconds, each.bytes
+        def simplicity(each: Candidate) -> tuple[float, ...]:
+            return each.layout.parts, -each.layout.micro_batch_size, each.seconds, each.bytes
 
-    def _why_none(self, looked_at: Sequence[Candidate]) -> str:
+        return min(fastest, key=simplicity, default=None)
+
+    def _why_none(self, considered: Sequence[Candidate]) -> str:
         devices = f"no layout of {self._cluster.ranks} device(s)"
-        simulated = [each for each in looked_at if each.simulated]
+        simulated = [each for each in considered if each.simulated]
         if not simulated:
-            reasons = Counter(each.reason for each in looked_at if each.reason).most_common(MOST_REASONS)
             parallel = self._config.parallel
-            asked = ", ".join(f"{flag(name)} {getattr(parallel, name)}" for name in set_flags(parallel))
-            listed = "; ".join(reason for reason, _ in reasons) or f"none has {asked}; leave some of these out"
-            return f"{devices} can be: {listed}"
+            given = ", ".join(f"{flag(name)} {getattr(parallel, name)}" for name in set_flags(parallel))
+            reasons = Counter(each.reason for each in considered if each.reason).most_common(MOST_REASONS)
+            listed = "; ".join(reason for reason, _ in reasons) or f"none has {given}; leave some of these out"
+            return f"{devices} is possible: {listed}"
         least = min(simulated, key=BYTES)
         return (
             f"{devices} fits into {self._cluster.machine.memory / GB:.3g} GB each: {least.layout} needs "
-            f"{least.bytes / GB:.2f} GB; what would do: --memory {math.ceil(1e-6 * least.bytes)}MB for each "
-            "device; a smaller --micro-batch-size, which changes what norms see; or more devices (--gpus)"
+            f"{least.bytes / GB:.2f} GB: give --memory {math.ceil(1e-6 * least.bytes)}MB for each device, a smaller "
+            "--micro-batch-size (norms then see fewer samples), or more devices (--gpus)"
         )
 
     def with_reason(self, each: Candidate, chosen: Candidate) -> Candidate:
-        """Why it was not taken."""
+        """Adds the reason against a candidate."""
         if each.reason or math.isinf(each.seconds):
             return each
         about = "" if each.simulated else "not simulated: about "

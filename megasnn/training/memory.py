@@ -1,4 +1,4 @@
-"""Memory that every rank will need, predicted before the first step and compared with the peak at the end."""
+"""Memory of every rank: predicted before the first step, and compared with the measured peak at the end."""
 
 from __future__ import annotations
 
@@ -9,75 +9,77 @@ from megasnn.common.memory import peak_memory_mb, release_free_memory, resident_
 from megasnn.config import PretrainConfig
 from megasnn.engine import Engine
 from megasnn.engine.model import DistributedModel
-from megasnn.optim.build import resident_state_bytes, state_bytes, working_bytes
+from megasnn.optim.build import resident_state_bytes
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts
-from megasnn.pipeline.peak_memory import Moment, peak_moments
+from megasnn.pipeline.memory_forecast import MemoryForecast, StateBytes, forecast, optimizer_bytes, sample_bytes
+from megasnn.pipeline.peak_memory import MB, Moment, peak_moments
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.pipeline.profile_layers import count_memory
-from megasnn.planner.memory import MemoryForecast, sample_bytes
 from megasnn.telemetry.reporter import Reporter
 
 
 def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) -> list[MemoryForecast]:
-    """Returns the forecast of every rank, on all of them; none where a layer cannot be tried out. Collective.
+    """Returns the forecasts of all ranks, on every rank; none where a layer's trial step fails. Collective.
 
-    Counts the layers' memory where the plan has not; see `megasnn.pipeline.profile_layers`.
+    Counts the layers' memory where the plan has no costs; see `megasnn.pipeline.profile_layers`.
     """
-    distributed, plan, state = engine.distributed, engine.plan, engine.state
-    problem, costs = "", None
+    distributed = engine.distributed
+    state = engine.state
+    problem = ""
+    mine = None
     try:
-        costs = costs_of_run(config, distributed, plan)
+        costs = costs_of_run(config, distributed, engine.plan)
     except Exception as error:
-        if state.tp.size > 1 or state.cp.size > 1:  # others wait for this rank in the middle of a layer
+        # Ranks that share layers wait for this one in the middle of a layer: only an error ends them.
+        if state.tp.size > 1 or state.cp.size > 1:
             raise
         problem = f"{type(error).__name__}: {error}"
-    problems = [each for each in gather(state.world.handle, problem) if each]
-    if costs is None or problems:
+    else:
+        mine = _forecast(config, engine, costs)
+    of_ranks = gather(state.world.handle, (problem, mine))
+    problems = [text for text, _ in of_ranks if text]
+    if problems:
         reporter.line(f"memory is not predicted: {problems[0]}")
         return []
     if any(chunk.graphs is not None for chunk in distributed.chunks.values()):
         reporter.line("memory is predicted without CUDA graphs, which take more")
-    mine = _forecast(config, engine, costs)
-    return gather(state.world.handle, mine)
+    return [forecast for _, forecast in of_ranks if forecast is not None]
 
 
 def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> MemoryForecast:
     """Returns this rank's forecast."""
-    distributed, plan, state = engine.distributed, engine.plan, engine.state
-    peak, owned, gradient_buckets = peak_of(costs, distributed, plan), distributed.owned, distributed.gradient_buckets
-    # Copies of a chunk's own tensors have the same memory; each has a gradient of its own.
-    held = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in (*distributed.copies, *distributed.tensors)}
-    averages = 0 if not config.optimizer.ema_decay else sum(entry.tensor.nbytes for entry in owned)
-    weights = sum(held.values()) + averages
-    shared, schedule = plan.schedules.weights, plan.schedules.training(plan.micro_batches)
-    gathered, buffers = (0, 0) if shared is None else shared.gathered_and_buffers(schedule, state.pp.rank)
-    on_host = state.device.type == "cpu"  # on a GPU, its memory is predicted: the host's copies are not in it
-    written = [entry for entry in owned if entry.shard.is_primary()]
-    values = sum(entry.tensor.nbytes for entry in written)
-    snapshot = values + values * (averages > 0) + _state_bytes(written, config)
-    samples = 0  # stages behind the first see none
+    distributed = engine.distributed
+    plan = engine.plan
+    device = engine.state.device
+    on_host = device.type == "cpu"
+    states = states_of_run(config, distributed)
+    peak = peak_of(costs, distributed, plan)
+    snapshot = 0
+    if on_host and config.checkpoint.async_save:  # with a GPU the copy is in host memory, which is not predicted
+        snapshot = _snapshot_bytes(config, distributed)
+    samples = 0  # stages after the first read none
     if distributed.takes_images:
         size = config.training.micro_batch_size
-        share = size if config.data.mixes else distributed.context.largest_share(size)
-        batches = plan.micro_batches // config.windows
-        samples = sample_bytes(config, distributed.context.dtype.itemsize, batches, share, on_host)
+        if not config.data.mixes:
+            size = distributed.context.largest_share(size)
+        itemsize = distributed.context.numerics.dtype.itemsize
+        samples = sample_bytes(config, itemsize, plan.micro_batches // config.windows, size, on_host)
     release_free_memory()
-    program = resident_memory_mb(state.device)
-    return MemoryForecast(
-        program=program - 1e-6 * (weights + gradient_buckets.resident_bytes + resident_state_bytes(engine.optimizer)),
-        weights=1e-6 * (weights + buffers),
-        gradients=1e-6 * gradient_buckets.resident_bytes,
-        optimizer=1e-6 * _state_bytes(owned, config),
-        kept=1e-6 * peak.stashed,
-        working=1e-6 * peak.working,
-        messages=1e-6 * peak.messages,
-        samples=1e-6 * samples,
-        gathered=1e-6 * gathered,
-        snapshot=1e-6 * snapshot * (on_host and config.checkpoint.async_save),
-        update=1e-6 * max(0, working_bytes(owned, config.optimizer) - gathered - peak.total),
+    # A loaded optimizer state is resident already.
+    tensors = states.weights + states.gradients + resident_state_bytes(engine.optimizer)
+    program = MB * resident_memory_mb(device) - tensors
+    return forecast(
+        states,
+        peak,
+        plan.schedules.training(plan.micro_batches),
+        engine.state.pp.rank,
+        plan.schedules.weights,
+        program=program,
+        samples=samples,
+        snapshot=snapshot,
     )
 
 
@@ -92,14 +94,41 @@ def costs_of_run(config: PretrainConfig, distributed: DistributedModel, plan: Pi
 
 
 def peak_of(costs: PipelineCosts, distributed: DistributedModel, plan: PipelinePlan) -> Moment:
+    """Moment of a step at which this rank needs most."""
     schedule = plan.schedules.training(plan.micro_batches)
     exchanged = [distributed.gradient_buckets.exchanged_bytes] * schedule.ranks
     return peak_moments(schedule, plan.segment_bounds, costs, exchanged)[distributed.state.pp.rank]
 
 
-def _state_bytes(entries: Iterable[ShardedTensor], config: PretrainConfig) -> int:
-    trained = (entry.tensor for entry in entries if entry.is_parameter and entry.tensor.requires_grad)
-    return state_bytes(trained, config.optimizer)
+def states_of_run(config: PretrainConfig, distributed: DistributedModel) -> StateBytes:
+    """Bytes of this rank's tensors, the optimizer's state after a step included."""
+    # Copies of a tied tensor within a chunk share its memory, and each has a gradient.
+    resident = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in (*distributed.copies, *distributed.tensors)}
+    weights = sum(resident.values())
+    if config.optimizer.ema_decay:
+        weights += sum(entry.tensor.nbytes for entry in distributed.owned)
+    state, working = optimizer_bytes(_trained_bytes(distributed.owned), config.optimizer)
+    return StateBytes(
+        weights=weights,
+        gradients=distributed.gradient_buckets.resident_bytes,
+        optimizer=state,
+        exchanged=distributed.gradient_buckets.exchanged_bytes,
+        working=working,
+    )
+
+
+def _snapshot_bytes(config: PretrainConfig, distributed: DistributedModel) -> int:
+    """Bytes of all tensors that this rank writes to a checkpoint."""
+    written = [entry for entry in distributed.owned if entry.shard.is_primary()]
+    values = sum(entry.tensor.nbytes for entry in written)
+    if config.optimizer.ema_decay:
+        values *= 2
+    state, _ = optimizer_bytes(_trained_bytes(written), config.optimizer)
+    return values + state
+
+
+def _trained_bytes(entries: Iterable[ShardedTensor]) -> list[int]:
+    return [entry.tensor.nbytes for entry in entries if entry.is_parameter and entry.tensor.requires_grad]
 
 
 def announce(forecasts: Sequence[MemoryForecast], reporter: Reporter) -> None:
@@ -123,5 +152,5 @@ def compare(forecasts: Sequence[MemoryForecast], state: ParallelState, reporter:
     predicted = forecasts[rank].total
     reporter.line(
         f"memory of rank {rank}: peak {peaks[rank]:.0f} MB, predicted {predicted:.0f} MB, measured / predicted "
-        f"{peaks[rank] / predicted:.2f}; the difference is what the allocator keeps and what was not foreseen"
+        f"{peaks[rank] / predicted:.2f}; the difference is memory that the allocator keeps, or was not foreseen"
     )

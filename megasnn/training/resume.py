@@ -27,7 +27,6 @@ from megasnn.config.values import (
     changed_recipe,
     changed_samples,
     config_identity,
-    recipe,
     samples,
 )
 from megasnn.data.datasets import class_difference
@@ -173,7 +172,7 @@ def load_start(config: PretrainConfig, engine: Engine, data: RunData, restarted:
     if options.load and options.loads_weights:
         engine.load_state_dict(config.model.from_spikingjelly(read_state_dict(options.load)))
     elif options.load and options.finetune:
-        return _take_weights(config, engine, options.load)
+        return _take_weights(config, engine, data, options.load)
     elif options.load:
         return _continue(config, engine, data, restarted)
     return StartingPoint()
@@ -216,7 +215,7 @@ def _continue(config: PretrainConfig, engine: Engine, data: RunData, restarted: 
         broadcast_result(engine.state.world.handle, name)
     best, of_best = _comparable(before, data.evaluation) if options.keep_best else (None, [])
     return StartingPoint(
-        _warnings((*loaded.remarks, *changed_recipe(loaded.extra, recipe(config)), *of_best)),
+        _warnings((*loaded.remarks, *changed_recipe(loaded.extra, config), *of_best)),
         best,
         # Loaded as it is: a run that has nothing left to do does not write it again.
         goes_on_there and not loaded.remarks,
@@ -235,7 +234,7 @@ def _comparable(best: Best | None, evaluation: Mapping[str, object]) -> tuple[Be
     return None, [remark]
 
 
-def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> StartingPoint:
+def _take_weights(config: PretrainConfig, engine: Engine, data: RunData, folder: str) -> StartingPoint:
     """Takes only the weights, of a model whose tensors fit.
 
     A last layer of another shape stays as initialised, and so does a first convolution of other input channels."""
@@ -269,6 +268,8 @@ def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> Starti
         remarks.append(f"{names} is of other input channels in the checkpoint: it stays as it is initialised")
     if left & of_head:
         remarks.append(f"{layers[-1].name} is of another shape in the checkpoint: it stays as it is initialised")
+    elif different := _class_difference(data.data_position, loaded.extra):
+        remarks.append(f"{different} in the checkpoint and in the data, and {layers[-1].name} keeps its weights")
     averaged = loaded.averaged_steps is not None
     taken = "average of the weights (--no-ema: the weights)" if averaged else "weights"
     notices = [f"--finetune takes the {taken} of {loaded.path}", *([_warnings(remarks)] if remarks else [])]
@@ -284,7 +285,11 @@ def _problems(config: PretrainConfig, data_position: Mapping[str, object], saved
     """Yields differences of the model; unless it only evaluates, of the data and its order, to which the checkpoint's
     position refers."""
     yield from model_differences(saved, config.model.name, config_identity(config))
-    yield from _class_problems(data_position, saved)
+    if different := _class_difference(data_position, saved.extra):
+        yield (
+            f"{different} when it was saved and in the data now: make the shards again, with --classes-of and the "
+            "folder that was trained on"
+        )
     if config.training.evaluate_only:
         return
     if not saved.extra.keys() & data_position.keys():
@@ -299,14 +304,12 @@ def _problems(config: PretrainConfig, data_position: Mapping[str, object], saved
             )
 
 
-def _class_problems(data_position: Mapping[str, object], saved: Metadata) -> Iterator[str]:
-    """Yields a class number that stood for another class in the training that saved; where both lists are known."""
-    before, now = saved.extra.get(CLASS_NAMES), data_position.get(CLASS_NAMES)
-    if isinstance(before, list) and isinstance(now, list) and (different := class_difference(before, now)):
-        yield (
-            f"{different} when it was saved and in the data now: make the shards again, with --classes-of and the "
-            "folder that was trained on"
-        )
+def _class_difference(data_position: Mapping[str, object], saved: Mapping[str, object]) -> str:
+    """First class number whose name differs between a checkpoint and the data; "" where a list is not known."""
+    before, now = saved.get(CLASS_NAMES), data_position.get(CLASS_NAMES)
+    if not isinstance(before, list) or not isinstance(now, list):
+        return ""
+    return class_difference(before, now) or ""
 
 
 def _warnings(remarks: Iterable[str]) -> str:

@@ -106,12 +106,13 @@ def _summary(config: PretrainConfig, engine: Engine) -> list[str]:
         else f"{length.iterations} iterations of {training.global_batch_size} samples ({training.micro_batches} "
         f"micro-batches of {training.micro_batch_size}): {epochs:.1f} epochs of {length.epoch_samples} samples"
         + (f"; {done} iterations are done, {to_go} to go" if done else "")
+        + (f"; the last {length.left_over} samples fill no global batch and are left out" if length.left_over else "")
     )
     data = (training.evaluate_only and config.data.valid_data_path) or config.data.data_path
     if data == SAMPLE:
         data = "scikit-learn's digits, because there is no --data-path"
     spec = config.neuron.spec
-    sample = torch.empty(1, 1, 1, dtype=distributed.context.compute_dtype, device=state.device)
+    sample = torch.empty(1, 1, 1, dtype=distributed.context.numerics.compute_dtype, device=state.device)
     backend = backend_for(config.neuron.neuron_backend, sample, spec)
     kinds = ", ".join(sorted({each.kind for each in distributed.description.neurons})) or "of the model's own"
     layers, parameters = len(distributed.description.layers), distributed.parameters

@@ -19,8 +19,9 @@ from tools.benchmark import ranks as ranks_of_benchmark
 from tools.benchmark.__main__ import main
 from tools.benchmark.data import Samples
 from tools.benchmark.harness import run, table
-from tools.benchmark.layouts import Layouts, figures, parse_row
+from tools.benchmark.layouts import Layouts, figures
 from tools.benchmark.plans import Plans, layout_of
+from tools.benchmark.rows import parse_row
 from tools.benchmark.steps import Facts, Turn
 
 TINY = ["--dimensions", *"embed_dim=32 num_heads=2 depth=1 image_size=16 time_steps=2".split()]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.common.grid import Coordinates, Grid
 from megasnn.common.random import keyed_generator
-from megasnn.parallel.sharding import Cut, Shard, ShardedTensor, declare, materialise, sharded_tensors
+from megasnn.layers.tensors import declare, materialise, sharded_tensors
+from megasnn.parallel.sharding import Cut, Shard, ShardedTensor
 
 ONE = Grid()
 CONFIG = {"model": {"embed_dim": 16, "depth": 2}, "neuron": {"tau": 2.0, "v_reset": None}}

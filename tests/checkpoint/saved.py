@@ -12,17 +12,19 @@ import torch
 from megasnn.checkpoint.format import Progress
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import save_checkpoint
+from megasnn.common.grid import Grid
 from megasnn.common.random import keyed_generator
 from megasnn.config.neuron import NeuronConfig
 from megasnn.config.values import config_identity as identity_of
 from megasnn.layers import BuildContext
+from megasnn.layers.tensors import materialise, sharded_tensors
 from megasnn.models.build import describe_model
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
-from megasnn.parallel.sharding import ShardedTensor, materialise, sharded_tensors
-from megasnn.parallel_state import Group
+from megasnn.parallel.sharding import ShardedTensor
+from megasnn.parallel_state import ParallelState
 
 CPU = torch.device("cpu")
 MODELS: dict[str, Model] = {
@@ -54,7 +56,7 @@ class Rank:
 def build(
     model: ModelDescription, seed: int = 0, tensor: int = 0, size: int = 1, layers: Sequence[int] | None = None
 ) -> Rank:
-    context = BuildContext(Group("tp", tuple(range(size)), tensor))
+    context = BuildContext(ParallelState.without_process_groups(Grid(tp=size), tensor))
     built = model.named_layers(context)
     built = built if layers is None else [built[index] for index in layers]
     materialise(built, CPU, seed)

@@ -18,7 +18,7 @@ from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
 from megasnn.checkpoint.optimizer_state import allocate
 from megasnn.checkpoint.save import save_checkpoint
 from megasnn.common.grid import Coordinates, Grid
-from megasnn.parallel.sharding import sharded_tensors
+from megasnn.layers.tensors import sharded_tensors
 from tests.checkpoint.fake_model import CONFIG, Rank, known, layer, wrong
 
 LAYOUTS = [

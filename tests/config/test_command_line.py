@@ -82,7 +82,7 @@ MISTAKES = {
     "--pipeline-schedule zigzag": ["--pipeline-schedule", "zigzag", "zbv"],
     "--patch-size 8": ["--patch-size", "8", "16"],
     "--v-reset no": ["--v-reset", "no"],
-    "--precision fp16": ["--precision fp16", "loss scale", "bf16"],
+    "--precision fp16": ["--precision fp16", "loss scaling", "bf16"],
     "--data-path=": ["--data-path"],
     "--lr": ["--lr"],
     "--depth 0": ["--depth", "0"],

@@ -106,6 +106,13 @@ def test_what_does_not_fit_is_refused_with_file_and_field(tmp_path, values, name
     assert "\x1b" not in str(refused.value) and len(str(refused.value)) < 1000
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_file_of_an_editor_that_marks_its_encoding_is_read(tmp_path, encoding: str) -> None:
+    path = written(tmp_path, {})
+    Path(path).write_text('{"training": {"train_iters": 9}}', encoding=encoding)
+    assert spikformer(path).training.train_iters == 9
+
+
 def test_what_is_no_file_is_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
@@ -160,10 +167,10 @@ def test_dictionaries_there_and_back_and_flags_that_changed() -> None:
 def test_keywords_of_an_engine() -> None:
     config = with_keywords(CLASS(), {"lr": 1, "mixup_alpha": 0.5})
     assert config.optimizer.lr == 1.0 and config.data.mixup_alpha == 0.5
-    wrong = {"lrr": 1, "depth": 2, "save": "x", "bptt": 3}
+    wrong = {"lrr": 1, "depth": 2, "save": "x", "bptt": 3, "train_epochs": 2, "lr_warmup_epochs": 1}
     with pytest.raises(ConfigError) as refused:
         with_keywords(CLASS(), wrong)
-    assert len(refused.value.problems) == 4 and "'lr'" in refused.value.problems[0]
+    assert len(refused.value.problems) == len(wrong) and "'lr'" in refused.value.problems[0]
     with pytest.raises(ConfigError, match="--lr 0"):
         with_keywords(CLASS(), {"lr": 0})
 
@@ -171,12 +178,17 @@ def test_keywords_of_an_engine() -> None:
 def test_a_resume_warns_of_every_flag_that_changes_the_update() -> None:
     config = CLASS()
     saved = {"recipe": json.loads(json.dumps(recipe(config)))}
-    assert changed_recipe(saved, recipe(config)) == []
+    assert changed_recipe(saved, config) == []
     optimizer = OptimizerConfig(lr=0.1, weight_decay=1.0, clip_grad=0.0, lr_warmup_iters=8)
     changed = replace(config, optimizer=optimizer, training=replace(config.training, train_iters=9, seed=5))
-    (line,) = changed_recipe(saved, recipe(changed))
+    (line,) = changed_recipe(saved, changed)
     names = ("--lr ", "--weight-decay ", "--clip-grad ", "--lr-warmup-iters ", "--seed ", "--train-")
     assert all(name in line for name in names) and "\n" not in line
-    assert changed_recipe({}, recipe(changed)) == [], "weights from elsewhere"
+    assert changed_recipe({}, changed) == [], "weights from elsewhere"
+    older = {"recipe": {name: value for name, value in saved["recipe"].items() if not name.startswith("--adam")}}
+    assert changed_recipe(older, config) == [], "a flag that the checkpoint is older than had its default"
+    adam = replace(config, optimizer=OptimizerConfig(adam_beta2=0.95, layer_decay=0.8, lr_scale="head.*=2"))
+    (line,) = changed_recipe(older, adam)
+    assert "--adam-beta2 from 0.999 to 0.95, --layer-decay from 1.0 to 0.8, --lr-scale from None to head.*=2" in line
     own = type("Own", (Spikformer,), {"loss": lambda self, output, target: None, "name": "own"})
     assert recipe(config).keys() - recipe(replace(config, model=own())).keys() == {"--loss", "--label-smoothing"}

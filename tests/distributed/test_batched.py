@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasnn.layers import BuildContext, ParallelBatchNorm
-from megasnn.layers.shape_inference import calls_of
+from megasnn.layers.facts import facts
+from megasnn.layers.tensors import materialise
 from megasnn.optim.average import WeightAverage
 from megasnn.optim.lamb import Lamb
 from megasnn.optim.norms import sums_of_squares
-from megasnn.parallel.sharding import Shard, ShardedTensor, materialise
+from megasnn.parallel.sharding import Shard, ShardedTensor
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.parallel_state import Group
 
@@ -92,7 +93,7 @@ Record = tuple[Tensor, Tensor, int]
 def norm_of(channels: int, momentum: float | None, calls: int) -> ParallelBatchNorm:
     norm = ParallelBatchNorm(channels, BuildContext(), momentum=momentum)
     materialise([("norm", norm)], torch.device("cpu"), 0)
-    vars(norm)["_calls"] = calls
+    facts(norm).calls = calls
     return norm
 
 
@@ -100,9 +101,9 @@ def recorded(norm: ParallelBatchNorm, forwards: int, random: torch.Generator) ->
     """What it would have recorded in so many forwards."""
     assert norm.running_mean is not None
     made = []
-    for number in range(forwards * calls_of(norm)):
+    for number in range(forwards * norm.calls):
         mean, variance = (torch.empty_like(norm.running_mean).normal_(generator=random) for _ in range(2))
-        made.append((mean, variance.square(), 12 + number // calls_of(norm)))
+        made.append((mean, variance.square(), 12 + number // norm.calls))
     norm.pending = [*made]
     return made
 
@@ -133,7 +134,7 @@ def test_a_norm_of_several_layers_takes_their_statistics_one_after_another() -> 
     other.pending = [*records]
     behind = records[1][0].double(), records[1][1].double() * 12 / 11
     merge_running_statistics([other], Group("dp"), 1)
-    vars(norm)["_calls"] = 1
+    facts(norm).calls = 1
     norm.pending = records[:1]
     merge_running_statistics([norm], Group("dp"), 1, lambda found: [*found, (norm, *behind)])
     assert torch.equal(norm.running_mean, other.running_mean)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megasnn.parallel import gradient_buckets, zero
+from megasnn.parallel import bucket_sizes, zero
 from megasnn.parallel.collectives import Exchange, start_exchange, traffic
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel.sharding import Shard, ShardedTensor
@@ -60,7 +60,7 @@ def _check(parameters: dict[str, ShardedTensor], expected: dict[str, Tensor], *f
 
 
 def _buckets(bucket_bytes: int, *given: Any, **options: Any) -> GradientBuckets:
-    with mock.patch.object(gradient_buckets, "BUCKET_BYTES", bucket_bytes):
+    with mock.patch.object(bucket_sizes, "CPU_BUCKET_BYTES", bucket_bytes):
         return GradientBuckets(*given, **options)
 
 

@@ -115,12 +115,12 @@ def test_a_gpu_gathers_into_one_flat_tensor(monkeypatch) -> None:
     gather = Mock()
     monkeypatch.setattr(collectives, "_ALL_GATHER_SINGLE", gather)
     rows = torch.empty(6, 4, device="meta")
-    _, payloads = gather_columns(rows, Group("tp", (0, 1, 2), made=Mock()), Content.SPIKES)
+    _, payloads = gather_columns(rows, Group("tp", (0, 1, 2), process_group=Mock()), Content.SPIKES)
     (into, mine), _ = gather.call_args
     assert gather.call_count == gather.return_value.wait.call_count == 1
     assert into.shape == (9,) and mine.shape == (3,) and [each.shape for each in payloads] == [(3,)] * 3
     assert all(each.untyped_storage()._cdata == into.untyped_storage()._cdata for each in payloads)
     all_gather_into(
-        torch.empty(2, 1, 3, device="meta"), torch.empty(1, 3, device="meta"), Group("dp", (0, 1), made=Mock())
+        torch.empty(2, 1, 3, device="meta"), torch.empty(1, 3, device="meta"), Group("dp", (0, 1), process_group=Mock())
     )
     assert [each.shape for each in gather.call_args[0]] == [(6,), (3,)]

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from megasnn.layers import BuildContext, DropPath, ParallelDropout, apply_layer
 from megasnn.parallel_state import Group
-from tests.distributed.whole import drawn
+from tests.distributed.whole import drawn, state_of
 
 T, C, P = 3, 40, 0.25
 KINDS = pytest.mark.parametrize("kind", [ParallelDropout, DropPath])
 
 
 def drop(kind: Any, group: Group | None = None, seed: int = 0, name: str = "a", p: float = P) -> Any:
-    return kind(p, name, BuildContext(group or Group("tp"), seed=seed))
+    return kind(p, name, BuildContext(state_of(group or Group("tp")), seed=seed))
 
 
 def masks(layer: Any, samples: range, channels: int = C) -> Tensor:
@@ -70,7 +70,7 @@ def test_what_is_kept_is_a_fact_of_the_key_whatever_the_memory_order(space: tupl
 
 def test_windows_draw_what_all_time_steps_draw_at_once() -> None:
     """With --bptt-steps: a step is dropped as it would be without windows, and not as its place in the window is."""
-    windows = ParallelDropout(P, "a", BuildContext(time_steps=2, carries=True))
+    windows = ParallelDropout(P, "a", BuildContext(time_steps=2, stateful=True))
     x, samples = torch.randn(6, 4, C, 3), range(4, 8)
     expected = apply_layer(drop(ParallelDropout), x, samples)
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_windows_draw_what_all_time_steps_draw_at_once() -> None:
         windows.forget()
     # An input of one step stands for all of them, and SpikingJelly's dropout drops the same at each.
     assert torch.equal(*(apply_layer(windows, x[:1], samples) for _ in range(2)))
-    jelly = ParallelDropout(P, "a", BuildContext(time_steps=2, carries=True), same_at_all_steps=True)
+    jelly = ParallelDropout(P, "a", BuildContext(time_steps=2, stateful=True), same_at_all_steps=True)
     first, second = (apply_layer(jelly, torch.ones(2, 4, C, 3), samples) for _ in range(2))
     assert torch.equal(first, second)
 

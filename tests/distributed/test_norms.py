@@ -12,12 +12,22 @@ from spikingjelly.activation_based import layer as sj
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
-from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm
+from megasnn.layers import BuildContext, ConvNormNeuron, Numerics, ParallelBatchNorm
 from megasnn.layers.init import constant
 from megasnn.parallel.collectives import all_reduce_sum, traffic
 from megasnn.parallel.sync_batch_norm import SharedStatistics, merge_running_statistics
 from megasnn.parallel_state import Group
-from tests.distributed.whole import build, channels_last, context, cut_part, everybody, mine, random, require_close
+from tests.distributed.whole import (
+    build,
+    channels_last,
+    context,
+    cut_part,
+    everybody,
+    mine,
+    random,
+    require_close,
+    state_of,
+)
 from tests.parts import Part, assemble, gradients, parts
 
 T, N, C, STEPS = 3, 5, 12, 2
@@ -81,7 +91,7 @@ def _cut(one: Case) -> list[Part]:
     norm: Any = one.ours(replace(context(group), time_steps=T))
     tensors = build({"norm": norm}, {f"norm.{key}": value for key, value in values_of(one.theirs()).items()})
     found: list[Part] = []
-    norm.recording = True
+    norm.record_statistics()
     for step in range(STEPS):
         x = channels_last(mine(input_of(one, step), group, blocks=one.blocks)).requires_grad_()
         y = norm(x)
@@ -139,7 +149,7 @@ def _replica() -> dict[str, Tensor]:
     norms["free"] = ParallelBatchNorm(C, own, track_running_stats=False)
     tensors = build(norms, {})
     for norm in norms.values():
-        norm.recording = True
+        norm.record_statistics()
     done = sum(len(share) for share in SHARES[: group.rank])
     for index, samples in enumerate(SHARES[group.rank]):
         x = batch(done + index, samples)
@@ -166,7 +176,7 @@ def test_statistics_of_bfloat16_are_float32_and_initial_weights_as_given() -> No
     norm, x = ParallelBatchNorm(C, context(Group("tp"), torch.float32)), batch(0, 5).bfloat16()
     td = ParallelBatchNorm(C, initialise=constant(1.5))
     build({"norm": norm, "td": td}, {})
-    norm.recording = True
+    norm.record_statistics()
     assert norm(x).dtype == torch.bfloat16 and torch.equal(td.weight, torch.full((C,), 1.5))
     ((mean, variance, count),) = norm.pending
     flat = x.float().flatten(0, 1)
@@ -210,7 +220,7 @@ def _run(kind: str, own: BuildContext, x: Tensor, weights: Tensor) -> dict[str, 
         with torch.no_grad():
             value.copy_(random(*value.shape, seed=index) + (name.endswith("norm.weight")) if value.ndim else value * 0)
     norm = layer if kind == "norm" else layer.norm
-    norm.recording = True
+    norm.record_statistics()
     x = channels_last(x).requires_grad_()
     y = layer(x)
     (y * weights).sum().backward()
@@ -224,12 +234,12 @@ def _shared(shares: tuple[int, ...]) -> list[tuple[dict[str, Tensor], dict[str, 
     own = slice(sum(shares[: group.rank]), sum(shares[: group.rank + 1]))
     x = random(4, N, C, 4, 4, seed=50) * 2 + 0.3
     for kind, backend in SHARED:
-        one = BuildContext(dtype=torch.float64, compute_dtype=torch.float64, neuron_backend=backend)
+        one = BuildContext(numerics=Numerics(torch.float64, torch.float64, backend))
         weights = random(*_run(kind, one, x, torch.ones(()))["y"].shape, seed=51)
         whole = _run(kind, one, x, weights)
         traffic.reset()
         with traffic.counting():
-            cut = _run(kind, replace(one, cp=group), x[:, own], weights[:, own])
+            cut = _run(kind, replace(one, state=state_of(group)), x[:, own], weights[:, own])
         whole["y"], whole["x"] = whole["y"][:, own], whole["x"][:, own]
         found.append((whole, cut, traffic.by_group["cp"].bytes))
     return found

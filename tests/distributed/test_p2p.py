@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megasnn import Engine
 from megasnn.common import checks
 from megasnn.common.checks import DeviceChecks, explained
+from megasnn.common.grid import Grid
 from megasnn.kernels import spike_codec as codec
 from megasnn.kernels.spike_codec import Content, bits_of, remember_bits
 from megasnn.layers import (
@@ -29,14 +30,14 @@ from megasnn.layers.shape_inference import to_channels_last
 from megasnn.models.build import describe_model
 from megasnn.models.description import Carried
 from megasnn.models.model import Model
-from megasnn.parallel_state import Group
+from megasnn.parallel_state import Group, ParallelState
 from megasnn.pipeline.microbatch_state import without_graph
 from megasnn.pipeline.p2p import Boundaries, Link, TensorSpec, linked
 from tests.distributed.whole import everybody, random, spikes
 from tests.models.networks import between
 from tests.models.test_bundles import Meeting
 
-CPU, PAIR = torch.device("cpu"), Group("pp", (0, 1), made=mock.Mock())
+CPU, PAIR = torch.device("cpu"), Group("pp", (0, 1), process_group=mock.Mock())
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 SIZE = {Content.DENSE: lambda t: t.nbytes, Content.SPIKES: lambda t: -(-t.numel() // 8), Content.COUNTS: torch.numel}
 
@@ -225,7 +226,7 @@ def test_what_is_planned_follows_from_the_description_for_any_number_of_samples(
 
 def test_ranks_that_share_out_rows_have_some_of_them_up_to_where_images_are_whole() -> None:
     model = between(lambda: [layer("whole", WholeImages()), layer("own", ConvNormNeuron(4, 4))], image_size=5)
-    context = BuildContext(cp=Group("cp", (0, 1), 0), cut="rows")
+    context = BuildContext(ParallelState.without_process_groups(Grid(cp=2)), cut="rows")
     assert [each.shape for each in _carried(model, 1, context=context)] == [(2, 3, 4, 3, 5)]
     with pytest.raises(ValueError, match="whole, .*--pipeline-model-parallel-layout"):
         _carried(model, 2, context=context)

@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megasnn.common.grid import Grid
 from megasnn.parallel.process_group import choose_device, start_process_group
 from megasnn.parallel_state import (
     TASKS,
+    Group,
     ParallelState,
     destroy_model_parallel,
     get_parallel_state,
@@ -178,3 +180,13 @@ def test_kernels_of_a_pipeline_are_loaded_with_their_libraries(monkeypatch: pyte
     assert "CUDA_MODULE_LOADING" not in os.environ
     start_process_group(device="cpu", stages=2)
     assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+
+
+def test_a_rank_without_process_groups_has_its_groups_and_cannot_communicate() -> None:
+    state = ParallelState.without_process_groups(Grid(pp=2, dp_replicate=2, tp=2), rank=6)
+    assert (state.rank, state.coordinates.pp, state.coordinates.dp_replicate, state.coordinates.tp) == (6, 1, 1, 0)
+    found = {name: (group.ranks, group.rank) for name, group in vars(state).items() if isinstance(group, Group)}
+    assert found["tp"] == ((6, 7), 0) and found["dp"] == ((4, 6), 1) and found["pp"] == ((2, 6), 1)
+    assert found["cp"] == ((6,), 0) and state.cp.handle is None
+    with pytest.raises(RuntimeError, match="group tp has no process group"):
+        _ = state.tp.handle

@@ -125,13 +125,13 @@ def _step(schedule: Schedule, state: ParallelState, seed: int) -> tuple[float, d
     modules = [pair for name, layer in layers for pair in layer.named_modules(prefix=name)]
     norms = {name: module for name, module in modules if isinstance(module, ParallelBatchNorm)}
     for norm in norms.values():
-        norm.recording = True
+        norm.record_statistics()
     boundaries = Boundaries(model, BuildContext(), model.build(BuildContext()))
     transfers = Transfers(mine, schedule.placement, state, boundaries)
     executor = Delayed(mine, state, transfers, _loss, GradientBuckets([], Group("dp"), Group("tp")))
     executor.draw, executor.done = random.Random(f"{seed} {state.rank}"), []
     for chunk in mine.values():
-        chunk.weight_gradients.on_added = executor.count
+        chunk.weight_gradients.report_to(executor.count)
     images = random_tensor(MOST_MICRO_BATCHES, STEPS, 2, 3, SIDE, SIDE, dtype=torch.float32)
     labels = torch.tensor([0, 2])
     batches = [

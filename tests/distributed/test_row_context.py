@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from unittest import mock
 
@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from megasnn.common.grid import Grid
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers import (
@@ -21,6 +22,7 @@ from megasnn.layers import (
     MaxPool,
     MeanLinear,
     NeuronConvNorm,
+    Numerics,
     ParallelConv,
     ParallelDropout,
     ParallelLinear,
@@ -33,12 +35,13 @@ from megasnn.layers import (
 from megasnn.layers.context import building
 from megasnn.layers.row_context import RowMove, move_rows, shared_rows
 from megasnn.layers.shape_inference import MaxInference, mark_spikes
+from megasnn.layers.tensors import materialise
 from megasnn.parallel.collectives import traffic
-from megasnn.parallel.sharding import materialise, own_span
-from megasnn.parallel_state import Group
+from megasnn.parallel.sharding import own_span
+from megasnn.parallel_state import ParallelState
 from tests.distributed.test_conv import CASES as CONVOLUTIONS
 from tests.distributed.test_conv import Case as Convolution
-from tests.distributed.whole import channels_last, everybody, fill_mantissas, random, spikes
+from tests.distributed.whole import channels_last, everybody, fill_mantissas, random, spikes, state_of
 
 T, N, C = 2, 3, 8
 CLOSE = dict(rtol=1e-9, atol=1e-11)
@@ -82,7 +85,7 @@ def _moved(needed: tuple[range, ...], height: int, content: Content) -> tuple:
     assert torch.equal(y, expected) and y.movedim(2, -1).is_contiguous()
     weights = random(*y.shape, seed=10 + group.rank)
     (y * weights).sum().backward()
-    with pytest.raises(ValueError, match="is given 4"):
+    with pytest.raises(ValueError, match="of each image got 4"):
         move_rows(random(1, 1, C, 4, WIDTH), move, group, Content.DENSE)
     return x.grad, weights, traffic.by_group["cp"].bytes, own
 
@@ -200,7 +203,7 @@ CASES: dict[str, list[Case]] = {
 
 def computed(case: Case, context: BuildContext) -> dict[str, Tensor]:
     """The output, and the gradients of the input and of all parameters, as far as this rank has them."""
-    group, x = context.cp, case.input()
+    group, x = context.state.cp, case.input()
     with building(context):
         layer = case.make()
     with torch.no_grad(), MaxInference():
@@ -224,8 +227,8 @@ def computed(case: Case, context: BuildContext) -> dict[str, Tensor]:
 
 def _run(name: str, backend: str, **options: bool) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """What one rank computes, and this rank's share of it."""
-    one = BuildContext(dtype=torch.float64, compute_dtype=torch.float64, neuron_backend=backend, **options)
-    shared = BuildContext(**{**vars(one), "cp": everybody("cp"), "cut": "rows"})
+    one = BuildContext(numerics=Numerics(torch.float64, torch.float64, backend, **options))
+    shared = replace(one, state=state_of(everybody("cp")), cut="rows")
     return [(computed(case, one), computed(case, shared)) for case in CASES[name]]
 
 
@@ -276,7 +279,7 @@ def test_a_tie_over_a_border_is_broken_as_on_one_rank_where_neighbours_form_prod
 )
 def test_fewer_rows_than_ranks_are_refused(make: Callable[[], nn.Module], height: int, most: int) -> None:
     """In the dry run, and with what would do."""
-    with building(BuildContext(cp=Group("cp", (0, 1, 2), 0), cut="rows")):
+    with building(BuildContext(ParallelState.without_process_groups(Grid(cp=3)), cut="rows")):
         layer = make()
     with pytest.raises(ValueError, match=f"--context-parallel-size may be {most} at most"):
         layer(torch.empty(T, N, C, height, 5, device="meta"))

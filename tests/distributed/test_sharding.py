@@ -14,7 +14,7 @@ from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.layers.layer import layer
 from megasnn.models.build import describe_model
 from megasnn.parallel.sharding import Cut, Initialiser, Piece, Shard, own_span
-from megasnn.parallel_state import Group
+from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import build_chunks
 from tests.models.networks import between
 
@@ -118,7 +118,7 @@ def test_a_stage_gives_memory_to_its_own_parts_of_its_own_layers() -> None:
     def units() -> list[Any]:
         return [layer(f"unit.{n}", ConvNormNeuron(4, 4, initialise=noted(n))) for n in range(3)]
 
-    model, context = describe_model(between(units)), BuildContext(Group("tp", (0, 1), 0))
+    model, context = describe_model(between(units)), BuildContext(ParallelState.without_process_groups(Grid(tp=2)))
     bounds = [range(0, 2), range(2, 5)]  # the first and the last layer are of `between`
     chunk = build_chunks(model, bounds, [1], context, torch.device("cpu"), 0)[1]
     assert drawn == [1, 2]

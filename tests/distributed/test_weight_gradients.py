@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megasnn.layers import (
     BuildContext,
+    Numerics,
     ParallelConv,
     ParallelLinear,
     SpikingSelfAttention,
@@ -17,7 +18,7 @@ from megasnn.layers.shape_inference import mark_spikes
 from megasnn.layers.weight_grad import WeightGradientTask
 from megasnn.parallel.collectives import traffic
 from megasnn.parallel_state import Group
-from tests.distributed.whole import build, channels_last, everybody, mine, random, spikes
+from tests.distributed.whole import build, channels_last, everybody, mine, random, spikes, state_of
 
 T, N, CHANNELS, SIDE = 2, 3, 16, 6
 CONVOLUTIONS: dict[str, dict] = {
@@ -43,7 +44,7 @@ def _layer(name: str, context: BuildContext) -> nn.Module:
 class _Model:
     def __init__(self, name: str, group: Group, dtype: torch.dtype, compute: torch.dtype) -> None:
         self.name, self.group, self.compute = name, group, compute
-        self.context = BuildContext(group, dtype, compute)
+        self.context = BuildContext(state_of(group), Numerics(dtype, compute))
         self.layer = _layer(name, self.context)
         self.tensors = [e for e in build({name: self.layer}, {}) if e.is_parameter]
         for entry in self.tensors:
@@ -72,7 +73,7 @@ def _split_and_whole(name: str, dtype: torch.dtype, compute: torch.dtype) -> Non
     group = everybody()
     whole, split = (_Model(name, group, dtype, compute) for _ in range(2))
     seen: list[Tensor] = []
-    split.context.weight_gradients.on_added = seen.append
+    split.context.weight_gradients.report_to(seen.append)
     left: list[WeightGradientTask] = []
     for micro_batch in range(3):
         whole.backward(micro_batch)

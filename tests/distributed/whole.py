@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megasnn.common.grid import Grid
 from megasnn.common.random import philox, philox_key
-from megasnn.layers import BuildContext
+from megasnn.layers import BuildContext, Numerics
 from megasnn.layers.shape_inference import MaxInference, mark_spikes
-from megasnn.parallel.sharding import ShardedTensor, materialise, sharded_tensors
-from megasnn.parallel_state import Group
+from megasnn.layers.tensors import materialise, sharded_tensors
+from megasnn.parallel.sharding import ShardedTensor
+from megasnn.parallel_state import Group, ParallelState
 from tests.parts import Part, gradients
 
 
@@ -23,8 +26,15 @@ def everybody(name: str = "tp") -> Group:
     return Group(name) if size == 1 else Group(name, tuple(range(size)), dist.get_rank(), dist.group.WORLD)
 
 
+def state_of(group: Group) -> ParallelState:
+    """State of ranks along one axis, which have this group."""
+    axis = {"dp": "dp_replicate"}.get(group.name, group.name)
+    state = ParallelState.without_process_groups(Grid(**{axis: group.size}), group.rank)
+    return replace(state, **{group.name: group})
+
+
 def context(group: Group, dtype: torch.dtype = torch.float64) -> BuildContext:
-    return BuildContext(group, dtype, dtype)
+    return BuildContext(state_of(group), Numerics(dtype, dtype))
 
 
 def nothing(tensor: Tensor, generator: torch.Generator) -> None:

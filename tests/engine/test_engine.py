@@ -251,6 +251,21 @@ def test_shares_of_the_rate_and_decay_that_are_set_in_groups_are_honoured() -> N
         assert torch.equal(engine.state_dict()["head.weight"], before["head.weight"])
 
 
+def test_a_length_in_samples_is_kept_over_a_change_of_the_batch(tmp_path: Path) -> None:
+    """25 samples: a batch of 10, then of 5."""
+    sizes = {"micro_batch_size": 5, "train_samples": 25, "lr": 1e-2, "lr_decay_style": "linear"}
+    with Engine(MODEL, **sizes, global_batch_size=10) as engine:
+        assert engine.length.iterations == 2
+        assert engine.train_step(images(10), torch.arange(10)).learning_rate == pytest.approx(1e-2)
+        engine.save(tmp_path)
+    with Engine(MODEL, **sizes, global_batch_size=5) as engine:
+        engine.load(tmp_path)
+        rates = [engine.train_step(images(5), torch.arange(5)).learning_rate for _ in range(3)]
+        assert rates == pytest.approx([1e-2 * (1 - done / 5) for done in (2, 3, 4)])
+        with pytest.raises(ValueError, match="all 4 steps are done"):
+            engine.train_step(images(5), torch.arange(5))
+
+
 # --- one Engine, one grid
 
 

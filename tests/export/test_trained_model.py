@@ -75,7 +75,7 @@ def firing(model: TrainedModel) -> dict[str, Tensor]:
     for number, norm in enumerate(norms):
         for parameter, bounds in ((norm.weight, (0.8, 1.6)), (norm.bias, (0.2, 1.2))):
             torch.nn.init.uniform_(parameter, *bounds, torch.Generator().manual_seed(number))
-        norm.recording = True
+        norm.record_statistics()
     model.chunk.train()(images(model.config), range(SAMPLES))
     for norm in norms:
         mean, variance, _ = norm.pending[0]

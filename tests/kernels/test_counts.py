@@ -16,7 +16,14 @@ from megasnn.kernels import BACKENDS, NeuronSpec
 from megasnn.kernels.neuron import neuron_multi_step
 from megasnn.kernels.norm_neuron import BatchNorm, NormNeuron, norm_pool_neuron
 from megasnn.kernels.spike_codec import bits_of, pack_counts
-from megasnn.layers import BuildContext, ParallelNeuron, SpikeDrivenAttention, SpikingSelfAttention, TokenAttention
+from megasnn.layers import (
+    BuildContext,
+    Numerics,
+    ParallelNeuron,
+    SpikeDrivenAttention,
+    SpikingSelfAttention,
+    TokenAttention,
+)
 from megasnn.layers.shape_inference import content_of
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
@@ -87,7 +94,7 @@ def test_bfloat16_holds_counts_and_the_potential_goes_on_in_float32() -> None:
 
 
 def test_the_dry_run_and_the_statistics_know_of_counts() -> None:
-    neuron = ParallelNeuron(counting(4), BuildContext(neuron_backend="torch"))
+    neuron = ParallelNeuron(counting(4), BuildContext(numerics=Numerics(neuron_backend="torch")))
     assert content_of(neuron(torch.empty(2, 3, 4, device="meta"))).value == "counts"
     recorder = SpikeRecorder()
     recorder.enabled = True

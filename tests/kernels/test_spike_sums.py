@@ -252,7 +252,7 @@ def test_a_model_computes_the_same(precision: str, tolerance: float) -> None:
 def test_the_planner_measures_what_a_run_computes(precision: str, sparse: bool) -> None:
     config = run_config(Spikformer)(model=MODEL, training=TrainingConfig(**SIZES, precision=precision))
     with Engine(MODEL, **SIZES, precision=precision) as engine:
-        assert engine.distributed.context.sparse_products == sparse
+        assert engine.distributed.context.numerics.sparse_products == sparse
     description = describe_model(config.model, config.neuron.spec)
     with (
         mock.patch.object(analyze, "count_memory", wraps=analyze.count_memory) as sized,
@@ -260,4 +260,4 @@ def test_the_planner_measures_what_a_run_computes(precision: str, sparse: bool) 
     ):
         analyze.measured(description, config, counted_sizes(description, config, on_cpu=True))
     contexts = [call.args[2] for call in (*sized.call_args_list, *timed.call_args_list)]
-    assert len(contexts) > 1 and {each.sparse_products for each in contexts} == {sparse}
+    assert len(contexts) > 1 and {each.numerics.sparse_products for each in contexts} == {sparse}

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.common.bundle import Bundle, entries_of, logits_of
-from megasnn.layers import BuildContext, ConvNormNeuron
+from megasnn.layers import BuildContext, ConvNormNeuron, Numerics
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.shape_inference import mark_spikes
+from megasnn.layers.tensors import materialise
 from megasnn.models.build import describe_model
 from megasnn.models.losses import cross_entropy_sum
 from megasnn.models.model import Model
 from megasnn.parallel.collectives import traffic
-from megasnn.parallel.sharding import materialise
 from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.profile_layers import count_memory, profile_layers
 from tests.models.networks import CLASSES, Bundles, Random, Sum, UNet, Up, between
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 def test_one_rank_computes_what_autograd_computes() -> None:
     described = describe_model(UNet())
-    context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64)
+    context = BuildContext(numerics=Numerics(torch.float64, torch.float64))
     bounds = [range(0, 3), range(3, 5), range(5, 8), range(8, 10)]
     chunks = [*build_chunks(described, bounds, range(4), context, CPU, 3).values()]
     layers = described.named_layers(context)
@@ -175,7 +175,7 @@ CHANGES: dict[str, Callable[[dict[str, Tensor]], object]] = {
 NAMED = {
     "an entry less": r"two: .*\['spikes'\].*\['spikes', 'dense'\]",
     "a tuple": r"two: .*\[0, 1\]",
-    "a tensor": r"two: it gives \[None\]",
+    "a tensor": r"two: its output has the entries \[None\]",
     "a list": "two: .* not a list",
 }
 
@@ -259,8 +259,8 @@ def meet() -> Layer:
         ([gives(ConvNormNeuron(5, 4))], "a, .*: in make.conv: .* 5 input channels is given 4"),
         ([lambda: layer("a", ConvNormNeuron(4, 4), takes=())], r"a: takes=\(\)"),
         ([unit("a", takes=("stem", "stem"))], r"a, given \[.*\] and \[.*\]: TypeError"),
-        ([lambda: layer("a", ConvNormNeuron)], "'a' is given .*ConvNormNeuron"),
-        ([lambda: layer("a", 3)], "'a' is given 3"),
+        ([lambda: layer("a", ConvNormNeuron)], "'a' takes a torch.nn.Module, got .*ConvNormNeuron"),
+        ([lambda: layer("a", 3)], "'a' takes a torch.nn.Module, got 3"),
     ],
 )
 def test_what_cannot_be_put_together_is_refused_with_its_place(layers, named: str) -> None:

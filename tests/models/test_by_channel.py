@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megasnn
+from megasnn.common.grid import Grid
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import (
     BuildContext,
@@ -26,16 +27,15 @@ from megasnn.layers import (
     Residual,
 )
 from megasnn.layers.layer import Layer, layer
-from megasnn.layers.plain.replicated import LayerCall
 from megasnn.models.build import describe_model
 from megasnn.models.model import Model
 from megasnn.models.registry import MODELS
-from megasnn.parallel_state import Group
+from megasnn.parallel_state import ParallelState
 from tests.models import given_to_shard as networks
 from tests.models.networks import CLASSES, Integrates, between
-from tests.parity.ranks import Layout, RankStep, assert_equal, one_step
+from tests.parity.ranks import Layout, RankStep, assert_equal, is_whole, one_step
 
-WIDTH, TWO = 8, BuildContext(Group("tp", (0, 1)))
+WIDTH, TWO = 8, BuildContext(ParallelState.without_process_groups(Grid(tp=2)))
 Function = Callable[[Tensor], Tensor]
 
 
@@ -114,11 +114,7 @@ class Of(Model):
 
 
 def _whole(model: Model) -> list[str]:
-    return [
-        each.name
-        for each in describe_model(model).build(TWO)
-        if vars(each.module).get("_layer_call", LayerCall()).group
-    ]
+    return [each.name for each in describe_model(model).build(TWO) if is_whole(each.module)]
 
 
 def _steps(layout: Layout) -> dict[str, RankStep | str]:

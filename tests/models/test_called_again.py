@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import megasnn
+from megasnn.common.grid import Grid
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm, ParallelConv
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.plain.initial_values import without_memory
+from megasnn.layers.tensors import materialise
 from megasnn.models.build import describe_model
-from megasnn.parallel.sharding import materialise
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
-from megasnn.parallel_state import Group
+from megasnn.parallel_state import Group, ParallelState
 from tests.models.networks import between
 from tests.parity.ranks import Layout, one_step
 from tools.benchmark.ranks import RankError
@@ -54,7 +55,7 @@ def _called_twice(momentum: float | None = 0.1) -> ParallelBatchNorm:
         norm = ParallelBatchNorm(4, momentum=momentum)
         norm(norm(torch.empty(2, 3, 4, 5, 5)))
     materialise([("norm", norm)], torch.device("cpu"), 0)
-    norm.recording = True
+    norm.record_statistics()
     return norm
 
 
@@ -103,8 +104,8 @@ def calling(calls: int = 2) -> list[Layer]:
 def test_calls_that_differ_are_refused() -> None:
     described = describe_model(between(calling))
     assert described.ties and described.build(BuildContext())  # each call of a neuron starts at rest
-    assert described.build(BuildContext(Group("tp", (0, 1))))
+    assert described.build(BuildContext(ParallelState.without_process_groups(Grid(tp=2))))
     with pytest.raises(ValueError, match="fire.* twice in one forward, .*--bptt-steps"):
-        described.build(BuildContext(carries=True))
+        described.build(BuildContext(stateful=True))
     with pytest.raises(ValueError, match=r"b\.part\.running_mean .*a\.part\.running_mean.* 1 and 2 times"):
         describe_model(between(partial(calling, 1)))

@@ -13,12 +13,13 @@ from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
 
 import megasnn
+from megasnn.common.grid import Grid
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelDropout, apply_layer
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.plain.table import CONVERSIONS
 from megasnn.models.build import describe_model
 from megasnn.models.model import Model
-from megasnn.parallel_state import Group
+from megasnn.parallel_state import ParallelState
 from tests.models import given_to_shard as networks
 from tests.models.networks import between
 from tests.parity.beside import Case, assert_equal_to_truth
@@ -104,7 +105,7 @@ def test_what_cannot_be_cut_is_refused_with_name_and_reason(kind: str) -> None:
             yield layer("head", megasnn.shard(head))
 
     with pytest.raises(ValueError, match=REFUSED[kind][1]):
-        describe_model(Wrong()).build(BuildContext(Group("tp", (0, 1))))
+        describe_model(Wrong()).build(BuildContext(ParallelState.without_process_groups(Grid(tp=2))))
 
 
 def shared(cut: bool = True) -> list[Layer]:

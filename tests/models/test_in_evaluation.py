@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasnn import Engine
+from megasnn.common.grid import Grid
 from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.layers.layer import Layer, layer
-from megasnn.layers.plain.replicated import LayerCall
 from megasnn.models.build import describe_model
 from megasnn.models.model import Model
-from megasnn.parallel_state import Group
+from megasnn.parallel_state import ParallelState
 from tests.models.networks import CLASSES, Integrates
-from tests.parity.ranks import TOLERANCE
+from tests.parity.ranks import TOLERANCE, is_whole
 
 WIDTH, SAMPLES = 8, 6
 Function = Callable[[Tensor], Tensor]
@@ -266,11 +266,11 @@ def _found(flags: dict[str, Any]) -> tuple[float, Tensor, float]:
 
 
 def test_what_mixes_channels_in_one_mode_is_whole_and_what_does_not_is_cut() -> None:
-    built = describe_model(Of()).build(BuildContext(Group("tp", (0, 1))))
-    groups = {each.name: vars(each.module).get("_layer_call", LayerCall()).group for each in built}
+    built = describe_model(Of()).build(BuildContext(ParallelState.without_process_groups(Grid(tp=2))))
+    whole = {each.name: is_whole(each.module) for each in built}
     for way in WAYS:
-        assert (groups[way] is None) == (way in BY_ELEMENT), way
-        assert groups[f"{way}, unit"] is None
+        assert whole[way] == (way not in BY_ELEMENT), way
+        assert not whole[f"{way}, unit"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -301,7 +301,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "random": (lambda: Evaluates(F.dropout), "draws random numbers that depend on the layout"),
     "input": (lambda: Evaluates(lambda x: x.mul_(2)), "changes its input in place"),
     "buffer": (Counts, "changes its buffer 'seen'"),
-    "a bundle": (lambda: Evaluates(lambda x: (x, x)), r"gives .* in training, and .* in evaluation"),
+    "a bundle": (lambda: Evaluates(lambda x: (x, x)), r"returns .* in training, and .* in evaluation"),
     "samples": (lambda: Evaluates(lambda x: x.sum(1, keepdim=True)), "is not .* of 2 samples"),
 }
 

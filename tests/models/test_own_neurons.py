@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, SpikingNeuron
 from megasnn.layers.layer import Layer, layer
+from megasnn.layers.tensors import materialise
 from megasnn.models.build import describe_model
 from megasnn.models.model import Model
-from megasnn.parallel.sharding import materialise
 from megasnn.pipeline.chunk import build_chunks
 from tests.models.networks import Integrates, between
 

@@ -13,17 +13,25 @@ from torch import Tensor
 
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.spike_codec import bits_of, pack_bits
-from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelIF, ParallelPSN, ParallelSlidingPSN
+from megasnn.layers import (
+    BuildContext,
+    ConvNormNeuron,
+    MeanLinear,
+    Numerics,
+    ParallelIF,
+    ParallelPSN,
+    ParallelSlidingPSN,
+)
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.neuron import NeuronLayer, make_neuron
+from megasnn.layers.tensors import materialise
 from megasnn.models.build import describe_model
 from megasnn.models.model import Model
-from megasnn.parallel.sharding import materialise
 from tests.kernels.models import channels_last, saved_tensors
 from tests.parity.ranks import Layout, assemble, assert_equal_to_one
 
 STEPS = 5
-CONTEXT = BuildContext(dtype=torch.float64, compute_dtype=torch.float64, time_steps=STEPS)
+CONTEXT = BuildContext(numerics=Numerics(torch.float64, torch.float64), time_steps=STEPS)
 COUNTS = NeuronSpec("ilif4", tau=4 / 3, v_reset=None, decay_input=False, detach_reset=False, v_threshold=0.5)
 
 
@@ -84,7 +92,7 @@ def test_starts_as_spikingjellys_and_keeps_its_input_alone() -> None:
 def test_needs_all_time_steps() -> None:
     for make in (ParallelPSN, ParallelSlidingPSN):
         with pytest.raises(ValueError, match="--bptt-steps"):
-            make(context=BuildContext(time_steps=4, carries=True))
+            make(context=BuildContext(time_steps=4, stateful=True))
     with pytest.raises(ValueError, match="'if'.*'lif'"):
         ParallelIF(NeuronSpec(kind="lif"), BuildContext())
     with pytest.raises(ValueError, match="5 time steps.*4"):

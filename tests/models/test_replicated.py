@@ -16,6 +16,7 @@ from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
 
 import megasnn
+from megasnn.common.grid import Grid
 from megasnn.layers import (
     BuildContext,
     ConvNormNeuron,
@@ -26,15 +27,15 @@ from megasnn.layers import (
     apply_layer,
 )
 from megasnn.layers.layer import FunctionLayer, Layer, layer
+from megasnn.layers.tensors import materialise
 from megasnn.models.build import describe_model
 from megasnn.models.model import Model
-from megasnn.parallel.sharding import materialise
-from megasnn.parallel_state import Group
+from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk, build_chunks
 from tests.models.networks import CLASSES, Integrates, Plain, between
 from tests.parity.ranks import Layout, assemble, one_step
 
-CPU, TWO = torch.device("cpu"), BuildContext(Group("tp", (0, 1)))
+CPU, TWO = torch.device("cpu"), BuildContext(ParallelState.without_process_groups(Grid(tp=2)))
 KEPT: list[Any] = []
 
 
@@ -392,6 +393,6 @@ def test_a_function_that_could_draw_and_does_not_is_taken() -> None:
 
 def test_sizes_that_do_not_divide_are_refused_or_stay_whole() -> None:
     with pytest.raises(ValueError, match="the first layer: out_channels 8 .*--tensor-model-parallel-size 3"):
-        describe_model(model_of()).build(BuildContext(Group("tp", (0, 1, 2))))
+        describe_model(model_of()).build(BuildContext(ParallelState.without_process_groups(Grid(tp=3))))
     narrow = describe_model(model_of(lambda: nn.Conv2d(8, 6, 1), lambda: nn.Conv2d(6, 8, 1)))
-    assert narrow.build(BuildContext(Group("tp", (0, 1, 2, 3))))
+    assert narrow.build(BuildContext(ParallelState.without_process_groups(Grid(tp=4))))

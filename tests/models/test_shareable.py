@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megasnn.common.grid import Grid
 from megasnn.layers import (
     BuildContext,
     ConvNormNeuron,
@@ -20,7 +21,7 @@ from megasnn.layers import (
 from megasnn.layers.layer import FunctionLayer, layer
 from megasnn.models.build import describe_model
 from megasnn.models.model import Model
-from megasnn.parallel_state import Group
+from megasnn.parallel_state import ParallelState
 from tests.models.networks import Integrates, between
 from tests.parity.ranks import Layout, RankStep, assert_equal, one_step
 
@@ -84,7 +85,7 @@ def model_of(*makers: Callable[[], nn.Module]) -> Model:
 
 def built(model: Model, cut: str) -> None:
     """On a rank that shares micro-batches with another."""
-    describe_model(model).build(BuildContext(cp=Group("cp", (0, 1), 0), cut=cut))
+    describe_model(model).build(BuildContext(ParallelState.without_process_groups(Grid(cp=2)), cut=cut))
 
 
 REFUSED: dict[str, tuple[str, Callable[[], nn.Module], str]] = {

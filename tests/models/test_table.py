@@ -23,10 +23,10 @@ from megasnn.common.files import CheckpointError
 from megasnn.config import to_dict
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.layers.layer import Layer, layer
+from megasnn.layers.tensors import materialise, sharded_tensors
 from megasnn.models.build import describe_model
 from megasnn.models.model import Model, run_config
 from megasnn.models.registry import MODELS, dialect_for, dialect_of, model_of
-from megasnn.parallel.sharding import materialise, sharded_tensors
 from megasnn.pretraining import pretrain
 from tests.checkpoint.saved import CPU
 from tests.parity.e_spikeformer import Published

@@ -15,15 +15,17 @@ from torch import Tensor, nn
 from megasnn.checkpoint.load import load_global_tensors
 from megasnn.checkpoint.reshard import Target, model_of_checkpoint, reshard
 from megasnn.checkpoint.source import open_source
-from megasnn.layers import BuildContext, ConvNormNeuron
+from megasnn.common.grid import Grid
+from megasnn.layers import BuildContext, ConvNormNeuron, Numerics
 from megasnn.layers.layer import layer
+from megasnn.layers.tensors import described_tensors, materialise, sharded_tensors
 from megasnn.models.build import describe_model
 from megasnn.models.losses import cross_entropy_sum
 from megasnn.models.model import Model
 from megasnn.models.registry import MODELS
 from megasnn.parallel.collectives import traffic
-from megasnn.parallel.sharding import described_tensors, materialise, parameter_count, sharded_tensors
-from megasnn.parallel_state import Group
+from megasnn.parallel.sharding import parameter_count
+from megasnn.parallel_state import ParallelState
 from tests.models.networks import Again, Tied, TwoTied, between
 from tests.parity.ranks import (
     Layout,
@@ -72,7 +74,7 @@ def test_one_rank_computes_what_autograd_computes_with_one_module(ranks) -> None
     layers = {each.name: each.module for each in model.layers() if each.name not in ("stem", "between")}
     block, mix, head = (layers[name].double() for name in ("block.0", "mix", "head"))
     assert block is layers["block.2"] and isinstance(head, nn.Linear)
-    context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64)
+    context = BuildContext(numerics=Numerics(torch.float64, torch.float64))
     units = [("stem", ConvNormNeuron(3, 4, 3, context)), ("between", ConvNormNeuron(4, 4, 1, context))]
     materialise(units, CPU, 0)
     for prefix, module in (*units, ("block.0", block), ("mix", mix)):
@@ -191,7 +193,7 @@ def test_what_cannot_be_tied_is_refused_with_the_layers_name() -> None:
         describe_model(_model(lambda: tied(kernel_size=3)))
     described = describe_model(_model(lambda: tied(style="column")))
     with pytest.raises(ValueError, match=r"made\.1\.conv\.weight .*`style`, or set --tensor-model"):
-        described.build(BuildContext(Group("tp", (0, 1))))
+        described.build(BuildContext(ParallelState.without_process_groups(Grid(tp=2))))
 
 
 def _two_stages(frozen: tuple[str, ...], unused: bool) -> dict[str, Tensor]:

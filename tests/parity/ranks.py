@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from spikingjelly.activation_based import neuron
-from torch import Tensor
+from torch import Tensor, nn
 
 from megasnn.checkpoint.load import load_globals_into
 from megasnn.common.bundle import Bundle, logits_of
@@ -22,8 +22,8 @@ from megasnn.engine.model import DistributedModel
 from megasnn.engine.replica import build_replica
 from megasnn.engine.step_sums import StepFigures
 from megasnn.kernels import NeuronSpec
-from megasnn.layers import BuildContext
-from megasnn.layers.plain.replicated import LayerCall
+from megasnn.layers import BuildContext, Numerics
+from megasnn.layers.facts import facts
 from megasnn.layers.weight_grad import CastWeights
 from megasnn.models.build import describe_model
 from megasnn.models.description import ModelDescription
@@ -155,9 +155,9 @@ def built(
     """
     state = initialize_model_parallel(tp=layout.tensor, pp=layout.pipeline, dp_shard=layout.weight, cp=layout.context)
     try:
-        groups = {"dp": state.dp, "dp_shard": state.dp_shard, "cp": state.cp}
         casts = CastWeights(stay=graphs is not None)
-        context = BuildContext(state.tp, dtype, dtype, backend, seed, **groups, cut=layout.cut, cast_weights=casts)
+        numerics = Numerics(dtype, dtype, backend)
+        context = BuildContext(state, numerics, layout.cut, seed=seed, cast_weights=casts)
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         bounds = bounds or even_bounds(len(model.layers), len(plan.placement))
         if layout.recompute is not None or layout.weight > 1:
@@ -170,7 +170,7 @@ def built(
         parallel = ParallelConfig(use_distributed_optimizer=shards_have_owners)
         config = PretrainConfig(model_config(), training=TrainingConfig(seed=seed), parallel=parallel)
         pipeline = PipelinePlan(tuple(bounds), plan, 1)
-        made = build_replica(config, model, layers, context, state, pipeline, lambda: False)
+        made = build_replica(config, model, layers, context, pipeline, lambda: False)
         for chunk in made.chunks.values():
             if graphs is not None:
                 chunk.capture_graphs(graphs)
@@ -187,7 +187,7 @@ def even_bounds(layers: int, chunks: int) -> list[range]:
 
 def inputs_of(engine: DistributedModel, x: Tensor, labels: Tensor, micro_batch_size: int) -> list[MicroBatchInput]:
     """This rank's share of a global batch: of its replica's micro-batches the samples that it has."""
-    replicas, sharing = engine.state.dp, engine.context.sharing_samples
+    replicas, sharing = engine.state.dp, engine.context.sample_group
     sizes, batches = micro_batch_sizes(len(labels), micro_batch_size), []
     for i in micro_batches_of(len(sizes), replicas.size, replicas.rank):
         own, start = own_span(sizes[i], sharing.sizes, sharing.rank), sum(sizes[:i])
@@ -229,6 +229,12 @@ def tensors_of(engine: DistributedModel) -> dict[str, Tensor]:
     return {each.name: each.tensor if each.tensor.grad is None else each.tensor.grad for each in engine.tensors}
 
 
+def is_whole(layer: nn.Module) -> bool:
+    """Tells whether every tensor parallel rank computes all of a layer."""
+    call = facts(layer).call
+    return call is not None and call.group is not None
+
+
 def record_step(
     engine: DistributedModel, x: Tensor, labels: Tensor, micro_batch_size: int, observes: bool = True
 ) -> RankStep:
@@ -248,7 +254,7 @@ def record_step(
         node
         for chunk in engine.chunks.values()
         for layer in chunk.layers
-        if vars(layer).get("_layer_call", LayerCall()).group and state.tp.rank > 0
+        if is_whole(layer) and state.tp.rank > 0
         for node in layer.modules()
     }
     for _, each in engine.neurons():

@@ -15,7 +15,7 @@ from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.passes import insert_recompute, refine
 
 WORKING = {Kind.FORWARD: 5, Kind.BACKWARD: 7, Kind.INPUT_GRADIENT: 6, Kind.WEIGHT_GRADIENT: 4, Kind.RECOMPUTE: 3}
-UNIT = SegmentMemory(100, 10, WORKING, deferred=60, again=1.0, transfers=22, cast=0)
+UNIT = SegmentMemory(100, 10, WORKING, deferred=60, recompute_seconds=1.0, transfers=22, cast=0)
 
 
 def _told(name: str, rank: int, micro_batches: int) -> dict[str, tuple[int, int, int]]:
@@ -109,7 +109,7 @@ def test_little_more_than_the_cheapest_choice(seed: int) -> None:
     every = [frozenset(some) for count in range(7) for some in combinations(range(6), count)]
 
     def seconds(chosen: frozenset[int]) -> float:
-        return sum(segments[segment].again for segment in chosen)
+        return sum(segments[segment].recompute_seconds for segment in chosen)
 
     by_peak = sorted((peak(schedule, 0, segments, some), seconds(some)) for some in every)
     most = peak(schedule, 0, segments, frozenset(range(6)))

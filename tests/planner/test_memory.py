@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from unittest import mock
 
 import pytest
 
 from megasnn.config import OptimizerConfig, PretrainConfig
 from megasnn.config.training import Length
 from megasnn.engine import Engine
-from megasnn.optim.build import state_bytes, working_bytes
+from megasnn.parallel import bucket_sizes
+from megasnn.parallel.bucket_sizes import CPU_BUCKET_BYTES
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.memory_forecast import MemoryForecast, StateBytes, forecast
 from megasnn.planner.candidates import Layout, Prefer, layouts, with_layout
 from megasnn.planner.machines import Cluster
 from megasnn.planner.plan import plan
@@ -19,7 +22,7 @@ from megasnn.planner.predict import Predicted, Predictor
 from megasnn.planner.search import AS_FAST
 from megasnn.schedule import ChunkCost
 from megasnn.schedule.named import SCHEDULES
-from megasnn.training.memory import costs_of_run, peak_of
+from megasnn.training.memory import costs_of_run, peak_of, states_of_run
 from tests.planner.models import analysis, cluster, config, layout, on_cpu
 
 LAYOUTS = {
@@ -38,34 +41,27 @@ def with_lamb() -> PretrainConfig:
     return replace(config(), optimizer=OptimizerConfig(optimizer="lamb"))
 
 
-def of_run(layout: Layout, bounds: tuple[range, ...], costs: tuple[ChunkCost, ...]) -> dict[str, float]:
-    """MB of this rank, as a run's forecast counts them.
+def of_run(
+    layout: Layout, bounds: tuple[range, ...], costs: tuple[ChunkCost, ...], bucket_bytes: int = CPU_BUCKET_BYTES
+) -> tuple[StateBytes, MemoryForecast]:
+    """A run's own figures for this rank.
 
     Args:
-        costs: of the chunks, for schedules whose order depends on them: what a run measures is not the same twice.
+        costs: of the chunks, for schedules whose order depends on them: a run would measure others each time.
     """
     grid = layout.grid
     state = initialize_model_parallel(tp=grid.tp, pp=grid.pp, dp_shard=grid.dp_shard, cp=grid.cp)
     try:
         run = with_layout(with_lamb(), layout, bounds)
-        with Engine(run, length=Length(9)) as engine:
+        small = mock.patch.object(bucket_sizes, "CPU_BUCKET_BYTES", bucket_bytes)
+        with small, Engine(run, length=Length(9)) as engine:
             distributed, plan = engine.distributed, engine.plan
             if SCHEDULES[layout.schedule].looks_at_costs:
                 plan = replace(plan, schedules=replace(plan.schedules, costs=costs, decided=()))
             peak = peak_of(costs_of_run(run, distributed, plan), distributed, plan)
-            schedule, shared = plan.schedules.training(plan.micro_batches), plan.schedules.weights
-            rank = state.pp.rank
-            gathered, buffers = (0, 0) if shared is None else shared.gathered_and_buffers(schedule, rank)
-            trained = [entry.tensor for entry in distributed.owned if entry.is_parameter]
-            found = {
-                "weights": sum(entry.tensor.nbytes for entry in distributed.tensors) + buffers,
-                "gathered": gathered,
-                "gradients": distributed.gradient_buckets.resident_bytes,
-                "optimizer": state_bytes(trained, run.optimizer),
-                "working": working_bytes(distributed.owned, run.optimizer),
-                "peak": peak.stashed + peak.working + peak.messages,
-            }
-        return {name: 1e-6 * value for name, value in found.items()}
+            states = states_of_run(run, distributed)
+            schedule, weights = plan.schedules.training(plan.micro_batches), plan.schedules.weights
+            return states, forecast(states, peak, schedule, state.pp.rank, weights, program=0.0, samples=0)
     finally:
         destroy_model_parallel()
 
@@ -78,13 +74,25 @@ def test_as_a_run_foresees_it(ranks, name: str) -> None:
     costs = tuple(predictor.costs(layout).of_chunks(predicted.bounds, layout.placement))
     found = ranks(layout.ranks, of_run, layout, predicted.bounds, costs)
     stages = found[:: len(found) // layout.grid.pp]
-    for mine, of_rank, theirs in zip(predicted.memory, states, stages, strict=True):
+    for mine, of_rank, (of_stage, theirs) in zip(predicted.memory, states, stages, strict=True):
         for part in STATES:
-            assert getattr(mine, part) == pytest.approx(theirs[part], rel=0.05), part
+            assert getattr(mine, part) == pytest.approx(getattr(theirs, part), rel=0.05), part
         peak = mine.kept + mine.working + mine.messages
-        assert peak == pytest.approx(theirs["peak"], rel=0.05)
-        assert 1e-6 * of_rank.working == pytest.approx(theirs["working"]) and of_rank.working > of_rank.updated
-        assert mine.update == pytest.approx(max(0.0, theirs["working"] - peak - mine.gathered))
+        assert peak == pytest.approx(theirs.kept + theirs.working + theirs.messages, rel=0.05)
+        assert of_rank.working == of_stage.working > of_rank.updated
+        assert mine.update == pytest.approx(max(0.0, 1e-6 * of_stage.working - peak - mine.gathered))
+
+
+@pytest.mark.parametrize("name", ["data, sharded", "weight"])
+def test_the_exchange_of_several_buckets_is_that_of_a_run(ranks, name: str) -> None:
+    """Buckets are closed behind the tensor that fills them: the largest tensors take more than a bucket's bytes."""
+    layout, bucket_bytes = LAYOUTS[name], 2**12
+    with mock.patch.object(bucket_sizes, "CPU_BUCKET_BYTES", bucket_bytes):
+        (planned,) = Predictor(on_cpu(), with_lamb(), cluster(layout.ranks)).states(layout)
+    bounds = (range(len(on_cpu().layers)),)
+    for states, _ in ranks(layout.ranks, of_run, layout, bounds, (), bucket_bytes):
+        assert planned.exchanged == pytest.approx(states.exchanged, rel=0.05)
+    assert planned.exchanged > 4 * 2 * bucket_bytes
 
 
 RANKS = 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -152,15 +153,24 @@ def test_epochs_in_iterations() -> None:
     assert training.length(16).iterations == 6
     with pytest.raises(ValueError, match="--train-epochs 3 of 2 training samples is less than one --glob"):
         training.length(2)
+    assert (length.left_over, training.length(16).left_over) == (4, 0)
+    samples = TrainingConfig(train_samples=50, micro_batch_size=4, global_batch_size=8)
+    assert (samples.length(20).iterations, samples.length(20).left_over) == (6, 2)
+    assert samples.length(20, iteration=2, consumed_samples=32).iterations == 4
+    with pytest.raises(ValueError, match="--train-samples 7 is less than one --global-batch-size 8"):
+        replace(samples, train_samples=7).length(20)
     alone = TrainingConfig(evaluate_only=True, micro_batch_size=4, global_batch_size=8)
     assert alone.length(20).iterations == 0
 
 
-def test_epochs_are_counted_in_samples_whatever_the_batch_was(cache, tmp_path) -> None:
+@pytest.mark.parametrize("length", [("--train-epochs", "1"), ("--train-samples", "1442")])
+def test_epochs_are_counted_in_samples_whatever_the_batch_was(cache, tmp_path, capsys, length) -> None:
     """An epoch, of which 4 batches of 160 are done and the rest is in batches of 80; the rate goes on where it was."""
-    folder = ("--save", str(tmp_path), "--eval-iters", "0", "--train-epochs", "1", "--log-interval", "1")
+    folder = ("--save", str(tmp_path), "--eval-iters", "0", *length, "--log-interval", "1")
     train(cache, *folder, "--global-batch-size", "160", "--exit-interval", "4")
     ended = train(cache, *folder, "--global-batch-size", "80", "--load", str(tmp_path))
+    printed = capsys.readouterr().out
+    assert "the last 2 samples fill no global batch" in printed
     (first, second), lines = log_of(tmp_path, "start"), log_of(tmp_path, "iteration")
     samples = 1442  # of the digits to train on
     assert first["iterations"] == samples // 160 == 9

@@ -29,7 +29,7 @@ DEFAULTS = run_config(MODELS["spikformer"])()
 DIMENSIONS = TINY[: TINY.index("--micro-batch-size")]
 NEURON = ["--neuron", "if", "--v-reset", "none"]
 BATCHES = "--micro-batch-size 4 --global-batch-size 8 --num-workers 0".split()
-WARNING = "WARNING: samples are made otherwise than those that the checkpoint was trained on: "
+WARNING = "WARNING: samples are prepared differently from the samples of the training: "
 
 
 @pytest.fixture(scope="module")
@@ -188,8 +188,11 @@ def test_a_folder_named_by_mistake_is_refused_and_a_first_start_is_not(cache, tm
     with pytest.raises(NoCheckpointError, match="typo"):
         train(cache, "--train-iters", "1", "--load", str(tmp_path / "typo"))
     folder = str(tmp_path / "job")
+    with pytest.raises(NoCheckpointError, match="job"):
+        train(cache, "--train-iters", "2", "--load", folder, "--save", folder, "--exit-on-missing-checkpoint")
+    assert not (tmp_path / "job").exists()
     first = train(cache, "--train-iters", "2", "--exit-interval", "1", "--load", f"{folder}/", "--save", folder)
-    second = train(cache, "--train-iters", "2", "--load", folder, "--save", folder)
+    second = train(cache, "--train-iters", "2", "--load", folder, "--save", folder, "--exit-on-missing-checkpoint")
     assert (first.iteration, second.iteration) == (1, 2)
 
 
@@ -240,7 +243,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("iter_*/*")}
 
 
-def test_class_names_go_with_a_checkpoint_and_are_compared(cache, tmp_path):
+def test_class_names_go_with_a_checkpoint_and_are_compared(cache, tmp_path, capsys):
     """Shards that number the classes otherwise are refused; of shards without a list nothing is known."""
     names = {"one": [f"c{number}" for number in range(10)], "other": [f"c{number}" for number in reversed(range(10))]}
     shards = {}
@@ -258,5 +261,15 @@ def test_class_names_go_with_a_checkpoint_and_are_compared(cache, tmp_path):
     for flags in (("--evaluate-only",), ("--train-iters", "2")):
         with pytest.raises(CheckpointError, match="class 0 is 'c0' and 'c9' when it was saved and in the data now"):
             train(cache, *flags, "--load", str(run), *paths["other"])
+    capsys.readouterr()
+    flags = ("--train-iters", "1", "--eval-iters", "0", "--load", str(run), "--finetune")
+    told = "WARNING: class 0 is 'c0' and 'c9' in the checkpoint and in the data, and head keeps its weights"
+    for more, is_told in (
+        (paths["other"], True),
+        (paths["one"], False),
+        ((*paths["other"], "--num-classes", "11"), False),
+    ):
+        train(cache, *flags, *more)
+        assert (told in capsys.readouterr().out) == is_told
     (tmp_path / "other" / "index.json").unlink()
     train(cache, "--evaluate-only", "--load", str(run), *paths["other"])

@@ -21,8 +21,8 @@ from megasnn.engine import Engine
 from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
-from megasnn.parallel import gradient_buckets
-from megasnn.parallel.gradient_buckets import BUCKET_BYTES
+from megasnn.parallel import bucket_sizes
+from megasnn.parallel.bucket_sizes import CPU_BUCKET_BYTES
 from megasnn.telemetry.records import RunOutline
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.memory import costs_of_run, forecast_memory, peak_of
@@ -67,10 +67,10 @@ def batch_of(engine: Engine) -> tuple[dict[str, Tensor], Tensor]:
     return {"images": images}, torch.arange(samples) % engine.config.model.num_classes
 
 
-def predicted_and_counted(model: Model, flags: dict[str, Any], bucket_bytes: int = BUCKET_BYTES) -> tuple[int, int]:
+def predicted_and_counted(model: Model, flags: dict[str, Any], bucket_bytes: int = CPU_BUCKET_BYTES) -> tuple[int, int]:
     """Bytes of this rank, above what is there between two steps: the least of some, since what threads of the transport
     give back is not seen, behind one that has paid for what is taken once."""
-    small = mock.patch.object(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
+    small = mock.patch.object(bucket_sizes, "CPU_BUCKET_BYTES", bucket_bytes)
     with small, Engine(model, **{**THREE, **flags}) as engine:
         distributed, samples = engine.distributed, engine.config.training.global_batch_size
         predicted = peak_of(costs_of_run(engine.config, distributed, engine.plan), distributed, engine.plan).total
@@ -90,7 +90,7 @@ def predicted_and_counted(model: Model, flags: dict[str, Any], bucket_bytes: int
 @pytest.mark.parametrize("name", CASES)
 def test_within_ten_percent(ranks, name: str) -> None:
     model, size, flags = CASES[name]
-    found = ranks(size, predicted_and_counted, model, flags, SMALL_BUCKETS.get(name, BUCKET_BYTES))
+    found = ranks(size, predicted_and_counted, model, flags, SMALL_BUCKETS.get(name, CPU_BUCKET_BYTES))
     assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.1)
 
 
@@ -126,6 +126,25 @@ def test_a_budget_is_kept_as_it_was_predicted(ranks) -> None:
     gpipe["memory_budget"] = budget = 0.7e-6 * without
     ((predicted, counted),) = ranks(1, predicted_and_counted, VGG, gpipe)
     assert predicted == pytest.approx(counted, rel=0.1) and 1e-6 * predicted <= budget
+
+
+def refused_budget(flags: dict[str, Any]) -> str:
+    """The refusal of a budget; "" where it is kept."""
+    try:
+        with Engine(WIDE, **{**THREE, **SINGLE, **flags}):
+            return ""
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_budget_counts_the_exchange_of_sharded_gradients(ranks) -> None:
+    """As the prediction of a run, whose peak it is here."""
+    found = ranks(2, predicted_and_counted, WIDE, {**SINGLE, "pipeline_schedule": "gpipe"})
+    predicted = max(predicted for predicted, _ in found)
+    for share, named in ((1.05, ""), (0.95, "--memory-budget")):
+        flags = {"pipeline_schedule": "gpipe", "memory_budget": share * 1e-6 * predicted}
+        for refused in ranks(2, refused_budget, flags):
+            assert bool(refused) == bool(named) and named in refused
 
 
 def test_prediction_and_peak_agree_in_fresh_processes_and_loaded_state_counts_once(tmp_path) -> None:

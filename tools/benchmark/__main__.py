@@ -1,10 +1,10 @@
-"""`python -m tools.benchmark [CASE] [FLAGS]`; `--help` behind a case lists its flags.
+"""`python -m tools.benchmark [CASE] [FLAGS]`; `--help` after a case lists its flags.
 
     python -m tools.benchmark                  # training steps of layouts, beside SpikingJelly's own model
     python -m tools.benchmark --pipeline       # every schedule, beside its simulation and one rank
-    python -m tools.benchmark --plans          # layouts, beside what the planner foresees of them
+    python -m tools.benchmark --plans          # layouts, beside the planner's predictions
     python -m tools.benchmark --data           # the loader, beside a plain PyTorch DataLoader
-    python -m tools.benchmark --kernels        # norm and neuron, in copies of their input
+    python -m tools.benchmark --kernels        # norm and neuron, relative to a copy of their input
     python -m tools.benchmark --host           # Python's part of a step on a GPU, also beside another checkout
 
 Prints a table, and appends a JSON line per row to `--output`.
@@ -27,14 +27,14 @@ CASES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 where a rank failed, 2 where flags do not go together, after saying so on stderr."""
+    """Returns 0; 1 if a rank failed, 2 for contradictory flags, with the error on stderr."""
     import tyro
 
     from tools.benchmark.harness import run
     from tools.benchmark.ranks import RankError
 
     words = list(sys.argv[1:] if arguments is None else arguments)
-    module, name = ("layouts", "Layouts")
+    module, name = "layouts", "Layouts"
     if words and words[0] in CASES:
         module, name = CASES[words.pop(0)]
     case = getattr(import_module(f"tools.benchmark.{module}"), name)
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":  # ranks import this file, and must set their threads before torch
+if __name__ == "__main__":
+    # No import at the top: rank processes import this file, and must set their threads before torch is imported.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
     sys.exit(main())

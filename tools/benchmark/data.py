@@ -1,7 +1,7 @@
-"""Samples a second of the loader beside a plain PyTorch DataLoader over the same files.
+"""Throughput of the loader beside a plain PyTorch DataLoader over the same files.
 
-The DataLoader's data set reads, decodes and changes a sample as ours does, and makes the same batches; its workers are
-forked, as is its default. Within a pair the two sides are first in turn.
+The DataLoader reads, decodes and augments the same samples into the same batches, with forked workers, its default. The
+two sides take turns in going first.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from megasnn.data.preprocess.sample import shards_of_sample
 from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, summary
 
 Kind = Literal["images", "events"]
-Batches = Iterator[int]
-"""The size of each."""
+Batches = Iterator[int]  # sizes of batches
 
 
 @dataclass(frozen=True)
 class Loading(Case):
-    """Samples a second of the loader beside a plain PyTorch DataLoader with as many workers."""
+    """Throughput of the loader beside a plain PyTorch DataLoader with as many workers."""
 
     columns: ClassVar[Sequence[Column]] = (
         ("row", "row", ""),
@@ -47,27 +46,27 @@ class Loading(Case):
     kinds: tuple[Kind, ...] = ("images", "events")
     """images: 3 x 32 x 32. events: frames of 10 time steps, 48 x 48."""
     data_path: str = "sample"
-    """Shards, as for training; with one of --kinds."""
+    """Shards to read, as in training; needs a single value of --kinds."""
     augment: Annotated[str, name_in(AUGMENTATIONS)] = "none"
-    """As for training."""
+    """Augmentation, as in training."""
     image_size: int | None = None
-    """Height and width."""
+    """Height and width; by default 32 for images and 48 for events."""
     time_steps: int = 10
-    """Frames of a recording."""
+    """Frames per recording."""
     num_classes: int = 10
     """Number of classes."""
     batch_size: int = 32
-    """Samples of a batch."""
+    """Samples per batch."""
     workers: tuple[int, ...] = (0, 1, 2)
     """Numbers of worker processes."""
     samples: int = 1024
-    """Samples that a side loads in its turn, behind a first batch."""
+    """Timed samples per turn, after a first batch."""
 
     def problems(self) -> list[str]:
         wrong = at_least(self, 1, "rounds", "image_size", "time_steps", "num_classes", "batch_size", "samples")
         wrong += [f"--workers {number} must be at least 0" for number in self.workers if number < 0]
         if self.data_path != "sample" and len(self.kinds) > 1:
-            wrong.append(f"--data-path {self.data_path} has one kind of samples: name it by --kinds")
+            wrong.append(f"--data-path {self.data_path} has one kind of samples: choose --kinds images or events")
         return wrong
 
     def measure(self) -> list[Figures]:
@@ -78,11 +77,9 @@ class Loading(Case):
             pairs: dict[int, list[tuple[float, float]]] = {workers: [] for workers in self.workers}
             for number in rounds(self.rounds, untimed=1):
                 for workers, rates in pairs.items():
-                    sides = partial(our_batches, self, dataset, workers), partial(their_batches, self, dataset, workers)
-                    order = (0, 1) if number % 2 else (1, 0)
-                    rate = {side: self._rate(sides[side]) for side in order}
+                    pair = self._pair(dataset, workers, ours_first=number % 2 == 1)
                     if number > 0:
-                        rates.append((rate[0], rate[1]))
+                        rates.append(pair)
             for workers, rates in pairs.items():
                 ours, theirs = zip(*rates, strict=True)
                 found.append(
@@ -102,8 +99,19 @@ class Loading(Case):
         config = DataConfig(data_path=self.data_path, augment=self.augment)
         return open_datasets(config, shape, self.num_classes, shards_of_sample).train
 
+    def _pair(self, dataset: ShardDataset, workers: int, ours_first: bool) -> tuple[float, float]:
+        """Samples a second of our loader and of theirs."""
+        ours = partial(our_batches, self, dataset, workers)
+        theirs = partial(their_batches, self, dataset, workers)
+        if ours_first:
+            our_rate = self._rate(ours)
+            return our_rate, self._rate(theirs)
+        their_rate = self._rate(theirs)
+        return self._rate(ours), their_rate
+
     def _rate(self, batches: Callable[[], Any]) -> float:
-        """Samples a second after the first batch: workers have started then, and those of the turn before are gone."""
+        """Samples a second, after the first batch has started the workers."""
+        # Ends workers of the previous turn.
         gc.collect()
         with closing(batches()) as running:
             next(running)
@@ -113,7 +121,7 @@ class Loading(Case):
 
 
 class Samples(Dataset[tuple[Any, int]]):
-    """A map-style data set over the shards, as one would write it for a DataLoader."""
+    """A map-style data set over the shards, for a DataLoader."""
 
     def __init__(self, dataset: ShardDataset) -> None:
         self._dataset = dataset

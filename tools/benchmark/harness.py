@@ -1,4 +1,4 @@
-"""A run of a case from its flags to its log, with rounds, summaries and the table."""
+"""A benchmark case from its flags to its log: rounds, summaries and the table."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 from megasnn.common.memory import processor_name
 from megasnn.config.checks import ConfigError, at_least
 
+# The figures of one row by name: numbers, texts, Summary, or None.
 Figures = dict[str, Any]
-"""Of one row, by name: numbers, texts, Summary; None for what the row does not have."""
+# Heading, name of the figure, format of its numbers.
 Column = tuple[str, str, str]
-"""Heading, name of the figure, format of its numbers."""
 PACKAGES = ("torch", "spikingjelly", "numba", "triton", "megasnn")
 
 
@@ -40,37 +40,36 @@ class Summary:
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """Flags of every case; a subclass adds its own, and measures."""
+    """Flags of every case. Subclasses add flags and measure."""
 
     columns: ClassVar[Sequence[Column]]
     notes: ClassVar[str] = ""
 
     rounds: int = 5
-    """How often each row has its turn."""
+    """Number of turns of each row."""
     output: Path = Path("runs/benchmark.jsonl")
     """File to append a JSON line per row to."""
 
     def problems(self) -> list[str]:
-        """Problems that keep rows from running, one sentence each."""
+        """Contradictions between flags, one sentence each."""
         return at_least(self, 1, "rounds")
 
     @abstractmethod
     def measure(self) -> list[Figures]:
-        """Figures of each row, which has its name as "row". Raises RankError, ValueError."""
+        """Figures of each row, with its name as "row". Raises RankError, ValueError."""
 
 
 def run(case: Case) -> None:
-    """Measures, logs and prints.
-
-    Raises:
-        ConfigError: flags that do not go together. RankError: a rank failed.
-    """
-    if wrong := case.problems():
-        raise ConfigError(wrong)
-    rows, about = case.measure(), {**surroundings(), "case": type(case).__name__, "flags": asdict(case)}
+    """Measures, logs and prints. Raises ConfigError for contradictory flags, RankError if a rank failed."""
+    problems = case.problems()
+    if problems:
+        raise ConfigError(problems)
+    rows = case.measure()
+    about = {**surroundings(), "case": type(case).__name__, "flags": asdict(case)}
     case.output.parent.mkdir(parents=True, exist_ok=True)
     with case.output.open("a") as file:
-        file.writelines(json.dumps({**about, **row}, default=_plain) + "\n" for row in rows)
+        for row in rows:
+            file.write(json.dumps({**about, **row}, default=_plain) + "\n")
     machine = f"{about['cpu']}, {about['cores']} cores, torch {about['versions']['torch']}"
     print("\n".join(["", machine, "", table(case.columns, rows), "", case.notes, f"appended to {case.output}"]))
 
@@ -79,49 +78,55 @@ def surroundings() -> Figures:
     """Time, machine and versions of a run."""
     describe = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
     commit = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        versions[name] = _version(name)
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": processor_name(),
         "cores": os.cpu_count(),
         "commit": commit.stdout.strip() or None,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": versions,
     }
 
 
 def table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table as text; a summary is its median with the quartiles."""
-    cells = [[heading for heading, _, _ in columns]]
-    cells += [[_cell(row.get(name), digits) for _, name, digits in columns] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in cells)
+    """The rows as a text table. A summary is shown as its median and quartiles."""
+    lines = [[heading for heading, _, _ in columns]]
+    for row in rows:
+        lines.append([_cell(row.get(name), digits) for _, name, digits in columns])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
 def rounds(count: int, untimed: int = 0) -> Iterator[int]:
-    """Numbers of the rounds, from 1 on; untimed ones come before, up to 0."""
+    """Numbers of the rounds, from 1; untimed rounds come first and end at 0."""
     for number in range(1 - untimed, count + 1):
         say(f"round {number}/{count}")
         yield number
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Seconds that `work()` takes."""
+    """Duration of `work()`."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
 
 
 def summary(values: Sequence[float]) -> Summary:
-    first, _, third = quantiles(values if len(values) > 1 else [*values] * 2, n=4, method="inclusive")
+    # quantiles() needs two values.
+    several = values if len(values) > 1 else [values[0], values[0]]
+    first, _, third = quantiles(several, n=4, method="inclusive")
     return Summary(median(values), first, third, min(values), max(values))
 
 
 def ratios(values: Sequence[float], others: Sequence[float]) -> Summary:
-    """Summary of `values / others`, round by round: what slows the machine for a while slows both."""
+    """Summary of `values / others` by round: a slow phase of the machine affects both."""
     return summary([value / other for value, other in zip(values, others, strict=True)])
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Shows how far a run has come, on stderr."""
+    """Prints progress on stderr."""
     print(text, end=end, file=sys.stderr, flush=True)
 
 

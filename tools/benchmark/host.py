@@ -1,4 +1,4 @@
-"""The host alone: processor time and calls of functions in a micro-batch, as on a GPU whose kernels take no time."""
+"""Processor time and function calls of the host in a micro-batch, as on a GPU whose kernels take no time."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ TOTAL = "all"
 
 @dataclass(frozen=True)
 class Host(Case):
-    """The host's half of a step: processor time and calls of functions in a micro-batch, on the code path of a GPU.
+    """Processor time and function calls of the host in a micro-batch, on the code path of a GPU.
 
-    Tensors are tiny, and kernels, convolutions, products and what ranks exchange are substitutes that compute nothing.
+    Tensors are tiny. Substitutes for kernels, convolutions, products and exchanges compute nothing.
     """
 
     columns: ClassVar[Sequence[Column]] = (
@@ -60,17 +60,17 @@ here / tree: ratios; of all milliseconds, the median and quartiles of the rounds
 attention: without its units. executor: without the layers. step: the batch, zeroing, norms, statistics, checks"""
 
     models: tuple[Literal["spikformer", "vgg_dvs"], ...] = ("spikformer", "vgg_dvs")
-    """Layers of Spikformer-8-512 and of CIFAR10DVSVGG."""
+    """Models with the layers of Spikformer-8-512 and CIFAR10DVSVGG."""
     rows: tuple[Literal["one", "tp2", "cp2", "wp2", "recompute"], ...] = ("one", "tp2", "cp2", "wp2", "recompute")
     """Layouts: one rank, or the first of two; recompute is on one rank."""
     tree: Path | None = None
-    """Another checkout, which has its turns between those of this one."""
+    """Another checkout to measure in turns with this one."""
     rounds: int = 30
-    """How often each checkout has its turn."""
+    """Number of turns of each checkout."""
     steps: int = 4
-    """Steps of a turn: few, so that both checkouts see the machine in the same state."""
+    """Steps per turn; few, so that both checkouts meet the machine in the same state."""
     micro_batches: int = 1
-    """Of a step."""
+    """Micro-batches per step."""
 
     def problems(self) -> list[str]:
         wrong = at_least(self, 1, "rounds", "steps", "micro_batches")
@@ -160,6 +160,6 @@ def _with_total(parts: Mapping[str, float]) -> Figures:
 
 
 def _ratio(row: str, here: Figures, tree: Figures) -> Figures:
-    """Ratios of the parts; None where the tree does nothing."""
+    """Ratios of the parts; None if the tree does nothing."""
     shares = {part: round(here[part] / tree[part], 3) if tree[part] else None for part in (TOTAL, *PARTS)}
     return {"row": row, "of": "here / tree", "measure": here["measure"], **shares}

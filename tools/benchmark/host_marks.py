@@ -1,4 +1,4 @@
-"""Marks of the part of a step that the host is at, and a meter of the processor time and the calls of each part."""
+"""Marks at the parts of a step, and a meter for processor time and function calls of each part."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Recorder(Protocol):
     label: Label
 
     def pause(self) -> None:
-        """The benchmark itself works now."""
+        """The benchmark's own work begins."""
 
     def enter(self, label: Label) -> None:
-        """A part goes on to work."""
+        """A part's work begins or continues."""
 
 
 class Marks:
@@ -67,7 +67,7 @@ class Marks:
         return marked
 
     def around(self, function: Callable[..., Any], label: Label) -> Callable[..., Any]:
-        """A function whose work is that of a part."""
+        """A function that counts as work of a part."""
         recorder = self._recorder
 
         def around(*args: Any, **options: Any) -> Any:
@@ -142,7 +142,7 @@ class Meter:
             self.c_calls[self.label] += 1
 
     def measured(self, work: Callable[[], object]) -> None:
-        """Does some work, and adds to the figures."""
+        """Runs `work` and adds to the figures."""
         sys.setprofile(self.count_calls if self.counting else None)
         self.enter(self.label)
         work()

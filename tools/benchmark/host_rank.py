@@ -43,7 +43,7 @@ PARTS: dict[str, tuple[Label, ...]] = {
     "optimizer": (_OPTIMIZER,),
     "step": (STEP, ("step", True)),
 }
-"""Parts of a step, and the labels that the meter has for each."""
+"""Parts of a step, and the meter's labels for each."""
 _UNTIMED = 10  # steps, in which caches are filled and Python adapts its bytecode
 
 
@@ -105,7 +105,7 @@ class HostRank:
         self._meter.calibrate()
 
     def time(self, steps: int) -> HostFigures:
-        """Medians over some steps of the processor time of each part, in milliseconds."""
+        """Median processor time of each part over some steps, in milliseconds."""
         seconds: list[Mapping[Label, float]] = []
         own: list[float] = []
         self._meter.counting = False
@@ -191,7 +191,7 @@ def _marking_tasks(leave: Callable[..., None], marks: Marks) -> Callable[..., No
 
 
 def _require_tree(tree: Path) -> None:
-    """Raises ValueError where a module of megasnn has come from another checkout."""
+    """Raises ValueError if a module of megasnn was imported from another checkout."""
     files = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "megasnn"]
     strange = [file for file in files if file is not None and not Path(file).resolve().is_relative_to(tree.resolve())]
     if strange:

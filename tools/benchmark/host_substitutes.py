@@ -111,8 +111,10 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 @contextmanager
 def without_computing(meter: Meter) -> Iterator[None]:
-    """Inside, no product and no convolution of dense tensors is computed on a CPU; a Triton kernel that is started all
-    the same, and a product without a substitute, is a RuntimeError."""
+    """Inside, products and convolutions compute nothing.
+
+    A product without a substitute, and a launch of a Triton kernel, raise RuntimeError there.
+    """
     library = torch.library.Library("aten", "IMPL")  # what it replaces is back once it is gone
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel that is replaced
@@ -133,8 +135,7 @@ def _refuse_kernel(kernel: Any, *args: Any, **options: Any) -> None:
 
 @contextmanager
 def _zeros_read() -> Iterator[None]:
-    """Inside, the host reads zeros of floating-point tensors: what nobody computed may be no number, and a step with
-    such numbers goes another way."""
+    """Inside, the host reads zeros from floating-point tensors, since uninitialised values may be NaN."""
     read = Tensor.tolist
 
     def tolist(x: Tensor) -> Any:
@@ -145,7 +146,7 @@ def _zeros_read() -> Iterator[None]:
 
 
 def join_fake_ranks(ranks: int) -> None:
-    """Makes a world of which this process is the first rank, and the others are not there: torch's "fake" transport.
+    """Makes a world with torch's "fake" transport: this process is the first rank, and the others do not exist.
 
     One process repeats its processor time better than real ranks, whose Gloo threads and polling would be counted.
     A GPU's host has neither: NCCL's work is the device's.

@@ -1,6 +1,6 @@
-"""Time of batch norm, optional max pooling and neurons as one unit, in copies of its input, forward and backward.
+"""Forward and backward time of batch norm, optional max pooling and neurons, relative to a copy of the input.
 
-A copy, into memory that is there already, is what no kernel can go below. Freed memory is kept, as in training.
+A copy into existing memory is a lower bound for every kernel. Freed memory stays with the process, as in training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, secon
 
 @dataclass(frozen=True)
 class Kernels(Case):
-    """Norm and neuron, a row for each number of channels; all inputs are about as large."""
+    """Norm and neuron, a row for each number of channels. All inputs have about the same size."""
 
     columns: ClassVar[Sequence[Column]] = (
         ("channels", "row", ""),
@@ -33,7 +33,7 @@ class Kernels(Case):
     )
 
     rounds: int = 20
-    """How often each row has its turn."""
+    """Number of turns of each row."""
     channels: tuple[int, ...] = (48, 96, 192, 384, 768, 1536)
     """Numbers of channels."""
     mebibytes: float = 12
@@ -43,21 +43,21 @@ class Kernels(Case):
     samples: int = 8
     """Samples in the input."""
     pool: bool = False
-    """With the max pooling between norm and neurons."""
+    """Max pooling between norm and neurons."""
     neuron_backend: Annotated[str, name_in(BACKENDS)] = "auto"
-    """What computes them."""
+    """Kernels to measure."""
     threads: int = 1
-    """Threads that compute."""
+    """Threads of a kernel."""
 
     def problems(self) -> list[str]:
         wrong = at_least(self, 1, "time_steps", "samples", "threads", "rounds")
         wrong += [f"--channels {number} must be at least 1" for number in self.channels if number < 1]
         if not wrong and self.side(max(self.channels)) < 2:
-            wrong.append(f"--mebibytes {self.mebibytes} are less than 2 x 2 pixels of {max(self.channels)} channels")
+            wrong.append(f"--mebibytes {self.mebibytes} is too small for 2 x 2 pixels of {max(self.channels)} channels")
         return wrong
 
     def side(self, channels: int) -> int:
-        """Height and width."""
+        """Height and width of an input of --mebibytes."""
         return math.isqrt(int(self.mebibytes * 2**20) // (4 * self.time_steps * self.samples * channels))
 
     def measure(self) -> list[Figures]:
@@ -80,18 +80,24 @@ class _Row:
     """Tensors of one row, and seconds of copy, forward and backward in each of its rounds."""
 
     def __init__(self, case: Kernels, channels: int) -> None:
-        self._case, self._channels, side = case, channels, case.side(channels)
-        shape = case.time_steps, case.samples, side, side, channels
+        self._case = case
+        self._channels = channels
+        side = case.side(channels)
+        shape = (case.time_steps, case.samples, side, side, channels)
         self._x = torch.randn(shape).movedim(-1, 2).requires_grad_()
-        self._learned = torch.ones(channels, requires_grad=True), torch.full((channels,), 0.5, requires_grad=True)
-        self._g, self._copied = torch.randn_like(self._spikes()), torch.empty_like(self._x, requires_grad=False)
+        self._weight = torch.ones(channels, requires_grad=True)
+        self._bias = torch.full((channels,), 0.5, requires_grad=True)
+        self._copied = torch.empty_like(self._x, requires_grad=False)
+        self._g = torch.randn_like(self._spikes())
         self.times: list[tuple[float, float, float]] = []
 
     def turn(self) -> tuple[float, float, float]:
         copy = seconds(lambda: self._copied.copy_(self._x.detach()))
-        kept: list[Tensor] = []
-        forward = seconds(lambda: kept.append(self._spikes()))
-        return copy, forward, seconds(lambda: torch.autograd.grad(kept, [self._x, *self._learned], self._g))
+        spikes: list[Tensor] = []
+        forward = seconds(lambda: spikes.append(self._spikes()))
+        inputs = [self._x, self._weight, self._bias]
+        backward = seconds(lambda: torch.autograd.grad(spikes, inputs, self._g))
+        return copy, forward, backward
 
     def figures(self) -> Figures:
         copy, forward, backward = zip(*self.times, strict=True)
@@ -105,4 +111,5 @@ class _Row:
     def _spikes(self) -> Tensor:
         case = self._case
         norm_neuron = NormNeuron(NeuronSpec(), 1e-5, case.pool, len(self._x))
-        return norm_pool_neuron(self._x, BatchNorm(*self._learned), norm_neuron, backend=case.neuron_backend).spikes
+        norm = BatchNorm(self._weight, self._bias)
+        return norm_pool_neuron(self._x, norm, norm_neuron, backend=case.neuron_backend).spikes

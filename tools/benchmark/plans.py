@@ -1,4 +1,4 @@
-"""Steps of real ranks on layouts, beside the time and the memory that the planner foresees of each."""
+"""Steps of real ranks on layouts, beside the planner's prediction of time and memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from megasnn.planner.plan import plan
 from megasnn.planner.predict import Predicted, Predictor
 from megasnn.schedule.named import SCHEDULES
 from tools.benchmark.harness import Column, Figures, say
-from tools.benchmark.layouts import MEGASNN, Layouts, Row, measured, parse_row
+from tools.benchmark.layouts import Layouts, measured
+from tools.benchmark.rows import MEGASNN, Row, parse_row
 from tools.benchmark.steps import Work
 
 RANKS = 2
@@ -30,47 +31,51 @@ PREFER: tuple[Prefer, ...] = "speed", "memory"
 
 @dataclass(frozen=True)
 class Plans(Layouts):
-    """Forecasts of the planner for layouts on two ranks, from layers measured on one and two, beside what they take."""
+    """The planner's predictions for layouts on two ranks, from measured layers, beside measured steps."""
 
     columns: ClassVar[Sequence[Column]] = (
         ("row", "row", ""),
         ("plan for", "plan_of", ""),
         ("step ms", "step_ms", ".1f"),
-        ("foreseen", "foreseen_ms", ".1f"),
-        ("x foreseen", "x_foreseen", ".3f"),
+        ("predicted", "foreseen_ms", ".1f"),
+        ("x predicted", "x_foreseen", ".3f"),
         ("MB", "needed_mb", ".1f"),
-        ("foreseen", "foreseen_mb", ".1f"),
-        ("x foreseen", "mb_x_foreseen", ".3f"),
+        ("predicted", "foreseen_mb", ".1f"),
+        ("x predicted", "mb_x_foreseen", ".3f"),
     )
     notes: ClassVar[str] = """\
-MB: of the rank that needs most in a step, above weights, gradients and optimizer state, counted as it is allocated
-plan for: what the planner takes of all layouts of one rank and of two"""
+MB: largest rank's allocations in a step, above weights, gradients and optimizer state
+plan for: the planner's choice among all layouts of one and two ranks"""
 
     global_batch_size: int = 16
-    """Samples of a step."""
+    """Samples per step."""
     micro_batches: int = 4
-    """Of a step, over all replicas."""
+    """Micro-batches per step, over all replicas."""
 
     def default_rows(self) -> tuple[str, ...]:
-        of_two = "dp2", "dp2zero1", "wp2", "tp2", "cp2", "cp2rows", "pp2-1f1b", "pp2-zb1p", "pp2-zbv", "pp2-1f1b-always"
-        return MEGASNN, f"{MEGASNN}-always", *of_two
+        pipelines = ("pp2-1f1b", "pp2-zb1p", "pp2-zbv", "pp2-1f1b-always")
+        return MEGASNN, f"{MEGASNN}-always", "dp2", "dp2zero1", "wp2", "tp2", "cp2", "cp2rows", *pipelines
 
     def pieces(self, row: Row) -> int:
         return self.micro_batches // row.replicas
 
     def problems(self) -> list[str]:
         wrong = super().problems()
-        return wrong or [
-            f"row {row.name}: rows are {MEGASNN} and layouts of {RANKS} ranks, with {self.micro_batches} micro-batches"
-            for row in self.parsed()
-            if row.library != MEGASNN or row.pieces or row.ranks > RANKS or self.micro_batches % row.replicas
-        ]
+        if wrong:
+            return wrong
+        for row in self.parsed():
+            if row.library != MEGASNN or row.pieces or row.ranks > RANKS or self.micro_batches % row.replicas:
+                wrong.append(
+                    f"row {row.name}: rows are {MEGASNN} and layouts of {RANKS} ranks, with {self.micro_batches} "
+                    "micro-batches"
+                )
+        return wrong
 
     def measure(self) -> list[Figures]:
         with TemporaryDirectory() as folder:
             costs = Path(folder, "costs.json")
             analysis = self._analysed(costs)
-            assert analysis.machine is not None, "it was measured"
+            assert analysis.machine is not None
             config = self.work(parse_row(MEGASNN, 1)).configuration()
             cluster = Cluster(RANKS, RANKS, replace(analysis.machine, memory=1e15))
             predictor = Predictor(analysis, config, cluster)
@@ -79,29 +84,32 @@ plan for: what the planner takes of all layouts of one rank and of two"""
             chosen = {name: plan(analysis, config, cluster, name).layout for name in PREFER}
             for name, layout in chosen.items():
                 if layout not in layouts.values():
-                    say(f"plan for {name}: {layout}, which is none of the rows")
+                    say(f"plan for {name}: {layout}, not among the rows")
             predicted = {row: predictor.predict(layout) for row, layout in layouts.items()}
             works = {row: self._planned(row, layouts[row], predicted[row]) for row in layouts}
             found = measured(self, works)
-        for own, (row, foreseen) in zip(found, predicted.items(), strict=True):
-            need = max(each.gathered + each.kept + each.working + each.messages for each in foreseen.memory)
-            times = own["step_ms"]
-            own |= {
+        for figures, (row, prediction) in zip(found, predicted.items(), strict=True):
+            megabytes = max(each.gathered + each.kept + each.working + each.messages for each in prediction.memory)
+            milliseconds = 1e3 * prediction.time.total
+            figures |= {
                 "plan_of": ", ".join(name for name, layout in chosen.items() if layout == layouts[row]),
-                "foreseen_ms": 1e3 * foreseen.time.total,
-                "x_foreseen": times.median / (1e3 * foreseen.time.total),
-                "foreseen_mb": need,
-                "mb_x_foreseen": own["needed_mb"] / need,
+                "foreseen_ms": milliseconds,
+                "x_foreseen": figures["step_ms"].median / milliseconds,
+                "foreseen_mb": megabytes,
+                "mb_x_foreseen": figures["needed_mb"] / megabytes,
             }
         return found
 
     def _analysed(self, costs: Path) -> Analysis:
-        """Costs of the layers on one rank and on two, as the program measures them."""
+        """Costs of the layers on one rank and on two, measured by the planner's program."""
         say("measuring the layers")
         work = self.work(parse_row(MEGASNN, 1))
         size = {"micro_batch_size": work.training.micro_batch_size, "global_batch_size": self.global_batch_size}
-        values = {each.name: getattr(work.model, each.name) for each in fields(work.model)} | size
-        words = [f"{flag(name)}={value}" for name, value in values.items() if not isinstance(value, bool | None)]
+        values = {each.name: getattr(work.model, each.name) for each in fields(work.model)}
+        words = []
+        for name, value in (values | size).items():
+            if not isinstance(value, bool | None):
+                words.append(f"{flag(name)}={value}")
         words += [f"--sparse-products={self.sparse_products}", f"--device={self.device}"]
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
         program = [str(ROOT / "tools" / "plan.py"), work.model.name, f"--gpus={RANKS}", "--measure", f"--costs={costs}"]

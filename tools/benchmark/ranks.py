@@ -1,6 +1,6 @@
-"""Processes that act as ranks: the benchmark's, and those of the tests (tests/rank_pool.py).
+"""Processes that act as ranks, for the benchmark and the tests (tests/rank_pool.py).
 
-They sleep on a pipe until they are called. Training starts no ranks itself: torchrun does.
+They wait on a pipe for calls. Training itself starts no ranks: torchrun does.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or did not answer in time; says what every rank that spoke up said."""
+    """A rank raised, died or did not answer in time. Has the answers of all failed ranks."""
 
 
 class RankProcesses:
-    """Ranks of one name, each an object in a process of its own.
+    """Ranks, each an object in its own process.
 
     Args:
-        name: of what they run, for messages.
-        make: `make(task)` gives, inside the process, the object whose methods `call` calls. A module-level function.
+        name: for errors.
+        make: module-level function; `make(task)` returns, in the process, the object whose methods `call` calls.
         tasks: one for each rank.
-        variables: of the environment, set before a process imports anything.
-        context: how processes start; by default each is a fresh interpreter, so that memory peaks are its own.
+        variables: environment variables, set before a process imports anything.
+        context: start method; None for a fresh interpreter, whose memory peak is its own.
     """
 
     def __init__(
@@ -46,7 +46,9 @@ class RankProcesses:
         variables: Mapping[str, str] | None = None,
         context: SpawnContext | ForkServerContext | None = None,
     ) -> None:
-        self._name, self._make, self._variables = name, make, dict(variables or {})
+        self._name = name
+        self._make = make
+        self._variables = dict(variables or {})
         self._context = context or multiprocessing.get_context("spawn")
         self._ranks: list[tuple[Any, Connection]] = []
         self._starting: list[int] = []
@@ -56,7 +58,7 @@ class RankProcesses:
         return len(self._ranks)
 
     def start(self, tasks: Iterable[Any]) -> None:
-        """Starts a further rank for each task; `ready` waits for them."""
+        """Starts another rank for each task; `ready` waits for them."""
         for task in tasks:
             ours, theirs = self._context.Pipe()
             process: Any = self._context.Process(target=_serve, args=(theirs, self._variables), daemon=True)
@@ -67,8 +69,9 @@ class RankProcesses:
             self._send(len(self._ranks) - 1, self._make, (task,))
 
     def ready(self, timeout: float) -> None:
-        """Waits until every rank has made its object. Raises RankError as `call` does."""
-        starting, self._starting = self._starting, []
+        """Waits until every rank has made its object. Raises RankError."""
+        starting = self._starting
+        self._starting = []
         self._collect("start", starting, timeout, GRACE_SECONDS)
 
     def call(
@@ -77,11 +80,12 @@ class RankProcesses:
         """Results of `method(*arguments)`, in rank order.
 
         Args:
-            timeout: seconds until all must have answered.
-            ranks: how many are called, from the first on; None: all.
-            grace: seconds that the others have left when one has failed: they may wait for it in vain.
+            timeout: seconds for all answers.
+            ranks: number of ranks to call, from the first; None for all.
+            grace: seconds left for the others after a failure, since they may wait for the failed rank.
+
         Raises:
-            RankError: a rank raised, died or did not answer in time. All ranks have ended then.
+            RankError: a rank raised, died or did not answer in time. All ranks have ended.
         """
         called = range(len(self._ranks) if ranks is None else ranks)
         for rank in called:
@@ -89,7 +93,7 @@ class RankProcesses:
         return self._collect(method, called, timeout, grace)
 
     def close(self) -> None:
-        """Ends the processes, at once."""
+        """Kills the processes."""
         for process, pipe in self._ranks:
             pipe.close()
             process.kill()
@@ -99,10 +103,11 @@ class RankProcesses:
         self._starting.clear()
 
     def _send(self, rank: int, *message: Any) -> None:
-        with suppress(OSError):  # it has died: collecting the answers tells
+        # A rank that has died is reported when its answer is collected.
+        with suppress(OSError):
             self._ranks[rank][1].send(message)
 
-    def _collect(self, what: str, ranks: Sequence[int], timeout: float, grace: float) -> list[Any]:
+    def _collect(self, method: str, ranks: Sequence[int], timeout: float, grace: float) -> list[Any]:
         waiting = {self._ranks[rank][1]: rank for rank in ranks}
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
@@ -114,15 +119,19 @@ class RankProcesses:
             for pipe in [pipe for pipe in waiting if pipe in heard]:
                 rank = waiting.pop(pipe)
                 succeeded, value = self._receive(rank)
-                (results if succeeded else failures)[rank] = value
+                if succeeded:
+                    results[rank] = value
+                else:
+                    failures[rank] = value
             if failures:
                 deadline = min(deadline, time.monotonic() + grace)
-        told = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
-        if waiting and not told:
-            told = [f"no answer from rank {', '.join(map(str, sorted(waiting.values())))} within {timeout:g} s"]
-        if told:
+        problems = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
+        if waiting and not problems:
+            silent = ", ".join(map(str, sorted(waiting.values())))
+            problems = [f"no answer from rank {silent} within {timeout:g} s"]
+        if problems:
             self.close()
-            raise RankError("\n".join([f"{self._name} failed in {what}:", *told]))
+            raise RankError("\n".join([f"{self._name} failed in {method}:", *problems]))
         return [results[rank] for rank in ranks]
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
@@ -133,13 +142,13 @@ class RankProcesses:
             process.join(GRACE_SECONDS)
             code = process.exitcode
             if code is not None and code < 0:
-                return False, f"killed by signal {-code} (9 is what a machine without free memory sends)"
+                return False, f"killed by signal {-code} (9: the machine may be out of memory)"
             return False, f"the process ended with status {code}"
 
 
 @contextmanager
 def start_ranks(name: str, make: Callable[[Any], Any], work: Any, ranks: int, threads: int) -> Iterator[RankProcesses]:
-    """Yields ranks made of (work, rank, path of the store by which they join); `ready` waits for them."""
+    """Ranks whose tasks are (work, rank, path of the store for `join_ranks`); `ready` waits for them."""
     environment = {**dict.fromkeys(THREAD_VARIABLES, str(threads)), "LOCAL_WORLD_SIZE": str(ranks)}
     with tempfile.TemporaryDirectory(prefix="megasnn-benchmark-") as folder:
         tasks = [(work, rank, f"{folder}/store") for rank in range(ranks)]
@@ -148,17 +157,17 @@ def start_ranks(name: str, make: Callable[[Any], Any], work: Any, ranks: int, th
 
 
 def join_ranks(store: str, rank: int, ranks: int, backend: str = "gloo") -> None:
-    """Makes the world of torch.distributed; `store` is a file of which nothing may be there yet. Collective."""
+    """Initialises torch.distributed through `store`, the path of a file that must not exist yet. Collective."""
     import torch.distributed as dist
 
     dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
 
 
 def _serve(pipe: Connection, variables: Mapping[str, str]) -> None:
-    """Makes the object that the first message asks for, then calls its methods; sends how each of that ended."""
+    """Makes the object of the first message, then calls its methods, and answers each message."""
     os.environ.update(variables)
-    # Ctrl-C reaches the whole terminal; the parent ends its ranks itself. So this module imports torch only when it
-    # is needed, after this line.
+    # Ctrl-C reaches all processes of the terminal, and the parent ends its ranks itself. This module imports torch
+    # late, so that this line runs first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     made: list[Any] = []
     while True:
@@ -169,7 +178,7 @@ def _serve(pipe: Connection, variables: Mapping[str, str]) -> None:
         outcome = _outcome(message, made)
         try:
             pipe.send(outcome)
-        except Exception:  # a result that cannot be sent
+        except Exception:  # a result that cannot be pickled
             pipe.send((False, traceback.format_exc()))
 
 

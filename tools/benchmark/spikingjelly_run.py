@@ -1,10 +1,10 @@
-"""SpikingJelly's own model, trained by a recipe of MegaSNN: the same samples and changes in the same order, under DDP.
+"""SpikingJelly's own model under DDP, trained by a MegaSNN recipe with the same samples in the same order.
 
     torchrun --standalone --nproc-per-node 2 -m tools.benchmark.spikingjelly_run --config vgg_dvs/cifar10 \\
         --data-path "cifar10/train-{00000..00009}.tar" --valid-data-path "cifar10/test-{00000..00001}.tar"
 
-`--exit-duration-in-mins 2` only measures samples a second; `--compile`, before all flags, compiles the model. Flags are
-those of `python -m megasnn vgg_dvs`; loaders, schedule of the rate and decayed parameters are MegaSNN's.
+Takes the flags of `python -m megasnn vgg_dvs`. `--exit-duration-in-mins 2` measures throughput only. `--compile` as the
+first flag compiles the model. Loaders, learning rates and weight decay are MegaSNN's.
 """
 
 from __future__ import annotations
@@ -31,32 +31,40 @@ from tools.benchmark.steps import spikingjelly_model
 
 
 class Run:
-    """A training on this rank, which has one micro-batch of each global batch."""
+    """A training on this rank, with one micro-batch of each global batch."""
 
     def __init__(self, argv: Sequence[str], compiled: bool) -> None:
-        self.config = config = configuration(MODELS["vgg_dvs"], argv)
+        config = configuration(MODELS["vgg_dvs"], argv)
+        data = config.data
+        training = config.training
+        self.config = config
         self.device, _ = choose_device(config.parallel.device)
         distributed.init_process_group(COMMUNICATION_BACKENDS[self.device.type])
-        self.rank, ranks = distributed.get_rank(), distributed.get_world_size()
-        data, training = config.data, config.training
+        self.rank = distributed.get_rank()
+        ranks = distributed.get_world_size()
         sets = open_datasets(data, config.model.input_shape, config.model.num_classes, shards_of_sample)
         self.length = training.length(epoch_samples(len(sets.train), training.global_batch_size, data.last_batch))
         share = BatchShare(training.global_batch_size, training.micro_batch_size, ranks, self.rank)
         self.samples = BatchLoader(sets.train, share, data, training.seed)
-        self.held_out = BatchLoader(sets.valid, share, data, training.seed, training=False) if sets.valid else None
+        self.validation: BatchLoader | None = None
+        if sets.valid:
+            self.validation = BatchLoader(sets.valid, share, data, training.seed, training=False)
         torch.manual_seed(training.seed)
         self.net = spikingjelly_model(config.model, config.neuron).to(self.device)
-        of_decay: dict[float, list[Tensor]] = {config.optimizer.weight_decay: [], 0.0: []}
-        for each in self.net.parameters():
-            of_decay[config.optimizer.weight_decay if each.ndim > 1 else 0.0].append(each)
-        groups = [{"params": each, "weight_decay": decay} for decay, each in of_decay.items()]
-        self.optimizer = OPTIMIZERS[config.optimizer.optimizer].build(groups, lr=config.optimizer.lr)
+        options = config.optimizer
+        parameters = list(self.net.parameters())
+        groups = [
+            {"params": [each for each in parameters if each.ndim > 1], "weight_decay": options.weight_decay},
+            {"params": [each for each in parameters if each.ndim <= 1], "weight_decay": 0.0},
+        ]
+        self.optimizer = OPTIMIZERS[options.optimizer].build(groups, lr=options.lr, **options.build_options)
         shared = DistributedDataParallel(self.net, broadcast_buffers=False)
         self.forward = torch.compile(shared) if compiled else shared
 
     def step(self, batch: MicroBatch, iteration: int) -> float:
-        """Takes a step; returns the mean loss of the micro-batch."""
-        optimizer, smoothing = self.config.optimizer, self.config.training.label_smoothing
+        """Takes a step and returns the mean loss of the micro-batch."""
+        optimizer = self.config.optimizer
+        smoothing = self.config.training.label_smoothing
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(optimizer, iteration, self.length.iterations, self.length.epoch)
         self.optimizer.zero_grad()
@@ -70,17 +78,19 @@ class Run:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """Share of the validation samples that are right, with running statistics averaged over the ranks."""
+        """Top-1 accuracy on the validation samples, with running statistics averaged over the ranks."""
         for each in self.net.buffers():
             if each.is_floating_point():
                 distributed.all_reduce(each)
                 each /= distributed.get_world_size()
         counts = torch.zeros(2, device=self.device)
         self.net.eval()
-        for batch in self.held_out.batches() if self.held_out else ():
-            for images, labels in map(self._on_device, batch.micro_batches):
-                right = self.net(images).mean(0).argmax(1) == labels
-                counts += torch.stack([right.sum(), torch.ones_like(labels).sum()])
+        batches = self.validation.batches() if self.validation else ()
+        for batch in batches:
+            for micro_batch in batch.micro_batches:
+                images, labels = self._on_device(micro_batch)
+                correct = self.net(images).mean(0).argmax(1) == labels
+                counts += torch.stack([correct.sum(), torch.ones_like(labels).sum()])
         self.net.train()
         distributed.all_reduce(counts)
         return float(counts[0] / counts[1].clamp(min=1))
@@ -94,11 +104,13 @@ class Run:
 def main(argv: Sequence[str]) -> None:
     """Trains, and prints on rank 0."""
     compiled = list(argv[:1]) == ["--compile"]
-    run = Run(argv[compiled:], compiled)
-    logging, minutes = run.config.logging, run.config.training.exit_duration_in_mins or float("inf")
+    run = Run(argv[1:] if compiled else argv, compiled)
+    logging = run.config.logging
+    minutes = run.config.training.exit_duration_in_mins or float("inf")
     begin = since = time.perf_counter()
     for done, batch in enumerate(run.samples.batches(limit=run.length.iterations), 1):
-        loss, text = run.step(batch.micro_batches[0], done - 1), ""
+        loss = run.step(batch.micro_batches[0], done - 1)
+        text = ""
         last = torch.tensor(float(done == run.length.iterations), device=run.device)
         if done % logging.log_interval == 0:
             now = time.perf_counter()

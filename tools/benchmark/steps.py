@@ -1,4 +1,4 @@
-"""A rank that takes training steps of SpikingJelly's own model, or of MegaSNN's on a layout."""
+"""Training steps of one rank: SpikingJelly's own model, or MegaSNN's on a layout."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Work:
     """Work of a row.
 
     Attributes:
-        name: of the row. library: SPIKINGJELLY, or "megasnn".
-        compiled: SpikingJelly's model is under torch.compile.
-        anew: each turn makes an Engine of its own, which measures the layers again.
+        library: SPIKINGJELLY or "megasnn".
+        compiled: torch.compile for SpikingJelly's model.
+        anew: each turn makes a new Engine, which measures the layers again.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Work:
     anew: bool = False
 
     def configuration(self) -> PretrainConfig:
-        """Configuration of the run, with the neurons that SpikingJelly's model has and a constant rate."""
+        """Configuration of the run, with SpikingJelly's neurons and a constant learning rate."""
         kind = type(self.model)
         return run_config(kind)(
             model=self.model,
@@ -70,7 +70,7 @@ class Work:
         )
 
     def tiny(self) -> Work:
-        """The same on one rank with a few thousand parameters and two samples."""
+        """The same work on one rank, with a few thousand parameters and two samples."""
         small: Dimensions = self.model
         if isinstance(small, VggDvs):
             small = replace(small, channels="8,P,8,P", image_size=8)
@@ -82,7 +82,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds of each step on a rank, and of a simulation of its schedule by costs that were measured just before."""
+    """Seconds of each step on a rank, and simulated seconds from costs measured right before."""
 
     seconds: list[float]
     simulated: float | None = None
@@ -93,10 +93,11 @@ class Facts:
     """Figures of a rank.
 
     Attributes:
-        peak_mb: above the memory before the model was built, with everything imported and compiled.
-        needed_mb: what a step takes at most above what is there between steps, counted as it is allocated.
-        calls, moved_mb: of one step: received in collectives, sent in messages. packed: share of the bytes unpacked.
-        layers, schedule, idle: of the pipeline; idle is the simulated share.
+        peak_mb: peak memory above the memory before the model was built.
+        needed_mb: peak allocations of a step, above the memory between steps.
+        calls, moved_mb: traffic of one step, received in collectives and sent in messages.
+        packed: moved bytes divided by their size without packing.
+        layers, schedule, idle: pipeline layout, schedule, and simulated idle share.
     """
 
     peak_mb: float
@@ -110,7 +111,7 @@ class Facts:
 
 
 class StepRank:
-    """Imports everything and warms up caches and kernels when made; the first turn builds the model."""
+    """A rank. Construction imports everything and compiles kernels; the first turn builds the model."""
 
     def __init__(self, task: tuple[Work, int, str]) -> None:
         self._work, self._rank, self._store = task
@@ -118,12 +119,14 @@ class StepRank:
         os.environ["LOCAL_RANK"] = str(self._rank)
         self._device = torch.device("cpu")
         if self._work.device == "cuda":
-            if (gpus := torch.cuda.device_count()) < self._work.ranks:
+            gpus = torch.cuda.device_count()
+            if gpus < self._work.ranks:
                 raise ValueError(
-                    f"--device cuda: {self._work.name} has {self._work.ranks} rank(s), here are {gpus} GPUs"
+                    f"--device cuda: {self._work.name} has {self._work.ranks} rank(s), and this machine {gpus} GPU(s)"
                 )
             self._device = torch.device("cuda", self._rank)
-        for library in (SPIKINGJELLY, "megasnn"):  # lazy imports and compiled kernels belong to the baseline
+        # Lazy imports and compiled kernels belong to the baseline of the memory.
+        for library in (SPIKINGJELLY, "megasnn"):
             step = _step_of(replace(self._work.tiny(), library=library, compiled=False), self._device)
             step.take()
             step.close()
@@ -137,22 +140,25 @@ class StepRank:
     def turn(self, count: int, warmup: int = 1) -> Turn:
         """Takes untimed steps, then `count` timed ones."""
         step = self._built()
-        for _ in range(warmup):  # caches saw another row last
+        # Another row has used the caches last.
+        for _ in range(warmup):
             step.take()
         return Turn([seconds(step.take) for _ in range(count)], step.simulated())
 
     def facts(self) -> Facts:
-        """Facts of the steps so far; takes some more."""
+        """Figures of the steps so far. Takes some more steps."""
         step = self._built()
         peak = max(0.0, peak_memory_mb(self._device) - self._baseline)
         traffic.reset()
         with traffic.counting():
             step.take()
         moved = traffic.total()
-        # The least of three: what a thread of the transport gives back is not always seen.
-        needed = None
-        if self._work.library != SPIKINGJELLY:  # whose gradients are given back between steps
-            needed = 1e-6 * min(needed_bytes(step.take, self._device) for _ in range(3 if self._work.ranks > 1 else 1))
+        needed: float | None = None
+        # SpikingJelly's gradients are freed between steps, so its figure would have another meaning.
+        if self._work.library != SPIKINGJELLY:
+            # The least of three: memory freed by a thread of the transport is not always seen.
+            tries = 3 if self._work.ranks > 1 else 1
+            needed = 1e-6 * min(needed_bytes(step.take, self._device) for _ in range(tries))
         packed = moved.bytes / moved.dense_bytes if moved.dense_bytes else None
         return Facts(peak, needed, moved.calls, 1e-6 * moved.bytes, packed, *step.pipeline())
 
@@ -168,14 +174,14 @@ class StepRank:
 
 
 class _Step:
-    """Training steps of MegaSNN on the ranks that are there, as `Engine.train_step` takes them."""
+    """Training steps of MegaSNN by `Engine.train_step`."""
 
     def __init__(self, work: Work, device: torch.device) -> None:
         self._engine = Engine(work.configuration(), length=Length(ENDLESS))
         self._batch = random_batch(work.model, work.training.global_batch_size)
 
     def take(self) -> float:
-        """One step; returns its loss."""
+        """Takes a step and returns its loss."""
         return self._engine.train_step(*self._batch).loss
 
     def close(self) -> None:
@@ -198,16 +204,19 @@ class _Step:
 
 
 class _SpikingJellyStep(_Step):
-    """Steps as SpikingJelly's own training scripts take them: the whole batch in one go, state reset behind."""
+    """Steps as in SpikingJelly's training scripts: the whole batch at once, then a reset of the state."""
 
     def __init__(self, work: Work, device: torch.device) -> None:
         self._model = spikingjelly_model(work.model).to(device)
         self._forward = torch.compile(self._model) if work.compiled else self._model
-        self._images, self._labels = (x.to(device) for x in random_batch(work.model, work.training.global_batch_size))
+        images, labels = random_batch(work.model, work.training.global_batch_size)
+        self._images = images.to(device)
+        self._labels = labels.to(device)
         rates = OptimizerConfig()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=rates.lr, weight_decay=rates.weight_decay)
         self._type = device.type if work.training.precision == "bf16" else None
-        let_products_round(work.training.precision == "tf32")  # both sides in the same precision
+        # Both sides in the same precision.
+        let_products_round(work.training.precision == "tf32")
 
     def take(self) -> float:
         self._optimizer.zero_grad()
@@ -229,11 +238,13 @@ class _SpikingJellyStep(_Step):
 
 
 def _step_of(work: Work, device: torch.device) -> _Step:
-    return (_SpikingJellyStep if work.library == SPIKINGJELLY else _Step)(work, device)
+    if work.library == SPIKINGJELLY:
+        return _SpikingJellyStep(work, device)
+    return _Step(work, device)
 
 
 def needed_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """Most bytes that a step takes at once above what is there before it, counted as they are allocated."""
+    """Peak bytes of a step's allocations, above the memory before it."""
     gc.collect()
     counter = AllocationCounter(device)
     with counter.counting():
@@ -249,7 +260,7 @@ def random_batch(model: Dimensions, samples: int) -> tuple[Tensor, Tensor]:
 
 
 def spikingjelly_model(model: Dimensions, neuron: NeuronConfig | None = None) -> nn.Module:
-    """SpikingJelly's, on images `[N, C, H, W]` or event frames `[N, T, C, H, W]`. Args: neuron: LIF, of a VGG."""
+    """SpikingJelly's model for images `[N, C, H, W]` or event frames `[N, T, C, H, W]`, with a VGG's LIF neurons."""
     if isinstance(model, VggDvs):
         return _Vgg(model, neuron or VggDvs.neuron())
     return spikformer.Spikformer(
@@ -267,7 +278,7 @@ def spikingjelly_model(model: Dimensions, neuron: NeuronConfig | None = None) ->
 
 
 class _Vgg(nn.Module):
-    """CIFAR10DVSVGG, whose channels and size are fixed, for other ones: its blocks, its classifier, its forward."""
+    """CIFAR10DVSVGG with other channels and image sizes: its blocks, classifier and forward."""
 
     def __init__(self, model: VggDvs, lif: NeuronConfig) -> None:
         super().__init__()
@@ -281,12 +292,16 @@ class _Vgg(nn.Module):
             surrogate_function=surrogates[lif.surrogate](lif.spec.alpha),
         )
         blocks: list[nn.Module] = []
-        inputs, (convolutions, pools_last) = model.in_channels, parse_channels(model.channels)
+        convolutions, pools_last = parse_channels(model.channels)
+        inputs = model.in_channels
         for channels, pool in convolutions:
             blocks.append(VGGBlock(inputs, channels, 3, 1, 1, pool, step_mode="m", **neuron))
             inputs = channels
-        self.features = nn.Sequential(*blocks, *([layer.AvgPool2d(2)] if pools_last else []))
-        linear = nn.Linear(inputs * (model.image_size // 2 ** model.channels.count("P")) ** 2, model.num_classes)
+        if pools_last:
+            blocks.append(layer.AvgPool2d(2))
+        self.features = nn.Sequential(*blocks)
+        side = model.image_size // 2 ** model.channels.count("P")
+        linear = nn.Linear(inputs * side**2, model.num_classes)
         self.classifier = nn.Sequential(nn.Dropout(model.dropout), linear)
         functional.set_step_mode(self, "m")
         self._time_steps = 0 if model.event_frames else model.time_steps

@@ -1,8 +1,8 @@
-"""Conversion for tensor parallelism: a network of torch's and SpikingJelly's layers becomes one of ours.
+"""Conversion for tensor parallelism: a network of torch's and SpikingJelly's layers becomes MegaSNN's.
 
-What is in the table of `megasnn.layers.plain.table` becomes a layer of ours, cut by channel. A network with something
-else in it that has tensors, or may mix channels, is whole on every rank; so is one whose own forwards do more than
-joining tensors element by element (`megasnn.layers.plain.by_channel`).
+Layers in the table of `megasnn.layers.plain.table` are cut by channel. A network is whole on every rank if another of
+its modules has tensors or may mix channels, or if its own code does more than join tensors element by element
+(`megasnn.layers.plain.by_channel`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from megasnn.layers.context import BuildContext, context_for, is_building
 from megasnn.layers.init import ModuleInitialiser, own_tensors, tensors_of
 from megasnn.layers.layer import Layer, LayerSource, require_initialiser, require_module
 from megasnn.layers.plain.initial_values import without_values
+from megasnn.layers.plain.layer_call import LayerCall
 from megasnn.layers.plain.refusals import (
     SEQUENCES,
     is_by_channel,
@@ -25,23 +26,23 @@ from megasnn.layers.plain.refusals import (
     problem_of,
     require_supported,
 )
-from megasnn.layers.plain.replicated import LayerCall, as_layer, folds_time, plain_layer, swapped
+from megasnn.layers.plain.replicated import as_layer, folds_time, plain_layer, swapped
 from megasnn.layers.plain.table import Conversion, class_name, convert, in_table, is_multi_step, spec_of
 
 
 def shard(module: nn.Module, *, initialise: ModuleInitialiser | None = None) -> Sharded:
-    """Makes tensor parallel layers of a network of torch's and SpikingJelly's, which itself stays as it is.
+    """Makes tensor-parallel layers of a copy of a network with torch's and SpikingJelly's layers.
 
         yield from megasnn.shard(net)                          # an nn.Sequential: a layer of each module in it
         yield layer("stage1", megasnn.shard(resnet.layer1))    # any module: one layer
-        print(megasnn.shard(net))                              # what each layer becomes, or why not
+        print(megasnn.shard(net))                              # each layer, cut or whole, with the reason
 
-    Tensors keep the names that they have in the network.
+    Tensors keep their names in the network.
 
     Args:
-        initialise: sets initial values of a plain layer, after its own `reset_parameters`; called with every one.
+        initialise: sets initial values of plain layers; called with each module, after its own `reset_parameters`.
     Raises:
-        ValueError: something else than a module, or `initialise` is no function of one module.
+        ValueError: `module` is no module, or `initialise` no function of one module.
     """
     require_initialiser("megasnn.shard", initialise)
     return Sharded(require_module("megasnn.shard", module), initialise)
@@ -49,18 +50,21 @@ def shard(module: nn.Module, *, initialise: ModuleInitialiser | None = None) -> 
 
 @dataclass(frozen=True)
 class Sharded(LayerSource):
-    """A network given to `shard`, which layers are made of when a model is built; a ValueError then is of one that
-    cannot be given to layers, or has values."""
+    """A network given to `shard`. Layers are made of it when a model is built, or refused with a ValueError."""
 
     network: nn.Module
     initialise: ModuleInitialiser | None
 
     def give(self) -> nn.Module:
-        """The network, for a layer or several."""
-        require_supported(self.network, "shard", *(["given"] if is_building() else []))
+        """The network, after checks."""
+        uses = ("shard", "given") if is_building() else ("shard",)
+        require_supported(self.network, *uses)
         paths: dict[nn.Module, str] = {}
         for path, module in self.network.named_modules(remove_duplicate=False):
-            if is_stateful(module) and (first := paths.setdefault(module, path)) != path:
+            if not is_stateful(module):
+                continue
+            first = paths.setdefault(module, path)
+            if first != path:
                 raise ValueError(f"{path} is that of {first}: neurons at two places are not supported")
         return self.network
 
@@ -74,32 +78,47 @@ class Sharded(LayerSource):
             yield Layer(path, part, path, self.initialise, is_sharded=True)
 
     def __str__(self) -> str:
-        rows, context = list[tuple[str, str, str]](), context_for(None)
-        for path, part in _flat(self.network, "") if _is_flat(self.network) else [("", self.network)]:
-            try:
-                convert_network(Layer(path, part, path, self.initialise), context)
-                why = why_whole(part)
-                is_own = any(class_name(each) is None for each in part.modules())
-                condition = ", if its own forwards work element by element" if is_own else ""
-                text = f"whole on every rank: {why}" if why else f"cut by channel{condition}"
-            except ValueError as error:
-                text = f"refused: {error}"
-            rows.append((path or "(itself)", type(part).__name__, text))
-        name, kind = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
-        return "\n".join(f"{row[0]:{name}}  {row[1]:{kind}}  {row[2]}" for row in rows)
+        parts = [("", self.network)]
+        if _is_flat(self.network):
+            parts = [*_flat(self.network, "")]
+        rows = []
+        for path, part in parts:
+            layer = Layer(path, part, path, self.initialise)
+            rows.append((path or "(itself)", type(part).__name__, _outcome(layer)))
+        path_width = max((len(path) for path, _, _ in rows), default=0)
+        kind_width = max((len(kind) for _, kind, _ in rows), default=0)
+        return "\n".join(f"{path:{path_width}}  {kind:{kind_width}}  {outcome}" for path, kind, outcome in rows)
+
+
+def _outcome(layer: Layer) -> str:
+    """Says for a layer of a network if it is cut, whole or refused."""
+    try:
+        convert_network(layer, context_for(None))
+        why = why_whole(layer.module)
+    except ValueError as error:
+        return f"refused: {error}"
+    if why is not None:
+        return f"whole on every rank: {why}"
+    has_own_code = any(class_name(each) is None for each in layer.module.modules())
+    return "cut by channel, if its own forwards work element by element" if has_own_code else "cut by channel"
 
 
 def _is_flat(module: nn.Module) -> bool:
-    """Tells whether it is no more than a sequence of its modules."""
+    """Whether a module only calls its parts one after another."""
     hooks = [value for name, value in vars(module).items() if name.endswith("_hooks")]
     return type(module) is nn.Sequential and not any(hooks)
 
 
 def _flat(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module._modules.items():  # a module may stand at two places
-        if child is not None:
-            inner = _join(path, name)
-            yield from _flat(child, inner) if _is_flat(child) else [(inner, child)]
+    # Not named_children, which leaves out a module that stands at a second place.
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        inner = _join(path, name)
+        if _is_flat(child):
+            yield from _flat(child, inner)
+        else:
+            yield inner, child
 
 
 def _join(*parts: str) -> str:
@@ -107,18 +126,20 @@ def _join(*parts: str) -> str:
 
 
 def convert_network(each: Layer, context: BuildContext) -> nn.Module:
-    """Makes a layer of a copy of a network that was given to `shard`: of layers of ours, or else a plain one.
+    """Makes a layer of a copy of a network: from MegaSNN's layers if it can be cut, otherwise as a plain layer.
 
     Raises:
-        ValueError: a module that cannot be computed alike on every layout neither cut nor whole.
+        ValueError: a module that can be neither cut nor computed alike on every layout.
     """
     network = without_values(each.module)
     if why_whole(network):
         return plain_layer(network, each.name, context, each.initialise)
     note_stepped(network)
-    call, ours = LayerCall(context.time_steps, folds_time(network)), dict[nn.Module, nn.Module]()
+    call = LayerCall(context.time_steps, folds_time(network))
+    ours: dict[nn.Module, nn.Module] = {}
     for path, part, conversion in _reached(network):
-        if problem := problem_of(part, "kept" if conversion is None else "cut"):
+        problem = problem_of(part, "kept" if conversion is None else "cut")
+        if problem:
             raise ValueError(f"{module_label(path, part)} {problem}")
         if conversion is not None and part not in ours:
             ours[part] = convert(part, conversion, context, each.initialise)
@@ -126,10 +147,11 @@ def convert_network(each: Layer, context: BuildContext) -> nn.Module:
 
 
 def _reached(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, Conversion | None]]:
-    """A module and those in it, down to those that are converted, with their conversions; None where a module is
-    computed by itself, as a neuron that none of ours computes."""
-    is_node = hasattr(module, "surrogate_function")
-    conversion = None if is_node and (not is_multi_step(module) or spec_of(module) is None) else in_table(module)
+    """A module and its parts with their conversions, down to the converted ones; None for a module that is kept."""
+    conversion = in_table(module)
+    if hasattr(module, "surrogate_function") and (not is_multi_step(module) or spec_of(module) is None):
+        # A neuron that MegaSNN's kernels do not compute.
+        conversion = None
     yield path, module, conversion
     if conversion is None and not _is_leaf(module):
         for name, child in module.named_children():
@@ -142,16 +164,18 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def why_whole(network: nn.Module) -> str | None:
-    """Reason why no rank can have a part of a network, and each computes all of it; None where sizes decide."""
+    """Reason why every rank computes all of a network; None if sizes and its own code decide."""
     for path, part, conversion in _reached(network):
-        if why := _why_not_cut(part, conversion):
+        why = _why_not_cut(part, conversion)
+        if why:
             return f"{module_label(path, part)} {why}"
     return None
 
 
 def _why_not_cut(module: nn.Module, conversion: Conversion | None) -> str | None:
     if isinstance(module, SEQUENCES):
-        return "does not always call its parts one by one"  # in evaluation one kernel of torch's computes it
+        # torch has one kernel for all of them in evaluation.
+        return "does not always call its parts one by one"
     if conversion is None:
         if next(own_tensors(module), None) is not None:
             return "has tensors of its own, and is not in the table"

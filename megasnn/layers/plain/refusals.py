@@ -1,9 +1,9 @@
-"""Plain modules, without sharded layers in them: which they are, and which cannot be computed alike on every layout."""
+"""Plain modules, without sharded layers inside: which they are, and which cannot be computed alike on every layout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,103 +12,142 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import DropPath, ParallelDropout
+from megasnn.layers.facts import facts
 from megasnn.layers.init import own_tensors, tensors_of
+from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.plain.table import class_name, in_table, is_multi_step, sharded_batch_norm
-from megasnn.layers.row_context import row_group
-from megasnn.layers.weighted import ParallelLinear
-from megasnn.parallel.sharding import shards_of
 
 SHARDED = (ParallelConv, ParallelLinear, ParallelBatchNorm, NeuronLayer, ParallelDropout, DropPath)
-
 SEQUENCES = (
     *(nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer),
     *(nn.TransformerDecoder, nn.TransformerDecoderLayer, nn.RNNBase, nn.RNNCellBase),
 )
 
+# SpikingJelly's containers that call their parts at every time step; the parts are in step mode "s".
 _STEPPING = ("MultiStepContainer", "LinearRecurrentContainer", "ElementWiseRecurrentContainer")
-"""Containers of SpikingJelly that call what is in them at every time step, in step mode "s"."""
-
-
-def is_plain(module: nn.Module) -> bool:
-    """Tells whether there is no sharded layer in a module."""
-    return not any(isinstance(each, SHARDED) or shards_of(each) for each in module.modules())
-
-
-def is_stateful(module: nn.Module) -> bool:
-    return callable(getattr(module, "reset", None)) and not isinstance(module, NeuronLayer)
-
-
-def note_stepped(module: nn.Module) -> None:
-    """Notes which modules stand in containers of SpikingJelly's that call them at every time step."""
-    for container in module.modules():
-        if type(container).__name__ in _STEPPING:
-            for part in [*container.modules()][1:]:
-                vars(part)["_is_stepped"] = True
-
-
-def _is_single_step(module: nn.Module) -> bool:
-    return hasattr(module, "step_mode") and not is_multi_step(module) and not vars(module).get("_is_stepped")
-
-
-def _name_of(test: Callable[[nn.Module, str, Any], object]) -> Callable[[nn.Module], str | None]:
-    """Finds the first parameter or buffer of a module itself that passes a test."""
-    return lambda module: next((name for name, x in own_tensors(module) if test(module, name, x)), None)
-
+_POINTWISE = {
+    *("Sequential", "Identity", "ReLU", "GELU", "SiLU", "Sigmoid", "Tanh"),
+    *("Hardtanh", "LeakyReLU", "ELU", "Softplus"),
+}
+_POOLS = {f"{kind}Pool{dims}d" for kind in ("Max", "Avg", "AdaptiveMax", "AdaptiveAvg") for dims in (1, 2, 3)}
+_BY_CHANNEL = {*_POINTWISE, *_POOLS, "Flatten", "Upsample", "SeqToANNContainer"}
+_BY_ROWS = {*_POINTWISE, "ModuleList", "ModuleDict"}
 
 _SINGLE = "is in step mode 's': layers take all time steps at once, so give step_mode='m'"
 _VALUES = "make modules in `layers`, as they are yielded, and their tensors with torch.empty, because torch.Tensor(...)"
 
-PROBLEMS: Sequence[tuple[str, Callable[[Any], object], str]] = (
-    (
-        "plain inside shard",
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module contains no sharded layer."""
+    return not any(isinstance(each, SHARDED) or facts(each).shards for each in module.modules())
+
+
+def is_stateful(module: nn.Module) -> bool:
+    """Whether a plain module keeps a state between calls, such as SpikingJelly's neurons."""
+    return callable(getattr(module, "reset", None)) and not isinstance(module, NeuronLayer)
+
+
+def note_stepped(module: nn.Module) -> None:
+    """Notes the modules that a container of SpikingJelly calls at every time step."""
+    for container in module.modules():
+        if type(container).__name__ in _STEPPING:
+            for part in container.modules():
+                if part is not container:
+                    facts(part).is_stepped = True
+
+
+class _Problem(NamedTuple):
+    """Reason to refuse modules.
+
+    Attributes:
+        uses: uses of a module that are refused, see `_PROBLEMS`.
+        find: finding for a module without its parts; false if there is no problem.
+        text: message with a place for the finding.
+    """
+
+    uses: Sequence[str]
+    find: Callable[[Any], object]
+    text: str
+
+
+def _is_single_step(module: nn.Module) -> bool:
+    return hasattr(module, "step_mode") and not is_multi_step(module) and not facts(module).is_stepped
+
+
+def _is_foreign_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and in_table(module) is not sharded_batch_norm
+
+
+def _with_values(module: nn.Module) -> str | None:
+    """Name of a tensor of the module that has values."""
+    return next((name for name, x in own_tensors(module) if not x.is_meta and x.ndim > 0), None)
+
+
+def _without_shard(module: nn.Module) -> str | None:
+    """Name of a tensor of the module without a shard."""
+    return next((name for name, _ in own_tensors(module) if name not in facts(module).shards), None)
+
+
+_PROBLEMS = (
+    _Problem(
+        ("plain", "inside", "shard"),
         lambda each: isinstance(each, torch.jit.ScriptModule),
         "is compiled by TorchScript, which hides what it computes: give the module that it was made of",
     ),
-    (
-        "plain given",
-        _name_of(lambda module, name, x: not x.is_meta and x.ndim > 0),
+    _Problem(
+        ("plain", "given"),
+        _with_values,
         f"has values in {{!r}}: {_VALUES} ignores the device they are made on; weights are loaded with --load",
     ),
-    ("shard", lambda each: isinstance(each, SHARDED), "is cut already; shard is for plain layers"),
-    (
-        "plain inside kept cut",
-        lambda each: isinstance(each, _BatchNorm) and in_table(each) is not sharded_batch_norm,
+    _Problem(("shard",), lambda each: isinstance(each, SHARDED), "is cut already; shard is for plain layers"),
+    _Problem(
+        ("plain", "inside", "kept", "cut"),
+        _is_foreign_batch_norm,
         "is a batch norm with a forward of its own, which ours would not have",
     ),
-    ("plain", _is_single_step, _SINGLE),
-    ("kept cut", lambda each: is_stateful(each) and _is_single_step(each), _SINGLE),
-    ("torch", lambda each: getattr(each, "batch_first", False) is True, "takes time for the batch: batch_first=True"),
-    (
-        "inside",
+    _Problem(("plain",), _is_single_step, _SINGLE),
+    _Problem(("kept", "cut"), lambda each: is_stateful(each) and _is_single_step(each), _SINGLE),
+    _Problem(
+        ("torch",),
+        lambda each: getattr(each, "batch_first", False) is True,
+        "takes time for the batch: batch_first=True",
+    ),
+    _Problem(
+        ("inside",),
         lambda each: is_stateful(each) and hasattr(each, "step_mode"),
         "keeps its state in a block of ours: use megasnn.ParallelNeuron, or make it a layer of its own",
     ),
-    (
-        "inside",
-        _name_of(lambda module, name, x: name not in shards_of(module)),
+    _Problem(
+        ("inside",),
+        _without_shard,
         "does not say how ranks share {0!r}: move it, with what is computed from it, to a layer of its own; neurons of "
         "one's own declare it with self.per_channel({0!r}, initial value)",
     ),
 )
-"""Uses of a module, what finds a problem, and its text with the finding. Uses: "plain", in a layer without sharded
-layers; "inside", in one with some; "torch", in a layer of torch's modules alone; "shard", in a network given to shard;
-"given", the same while a model is built; "cut" and "kept", there, in the table of conversions or not."""
+"""Problems by the use of a module:
+
+    plain: in a layer without sharded layers             inside: in a layer with sharded layers
+    torch: in a layer of torch's modules alone           shard: in a network given to `shard`
+    given: the same, while a model is built              cut, kept: there, inside or outside the table of conversions
+"""
 
 
 def problem_of(module: nn.Module, *uses: str) -> str | None:
-    """Reason why a module, without those in it, cannot be computed alike on every layout."""
-    for of_uses, find, text in PROBLEMS:
-        if not set(uses).isdisjoint(of_uses.split()) and (found := find(module)):
-            return text.format(found)
+    """Reason why a module, without its parts, cannot be computed alike on every layout."""
+    for problem in _PROBLEMS:
+        found = None if set(uses).isdisjoint(problem.uses) else problem.find(module)
+        if found:
+            return problem.text.format(found)
     return None
 
 
 def require_supported(module: nn.Module, *uses: str) -> None:
-    """Raises ValueError for a module, or one in it, that cannot be computed alike on every layout."""
+    """Raises ValueError if a module, or one of its parts, cannot be computed alike on every layout."""
     for path, each in module.named_modules():
-        if problem := problem_of(each, *uses):
+        problem = problem_of(each, *uses)
+        if problem:
             raise ValueError(f"{module_label(path, each)} {problem}")
 
 
@@ -117,31 +156,26 @@ def module_label(path: str, module: nn.Module) -> str:
     return f"{path} ({kind})" if path else kind
 
 
-_ELEMENTWISE = {"Sequential", "Identity", "ReLU", "GELU", "SiLU", "Sigmoid", "Tanh"}
-_ELEMENTWISE |= {"Hardtanh", "LeakyReLU", "ELU", "Softplus"}
-_POOLS = [f"{kind}Pool{dims}d" for kind in ("Max", "Avg", "AdaptiveMax", "AdaptiveAvg") for dims in (1, 2, 3)]
-_BY_CHANNEL = {*_ELEMENTWISE, *_POOLS, "Flatten", "Upsample", "SeqToANNContainer"}
-
-
 def is_by_channel(module: nn.Module) -> bool:
-    """Tells whether a module without tensors computes each channel by itself, as far as is known here."""
+    """Whether a module without tensors is known to compute each channel by itself."""
     kind = class_name(module)
     if kind is None or next(tensors_of(module), None) is not None:
         return False
-    return hasattr(module, "surrogate_function") or kind in _BY_CHANNEL and all(map(is_by_channel, module.children()))
-
-
-# --- layers that ranks share the rows of images of
-
-_BY_ROWS = {*_ELEMENTWISE, "ModuleList", "ModuleDict"}
+    if hasattr(module, "surrogate_function"):
+        return True
+    return kind in _BY_CHANNEL and all(is_by_channel(child) for child in module.children())
 
 
 def refuse_mixed_rows(layer: nn.Module, context: BuildContext) -> None:
-    """Raises ValueError where ranks share out rows for a layer, or a module in it, that mixes them, or does not say
-    that it does not. MegaSNN's layers exchange what they need."""
-    rows = row_group(context)
+    """Raises ValueError for a module that may mix rows of images, if ranks share them out.
+
+    MegaSNN's layers exchange the rows they need.
+    """
+    rows = context.row_group
+    if rows is None:
+        return
     for path, each in layer.named_modules():
-        if rows is not None and _mixes_rows(each):
+        if _mixes_rows(each):
             raise ValueError(
                 f"{module_label(path, each)} mixes rows of images, or does not say that it computes each by itself "
                 f"(mixes_rows = False in its class): it cannot be computed with --context-parallel-size "
@@ -150,10 +184,10 @@ def refuse_mixed_rows(layer: nn.Module, context: BuildContext) -> None:
 
 
 def _mixes_rows(module: nn.Module) -> bool:
-    """Tells whether a module, without those in it, needs rows that other ranks may have and does not get them."""
+    """Whether a module, without its parts, may need rows of other ranks that it does not get."""
     said = getattr(module, "mixes_rows", None)
     if said is not None:
         return bool(said)
-    # Neurons of one's own have surrogate functions of SpikingJelly's in them.
+    # A user's neuron has a surrogate function of SpikingJelly as a part.
     ours = type(module).__module__.startswith(("megasnn.", "spikingjelly.activation_based.surrogate"))
     return not (ours or class_name(module) in _BY_ROWS or isinstance(module, NeuronLayer))

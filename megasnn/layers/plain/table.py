@@ -1,7 +1,7 @@
-"""Layer classes of torch and SpikingJelly as layers of ours, cut by channel: the table of conversions.
+"""Table of conversions: layer classes of torch and SpikingJelly as MegaSNN's layers, cut by channel.
 
-A layer keeps the names of its tensors, its initial values, its hooks and what was set on it. One in SpikingJelly's step
-mode "m" is still given `[T, N, C, ...]`, any other `[N, C, ...]`, in which N may be T * N.
+A converted layer keeps tensor names, initial values, hooks and attributes. It takes the same dimensions as before:
+`[T, N, C, ...]` in SpikingJelly's step mode "m", otherwise `[N, C, ...]`, in which N may be T * N.
 """
 
 from __future__ import annotations
@@ -18,29 +18,19 @@ from megasnn.kernels import SURROGATES, NeuronSpec
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import ParallelDropout, drawn_frames
+from megasnn.layers.facts import facts
 from megasnn.layers.init import ModuleInitialiser, own_tensors
+from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import ParallelNeuron
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.plain.initial_values import initializer_from_module
-from megasnn.layers.weighted import ParallelLinear
-from megasnn.parallel.sharding import declare, shards_of
+from megasnn.layers.tensors import declare
 
-
-def _values(module: nn.Module, initialise: ModuleInitialiser | None) -> dict[str, Any]:
-    names = {"initialise": "weight", "initialise_bias": "bias"}
-    return {option: initializer_from_module(module, initialise, name) for option, name in names.items()}
-
-
-def _without_time(ours: nn.Module, x: Tensor, *args: Any) -> Tensor:
-    """Forward of a layer of ours on `[N, C, ...]`. A linear one takes any other dimensions as well."""
-    forward: Any = type(ours).forward
-    if isinstance(ours, ParallelLinear) and x.ndim > 2:
-        return forward(ours, x)
-    return forward(ours, x.unsqueeze(0), *args).squeeze(0)
+_KINDS = {"IFNode": "if", "LIFNode": "lif", "ParametricLIFNode": "plif"}
 
 
 def convolution(conv: nn.Conv1d | nn.Conv2d, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Stands for a Conv1d or Conv2d."""
+    """Converts a Conv1d or Conv2d."""
     return ParallelConv(
         conv.in_channels,
         conv.out_channels,
@@ -48,28 +38,29 @@ def convolution(conv: nn.Conv1d | nn.Conv2d, context: BuildContext, initialise: 
         context,
         dims=len(conv.kernel_size),
         stride=conv.stride,
-        padding=conv._reversed_padding_repeated_twice[::-2],  # in numbers, of which torch has names too
+        # Numbers, where `padding` may be a name.
+        padding=conv._reversed_padding_repeated_twice[::-2],
         dilation=conv.dilation,
         groups=conv.groups,
         bias=conv.bias is not None,
-        **_values(conv, initialise),
+        **_initialisers(conv, initialise),
     )
 
 
 def linear(module: nn.Linear, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Stands for a Linear. Its output is cut, or, where it does not divide by the ranks, whole on each of them."""
+    """Converts a Linear. Its output is cut, or whole on every rank if the ranks do not divide it."""
     return ParallelLinear(
         module.in_features,
         module.out_features,
         context,
         style="row" if module.out_features % context.tp.size else "column",
         bias=module.bias is not None,
-        **_values(module, initialise),
+        **_initialisers(module, initialise),
     )
 
 
 def sharded_batch_norm(norm: _BatchNorm, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Stands for a batch norm. One in evaluation mode uses and keeps its running statistics in training too."""
+    """Converts a batch norm. In evaluation mode it stays there, and uses its running statistics in training too."""
     ours = ParallelBatchNorm(
         norm.num_features,
         context,
@@ -77,31 +68,43 @@ def sharded_batch_norm(norm: _BatchNorm, context: BuildContext, initialise: Modu
         momentum=norm.momentum,
         affine=norm.affine,
         track_running_stats=norm.track_running_stats,
-        **_values(norm, initialise),
+        **_initialisers(norm, initialise),
     )
-    ours.time_steps = 1  # the input has all time steps
-    if norm.affine and norm.bias is None:  # in SpikingJelly's BatchNormThroughTime
+    # The input has all time steps.
+    ours.time_steps = 1
+    # SpikingJelly's BatchNormThroughTime.
+    if norm.affine and norm.bias is None:
         ours.register_parameter("bias", None)
-        shards_of(ours).pop("bias")
+        facts(ours).shards.pop("bias")
     if not norm.training:
         vars(ours)["train"] = lambda mode=True: ours
     return ours
 
 
+def _initialisers(module: nn.Module, initialise: ModuleInitialiser | None) -> dict[str, Any]:
+    """Options of MegaSNN's layers for the initial values of weight and bias."""
+    return {
+        "initialise": initializer_from_module(module, initialise, "weight"),
+        "initialise_bias": initializer_from_module(module, initialise, "bias"),
+    }
+
+
 class ConvertedDropout(ParallelDropout):
-    """Stands for a Dropout; drawn by sample."""
+    """Dropout of torch or SpikingJelly, drawn by sample."""
 
     def __init__(self, dropout: Any, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
-        of_spikingjelly = not isinstance(dropout, nn.Dropout)
-        super().__init__(dropout.p, "", context, same_at_all_steps=of_spikingjelly)
+        is_spikingjelly = not isinstance(dropout, nn.Dropout)
+        super().__init__(dropout.p, "", context, same_at_all_steps=is_spikingjelly)
 
     def forward(self, x: Tensor) -> Tensor:
         frames = drawn_frames()
-        return super().forward(x) if x.shape[:2] == frames else super().forward(x.unflatten(0, frames)).flatten(0, 1)
+        if x.shape[:2] == frames:
+            return super().forward(x)
+        return super().forward(x.unflatten(0, frames)).flatten(0, 1)
 
 
 class ConvertedNeuron(ParallelNeuron):
-    """Stands for SpikingJelly's IFNode, LIFNode and ParametricLIFNode in step mode "m"."""
+    """SpikingJelly's IFNode, LIFNode or ParametricLIFNode in step mode "m"."""
 
     once_because = "SpikingJelly's would go on with the potentials of the first call: give each call a neuron"
 
@@ -112,29 +115,29 @@ class ConvertedNeuron(ParallelNeuron):
             declare(self, "w", shard, context.dtype)
 
 
-_KINDS = {"IFNode": "if", "LIFNode": "lif", "ParametricLIFNode": "plif"}
-
-
 def spec_of(node: Any) -> NeuronSpec | None:
-    """The description of a neuron of SpikingJelly's; None where none of ours computes it."""
+    """Description of one of SpikingJelly's neurons; None if MegaSNN has no such neuron."""
+    kind = type(node)
+    if not kind.__module__.startswith("spikingjelly.") or kind.__name__ not in _KINDS:
+        return None
     surrogate = node.surrogate_function
     names = {entry.spikingjelly: name for name, entry in SURROGATES.items() if entry.spikingjelly}
     name = names.get(type(surrogate).__name__)
     parameters = dict(getattr(surrogate, "_sg_params", {}))
     alpha = parameters.pop("alpha", None)
     beta = parameters.pop("beta", 1.0)
-    own = type(node).__module__.startswith("spikingjelly.") and type(node).__name__ in _KINDS
-    known = own and name is not None and surrogate.spiking and not parameters and beta == 1.0
-    if not known or node.store_v_seq or node._neuron_precision is not None:
+    if name is None or not surrogate.spiking or parameters or beta != 1.0:
+        return None
+    if node.store_v_seq or node._neuron_precision is not None:
         return None
     return NeuronSpec(
-        kind=_KINDS[type(node).__name__],
+        kind=_KINDS[kind.__name__],
         tau=getattr(node, "tau", 2.0),
         v_threshold=node.v_threshold,
         v_reset=node.v_reset,
         decay_input=getattr(node, "decay_input", True),
         detach_reset=node.detach_reset,
-        surrogate=str(name),
+        surrogate=name,
         alpha=None if alpha is None else float(alpha),
     )
 
@@ -155,22 +158,23 @@ CONVERSIONS: Registry[Conversion] = Registry(
 
 
 def class_name(module: nn.Module) -> str | None:
-    """Name of a layer class of torch's or SpikingJelly's; None of all others, derived ones too."""
+    """Name of a layer class of torch or SpikingJelly; None for all others, derived classes included."""
     known = type(module).__module__.startswith(("torch.nn.modules.", "spikingjelly.activation_based."))
     return type(module).__name__ if known else None
 
 
 def in_table(module: nn.Module) -> Conversion | None:
+    """Conversion of a module's class, if there is one."""
     return CONVERSIONS.get(class_name(module) or "")
 
 
 def is_multi_step(module: nn.Module) -> bool:
-    """Tells whether a layer is given `[T, N, ...]`."""
+    """Whether a module takes `[T, N, ...]`."""
     return getattr(module, "step_mode", "s") == "m"
 
 
 def convert(module: nn.Module, conversion: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    """The layer that a plain one becomes, called as it was, with its hooks and what was set on it."""
+    """Converts a plain layer. The result takes the same dimensions, and has its hooks and attributes."""
     ours = conversion(module, *args)
     if isinstance(ours, (ParallelConv, ParallelLinear, ParallelBatchNorm)) and not is_multi_step(module):
         vars(ours)["forward"] = partial(_without_time, ours)
@@ -186,3 +190,11 @@ def convert(module: nn.Module, conversion: Callable[..., nn.Module], *args: Any)
         new.requires_grad_(old.requires_grad)
         vars(new).update(vars(old))
     return ours
+
+
+def _without_time(ours: nn.Module, x: Tensor, *args: Any) -> Tensor:
+    """Forward of one of MegaSNN's layers on `[N, C, ...]`. A linear layer takes any other dimensions as well."""
+    forward: Any = type(ours).forward
+    if isinstance(ours, ParallelLinear) and x.ndim > 2:
+        return forward(ours, x)
+    return forward(ours, x.unsqueeze(0), *args).squeeze(0)

@@ -1,5 +1,7 @@
-"""Blocks of E-SpikeFormer, between which potentials go. Neurons fire up to D spikes in a step, and what takes them
-divides their number by D."""
+"""Blocks of E-SpikeFormer, which exchange potentials.
+
+Neurons fire up to D spikes in a step. The layer after them divides the count by D.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from megasnn.layers.attention import own_heads, sums_type
 from megasnn.layers.context import context_for
 from megasnn.layers.init import trunc_normal, zeros
 from megasnn.layers.neuron import make_neuron
-from megasnn.layers.row_context import row_group, sum_for_each
+from megasnn.layers.row_context import sum_for_each
 from megasnn.parallel.collectives import from_matrix, to_matrix
 
 EXPANSION = 2
@@ -24,13 +26,11 @@ VALUE_RATIO = 4
 
 
 class ConvNorm(nn.Module):
-    """Convolution and norm of images, or of counts, which are divided by the largest.
-
-    The division comes behind the sums: so counts travel and are kept as whole numbers, and where the largest is a power
-    of two the bits are those of a division in front.
+    """Convolution and norm of images, or of counts divided by the largest count.
 
     Args:
-        largest: of the counts. conv_options: as of ParallelConv.
+        largest: largest count.
+        conv_options: see ParallelConv.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel_size: int = 1, largest: int = 1, **conv_options: Any) -> None:
@@ -40,13 +40,18 @@ class ConvNorm(nn.Module):
         self.norm = ParallelBatchNorm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        y, bias = self.conv(x, add_bias=False), self.conv.bias
-        y = y if self.largest == 1 else y / self.largest
-        return self.norm(y if bias is None else y + bias.to(y.dtype).view(-1, 1, 1))
+        y = self.conv(x, add_bias=False)
+        # Dividing after the sums lets counts travel as whole numbers. The bits are those of a division before the sums
+        # if the largest count is a power of two.
+        if self.largest != 1:
+            y = y / self.largest
+        if self.conv.bias is not None:
+            y = y + self.conv.bias.to(y.dtype).view(-1, 1, 1)
+        return self.norm(y)
 
 
 class CountConvNorm(ConvNorm):
-    """Neurons, convolution and norm: potentials -> potentials. Args: as of ConvNorm, but for the largest count."""
+    """Neurons, convolution and norm: potentials -> potentials. Args: see ConvNorm."""
 
     def __init__(self, inputs: int, outputs: int, kernel_size: int = 1, **conv_options: Any) -> None:
         neuron = make_neuron()
@@ -58,7 +63,7 @@ class CountConvNorm(ConvNorm):
 
 
 class SeparableConv(nn.Module):
-    """x + project(depthwise(expand(x))): only the depthwise convolution has a kernel wider than a pixel."""
+    """x + project(depthwise(expand(x))), pointwise but for the depthwise convolution."""
 
     def __init__(self, dim: int, kernel_size: int) -> None:
         super().__init__()
@@ -72,27 +77,26 @@ class SeparableConv(nn.Module):
 
 
 class MLP(nn.Module):
-    """x + fc2(fc1(x)). Args: dim, hidden: the global numbers of channels. conv_options: as of CountConvNorm."""
+    """x + fc2(fc1(x)). Args: dim, hidden: global numbers of channels. conv_options: see CountConvNorm."""
 
     def __init__(self, dim: int, hidden: int, **conv_options: Any) -> None:
         super().__init__()
-        self.fc1, self.fc2 = CountConvNorm(dim, hidden, **conv_options), CountConvNorm(hidden, dim, **conv_options)
+        self.fc1 = CountConvNorm(dim, hidden, **conv_options)
+        self.fc2 = CountConvNorm(hidden, dim, **conv_options)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.fc2(self.fc1(x))
 
 
 class CountAttention(nn.Module):
-    """x + attention(x), E-SDSA: without softmax, out = q (k^T v) * 2 / sqrt(d) for each head, over the tokens, where v
-    has four times the channels of q and k.
+    """x + attention(x), E-SDSA: out = q (k^T v) * 2 / sqrt(d) for each head over the tokens, without softmax.
 
-    A rank computes whole heads. Counts are multiplied as they are, exact in float32 in any order, and k^T v first costs
-    L d^2 in place of L^2 d. q, k and v are kept for backward in the type that is computed in.
+    v has four times the channels of q and k. A rank computes whole heads. Backward stores q, k, v in the compute type.
 
     Args:
         dim: C, the global number of channels.
     Raises:
-        ValueError: as `own_heads`.
+        ValueError: see `own_heads`.
     """
 
     def __init__(self, dim: int, num_heads: int) -> None:
@@ -100,12 +104,17 @@ class CountAttention(nn.Module):
         context = context_for(None)
         self.local_heads = own_heads(dim, num_heads, context.tp.size)
         self.neuron = make_neuron()
-        largest, wide = self.neuron.largest or 1, VALUE_RATIO * dim
-        self.q, self.k, self.v = (ConvNorm(dim, outputs, largest=largest) for outputs in (dim, dim, wide))
-        self.q_neuron, self.k_neuron, self.v_neuron = (make_neuron() for _ in range(3))
+        largest = self.neuron.largest or 1
+        wide = VALUE_RATIO * dim
+        self.q = ConvNorm(dim, dim, largest=largest)
+        self.k = ConvNorm(dim, dim, largest=largest)
+        self.v = ConvNorm(dim, wide, largest=largest)
+        self.q_neuron = make_neuron()
+        self.k_neuron = make_neuron()
+        self.v_neuron = make_neuron()
         self.projection = CountConvNorm(wide, dim)
         self.scale = 2 / math.sqrt(dim // num_heads) / largest**3
-        self._rows = row_group(context)
+        self._rows = context.row_group
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.neuron(x)
@@ -114,6 +123,7 @@ class CountAttention(nn.Module):
             rearrange(to_matrix(each), "(f l) (h d) -> f h l d", f=wide.shape[:2].numel(), h=self.local_heads)
             for each in (self.q_neuron(self.q(spikes)), self.k_neuron(self.k(spikes)), wide)
         )
+        # Products of counts are exact in float32 in any order. k^T v first costs L d^2 in place of L^2 d.
         exact = sums_type(x.dtype)
         kv = k.to(exact).transpose(-2, -1) @ v.to(exact)
         if self._rows is not None and not x.is_meta:

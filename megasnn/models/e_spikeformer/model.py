@@ -1,12 +1,12 @@
-"""E-SpikeFormer (Spike-driven Transformer V3, arXiv 2411.16061) in the form of the code published with it
-(github.com/BICLab/Spike-Driven-Transformer-V3, `Classification/Model_Base/models.py`): its dimensions and layers.
+"""E-SpikeFormer (Spike-driven Transformer V3, arXiv 2411.16061) as in the published code: dimensions and layers.
 
-Same weights in, same logits and gradients out, with one time step. The authors' neuron has no memory: it rounds its
-input to 0 to 4, which is what an integer LIF does in its first step. With several time steps potentials go on.
+Published: github.com/BICLab/Spike-Driven-Transformer-V3, `Classification/Model_Base/models.py`.
 
-Not here: the larger models that an autoencoder pretrains (`Model_Large`), the distillation from a teacher in the
-published training script, which is a loss and no part of the model, and the single spikes that counts become on a chip.
-Stochastic depth and layer scale are arguments of the published blocks, and these do not apply them.
+Equal weights give equal logits and gradients with one time step. The authors' neuron has no memory and rounds its input
+to 0 to 4, like an integer LIF in its first step. Over several time steps potentials go on here.
+
+Left out: the larger models pretrained by an autoencoder (`Model_Large`), distillation from a teacher, and conversion of
+counts to single spikes for chips. The published blocks take stochastic depth and layer scale, but apply neither.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from megasnn.models.model import Model
 if TYPE_CHECKING:
     from megasnn.layers.layer import Layer
 
-FIRST_WITH_ATTENTION, LAST = 3, 4
-"""Of the stages, which count from 0. Those before have 1, 1 and 2 blocks; all but the last halve height and width."""
+FIRST_WITH_ATTENTION = 3
+"""Number of the first stage with attention, counted from 0. The stages before it have 1, 1 and 2 blocks."""
+LAST = 4
+"""Number of the last stage, the only one that keeps height and width."""
 
 
 @config_dataclass(frozen=True, config=STRICT)
 class IntegerNeuronConfig(NeuronConfig):
-    """Defaults are the authors' integer LIF."""
+    """Defaults of the authors' integer LIF."""
 
     neuron: Annotated[str, NEURONS] = "ilif4"
     tau: Positive = 4 / 3
@@ -50,11 +52,11 @@ class ESpikeFormer(Model):
     neuron: ClassVar[type[NeuronConfig]] = IntegerNeuronConfig
 
     embed_dims: str = "48,96,192,240"
-    """Channels of the four stages: 32,64,128,192 is the model of 5 million parameters, 64,128,256,360 that of 19."""
+    """Channels of the four stages. 5 million parameters: 32,64,128,192; 19 million: 64,128,256,360."""
     depths: str = "6,2"
-    """Blocks with attention of the last two stages."""
+    """Number of blocks in each of the last two stages, which have attention."""
     num_heads: Size = 8
-    """Attention heads, shared out over the tensor parallel ranks."""
+    """Attention heads, divided among the tensor-parallel ranks."""
     mlp_ratio: Positive = 4.0
     """Hidden channels of the MLP, in multiples of the stage's channels."""
     image_size: Size = 224
@@ -63,27 +65,28 @@ class ESpikeFormer(Model):
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
-        wrong += refusal(parse_numbers, "embed_dims", self.embed_dims, 4) + refusal(
-            parse_numbers, "depths", self.depths, 2
-        )
+        wrong += refusal(parse_numbers, "embed_dims", self.embed_dims, 4)
+        wrong += refusal(parse_numbers, "depths", self.depths, 2)
         if not wrong and parse_numbers("embed_dims", self.embed_dims, 4)[0] % 2:
             wrong.append(f'--embed-dims "{self.embed_dims}" must begin with an even number, whose half the stem has')
         return wrong
 
     def layers(self) -> Iterable[Layer]:
-        """The downsampling before each stage, the halves or thirds of its blocks, the head."""
+        """For each stage a downsampling and the two or three parts of each block; then the head."""
         from megasnn.layers.layer import layer
         from megasnn.models.e_spikeformer import blocks as e
 
         first, second, third, last = parse_numbers("embed_dims", self.embed_dims, 4)
-        dims, depths = (first // 2, first, second, third, last), (1, 1, 2, *parse_numbers("depths", self.depths, 2))
+        dims = (first // 2, first, second, third, last)
+        depths = (1, 1, 2, *parse_numbers("depths", self.depths, 2))
         inputs = self.in_channels
         for stage, (dim, depth) in enumerate(zip(dims, depths, strict=True)):
-            down, sizes, attends = f"downsample.{stage}", (inputs, dim), stage >= FIRST_WITH_ATTENTION
+            attends = stage >= FIRST_WITH_ATTENTION
             if stage == 0:
-                yield layer(down, e.ConvNorm(*sizes, 7, stride=2, bias=True))
+                yield layer("downsample.0", e.ConvNorm(inputs, dim, 7, stride=2, bias=True))
             else:
-                yield layer(down, e.CountConvNorm(*sizes, 3, stride=1 if stage == LAST else 2, bias=True))
+                stride = 1 if stage == LAST else 2
+                yield layer(f"downsample.{stage}", e.CountConvNorm(inputs, dim, 3, stride=stride, bias=True))
             wide: dict[str, Any] = {"dims": 1, "bias": True} if attends else {"kernel_size": 3}
             for block in range(depth):
                 name = f"stage{stage}.{block}"

@@ -1,5 +1,7 @@
-"""Names of E-SpikeFormer's tensors in the code published with the paper (arXiv 2411.16061,
-github.com/BICLab/Spike-Driven-Transformer-V3); the tensors are the same on both sides, shape by shape."""
+"""Names of E-SpikeFormer's tensors in the published code. Shapes are equal.
+
+Published: arXiv 2411.16061, github.com/BICLab/Spike-Driven-Transformer-V3.
+"""
 
 from __future__ import annotations
 

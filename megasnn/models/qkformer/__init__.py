@@ -1,1 +1,1 @@
-"""QKFormer: its dimensions, its layers, and its names in SpikingJelly."""
+"""QKFormer."""

@@ -10,12 +10,12 @@ from megasnn.layers import ConvNormNeuron
 
 
 class PatchEmbedding(nn.Module):
-    """Units that halve height and width, beside a shortcut that does it at once; the first stage halves twice.
+    """Convolutions that halve height and width, and a strided shortcut; the first stage halves twice.
 
     Args:
-        begins: whether it is the first stage's, which has a unit more.
-        small: for small images: without biases, the first stage keeps height and width, the others halve them in their
-            last unit.
+        begins: True for the first stage, which has one more convolution.
+        small: True for small images: no biases, the first stage keeps height and width, and the others halve them in
+            their last convolution.
     """
 
     def __init__(self, inputs: int, outputs: int, begins: bool, small: bool) -> None:
@@ -28,6 +28,9 @@ class PatchEmbedding(nn.Module):
         self.shortcut = ConvNormNeuron(middle, outputs, bias=not small, stride=1 if begins and small else 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.begin is None else self.begin(x)
+        if self.begin is not None:
+            x = self.begin(x)
         y = self.down(x)
-        return (y if self.last is None else self.last(y)) + self.shortcut(x)
+        if self.last is not None:
+            y = self.last(y)
+        return y + self.shortcut(x)

@@ -1,8 +1,8 @@
-"""QKFormer (arXiv 2403.16552) in the form of SpikingJelly 2.0.0's `model.qkformer`: its dimensions and layers.
+"""QKFormer (arXiv 2403.16552) as in SpikingJelly 2.0.0's `model.qkformer`: dimensions and layers.
 
-Three stages, each with half the height and width and twice the channels of the one before. In the first two, attention
-is a mask of tokens, made of q alone; in the last it is Spikformer's. For small images the patch embeddings are those of
-the authors' CIFAR model, which SpikingJelly lacks.
+Each of the three stages halves height and width and doubles the channels. Attention in the first two masks tokens by q
+alone; the last has Spikformer's. Small images use the patch embeddings of the authors' CIFAR model, which SpikingJelly
+lacks.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class QKFormer(Model):
     marker = "stage1.0.attention.inner.qk.conv.weight"
 
     embed_dim: Size = 384
-    """Channels of the last stage; the two before it have a quarter and a half of them."""
+    """Channels of the last stage; the two before it have a quarter and a half."""
     depths: str = "1,2,7"
-    """Blocks of each of the three stages."""
+    """Number of blocks in each of the three stages."""
     num_heads: str = "6,6,6"
-    """Attention heads of each stage, shared out over the tensor parallel ranks."""
+    """Attention heads in each stage, divided among the tensor-parallel ranks."""
     mlp_ratio: Positive = 4.0
     """Hidden channels of the MLP, in multiples of the stage's channels."""
     patch_embedding: Literal["imagenet", "cifar"] = "imagenet"
-    """How stages begin. imagenet: each halves height and width, the first one twice (SpikingJelly's); cifar: the first
-    keeps them, and the others halve them behind their last convolution (the authors', for images of 32 x 32)."""
+    """How stages begin. imagenet: each halves height and width, the first one twice (SpikingJelly); cifar: the first
+    keeps them, the others halve them after their last convolution (the authors' model for 32 x 32 images)."""
     image_size: Size = 224
     num_classes: Size = 1000
 
@@ -50,14 +50,16 @@ class QKFormer(Model):
         return wrong
 
     def layers(self) -> Iterable[Layer]:
-        """The patch embedding and the halves of the blocks of each stage, the head."""
+        """For each stage a patch embedding and the two halves of each block; then the head."""
         from megasnn.layers import MeanLinear, Residual, ResidualMLP, SpikingSelfAttention, TokenAttention
         from megasnn.layers.layer import layer
         from megasnn.models.qkformer.blocks import PatchEmbedding
 
-        inputs, small = self.in_channels, self.patch_embedding == "cifar"
-        depths, of_heads = (parse_numbers(name, getattr(self, name), STAGES) for name in ("depths", "num_heads"))
-        for number, (depth, heads) in enumerate(zip(depths, of_heads, strict=True), start=1):
+        inputs = self.in_channels
+        small = self.patch_embedding == "cifar"
+        depths = parse_numbers("depths", self.depths, STAGES)
+        num_heads = parse_numbers("num_heads", self.num_heads, STAGES)
+        for number, (depth, heads) in enumerate(zip(depths, num_heads, strict=True), start=1):
             dim = self.embed_dim // 2 ** (STAGES - number)
             yield layer(f"patch_embed{number}", PatchEmbedding(inputs, dim, begins=number == 1, small=small))
             attention = SpikingSelfAttention if number == STAGES else TokenAttention

@@ -1,23 +1,26 @@
-"""Names of QKFormer's tensors in SpikingJelly; the tensors are the same on both sides, shape by shape."""
+"""Names of QKFormer's tensors in SpikingJelly. Shapes are equal."""
 
 from __future__ import annotations
 
 from megasnn.models.weight_names import conv_norm_prefixes, prefix_dialect
 
-_EMBEDDINGS = {1: ("begin", "down", "last"), 2: ("down", "last"), 3: ("down", "last")}  # of each stage, in their order
-_ATTENTION = {"qk": "qk", "qkv": "qkv", "projection": "proj"}
+_FIRST = ("conv1", "bn1", "lif1")
+_SECOND = ("conv2", "bn2", "lif2")
+_THIRD = ("conv3", "bn3", "lif3")
 _CONV_NORMS = {
-    **{
-        f"patch_embed{stage}.{conv_norm}": (f"patch_embed{stage}", (f"conv{i}", f"bn{i}", f"lif{i}"))
-        for stage, conv_norms in _EMBEDDINGS.items()
-        for i, conv_norm in enumerate(conv_norms, start=1)
-    },
+    "patch_embed1.begin": ("patch_embed1", _FIRST),
+    "patch_embed1.down": ("patch_embed1", _SECOND),
+    "patch_embed1.last": ("patch_embed1", _THIRD),
+    "patch_embed2.down": ("patch_embed2", _FIRST),
+    "patch_embed2.last": ("patch_embed2", _SECOND),
+    "patch_embed3.down": ("patch_embed3", _FIRST),
+    "patch_embed3.last": ("patch_embed3", _SECOND),
     "patch_embed{}.shortcut": ("patch_embed{}.shortcut", ("0", "1", "2")),
-    **{
-        f"stage{{}}.{{}}.attention.inner.{ours}": ("stage{}.{}.attn", (f"{x}_conv_bn.0", f"{x}_conv_bn.1", f"{x}_lif"))
-        for ours, x in _ATTENTION.items()
-    },
-    **{f"stage{{}}.{{}}.mlp.fc{i}": ("stage{}.{}.mlp", (f"fc{i}", f"bn{i}", f"lif{i}")) for i in (1, 2)},
+    "stage{}.{}.attention.inner.qk": ("stage{}.{}.attn", ("qk_conv_bn.0", "qk_conv_bn.1", "qk_lif")),
+    "stage{}.{}.attention.inner.qkv": ("stage{}.{}.attn", ("qkv_conv_bn.0", "qkv_conv_bn.1", "qkv_lif")),
+    "stage{}.{}.attention.inner.projection": ("stage{}.{}.attn", ("proj_conv_bn.0", "proj_conv_bn.1", "proj_lif")),
+    "stage{}.{}.mlp.fc1": ("stage{}.{}.mlp", ("fc1", "bn1", "lif1")),
+    "stage{}.{}.mlp.fc2": ("stage{}.{}.mlp", ("fc2", "bn2", "lif2")),
 }
 
 SPIKINGJELLY = prefix_dialect(

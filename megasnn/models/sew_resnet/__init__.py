@@ -1,1 +1,1 @@
-"""SEW-ResNet: its dimensions, its layers, and its names in SpikingJelly."""
+"""SEW-ResNet."""

@@ -13,8 +13,10 @@ _conv_norm_neuron = partial(ConvNormNeuron, initialise=kaiming_normal)
 
 
 class SewBlock(nn.Module):
-    """Two units beside a shortcut, which is a unit of its own where sizes change; spikes meet element by element
-    (equation 8, table 2)."""
+    """Two ConvNormNeurons and a shortcut, joined element by element (equation 8, table 2).
+
+    The shortcut is a third ConvNormNeuron if sizes change.
+    """
 
     def __init__(self, inputs: int, outputs: int, stride: int, connect: str) -> None:
         super().__init__()

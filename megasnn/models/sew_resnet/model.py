@@ -1,4 +1,4 @@
-"""SEW-ResNet (arXiv 2102.04159) in the form of SpikingJelly 2.0.0's `model.sew_resnet`: its dimensions and layers."""
+"""SEW-ResNet (arXiv 2102.04159) as in SpikingJelly 2.0.0's `model.sew_resnet`: dimensions and layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megasnn.models.model import Model
 if TYPE_CHECKING:
     from megasnn.layers.layer import Layer
 
-BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}  # of each stage
+BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}
+"""Number of blocks of each stage, by depth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +26,14 @@ class SewResNet(Model):
     depth: Literal[18, 34] = 18
     """Number of layers with weights, as in ResNet-18 and ResNet-34."""
     connect: Literal["add", "and", "iand"] = "add"
-    """How a block's spikes meet those of its shortcut: their sum, their product, or shortcut times (1 - spikes)."""
+    """How a block joins its spikes with its shortcut: sum, product, or shortcut times (1 - spikes)."""
     width: Size = 64
-    """Channels of the first stage; each stage has twice as many as the one before."""
+    """Channels of the first stage, doubled at each later stage."""
     image_size: Size = 224
     num_classes: Size = 1000
 
     def layers(self) -> Iterable[Layer]:
-        """The stem, every block, and the head."""
+        """Stem, blocks and head."""
         from megasnn.layers import ConvNormNeuron, MaxPool, MeanLinear
         from megasnn.layers.init import kaiming_normal
         from megasnn.layers.layer import layer

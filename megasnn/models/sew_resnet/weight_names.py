@@ -1,30 +1,36 @@
-"""Names of SEW-ResNet's tensors in SpikingJelly, and in the code published with the paper (arXiv 2102.04159,
-github.com/fangwei123456/Spike-Element-Wise-ResNet); the tensors are the same on all sides, shape by shape."""
+"""Names of SEW-ResNet's tensors in SpikingJelly and in the published code. Shapes are equal.
+
+Published: arXiv 2102.04159, github.com/fangwei123456/Spike-Element-Wise-ResNet.
+"""
 
 from __future__ import annotations
 
 from megasnn.models.weight_names import conv_norm_prefixes, prefix_dialect
 
-_BLOCK = {
-    "first": ("conv1", "bn1", "sn1"),
-    "second": ("conv2", "bn2", "sn2"),
-    "shortcut": ("downsample.0", "downsample.1", "downsample_sn"),
+# Here -> there; {} stands for a number.
+_SPIKINGJELLY = {
+    "layer{}.{}.first": ("layer{}.{}", ("conv1", "bn1", "sn1")),
+    "layer{}.{}.second": ("layer{}.{}", ("conv2", "bn2", "sn2")),
+    "layer{}.{}.shortcut": ("layer{}.{}", ("downsample.0", "downsample.1", "downsample_sn")),
+}
+_PUBLISHED = {
+    "layer{}.{}.first": ("layer{}.{}.conv1.module", ("0", "1")),
+    "layer{}.{}.second": ("layer{}.{}.conv2.module", ("0", "1")),
+    "layer{}.{}.shortcut": ("layer{}.{}.downsample.0.module", ("0", "1")),
 }
 
 SPIKINGJELLY = prefix_dialect(
     "spikingjelly",
     "SpikingJelly's SEW-ResNet",
     marker="layer1.0.bn1.weight",
-    prefixes={  # here -> there; {} stands for a number
+    prefixes={
         "stem.conv": "conv1",
         "stem.norm": "bn1",
         "stem.neuron": "sn1",
-        **conv_norm_prefixes({f"layer{{}}.{{}}.{ours}": ("layer{}.{}", theirs) for ours, theirs in _BLOCK.items()}),
+        **conv_norm_prefixes(_SPIKINGJELLY),
         "head": "fc",
     },
 )
-
-_NAMES = {"first": "conv1", "second": "conv2", "shortcut": "downsample.0"}
 
 PUBLISHED = prefix_dialect(
     "published",
@@ -33,9 +39,7 @@ PUBLISHED = prefix_dialect(
     prefixes={
         "stem.conv": "conv1",
         "stem.norm": "bn1",
-        **conv_norm_prefixes(
-            {f"layer{{}}.{{}}.{a}": (f"layer{{}}.{{}}.{b}.module", ("0", "1")) for a, b in _NAMES.items()}
-        ),
+        **conv_norm_prefixes(_PUBLISHED),
         "head": "fc",
     },
 )

@@ -1,1 +1,1 @@
-"""Spike-driven Transformer: its dimensions, its layers, and its names in SpikingJelly."""
+"""Spike-driven Transformer."""

@@ -1,4 +1,4 @@
-"""Blocks of the Spike-driven Transformer, between which potentials go."""
+"""Blocks of the Spike-driven Transformer, which exchange potentials."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megasnn.layers.neuron import make_neuron
 
 
 class Potential(nn.Module):
-    """Convolution and norm, and perhaps max pooling, without a neuron: the potentials that the blocks begin with."""
+    """Convolution, norm and perhaps max pooling, without a neuron: the first potentials."""
 
     def __init__(self, inputs: int, outputs: int, pools: bool) -> None:
         super().__init__()
@@ -29,17 +29,19 @@ class Potential(nn.Module):
 
 
 class MLP(nn.Module):
-    """x + fc2(fc1(x)), pointwise over tokens; with as many hidden channels as others, fc1 has a shortcut too."""
+    """x + fc2(fc1(x)), pointwise over tokens; fc1 has a shortcut too if the hidden channels are as many."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.fc1, self.fc2 = NeuronConvNorm(dim, hidden, bias=True), NeuronConvNorm(hidden, dim, bias=True)
+        self.fc1 = NeuronConvNorm(dim, hidden, bias=True)
+        self.fc2 = NeuronConvNorm(hidden, dim, bias=True)
         self.shortcut = dim == hidden
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.fc1(x)
         if self.shortcut:
-            x = y = y + x
+            y = y + x
+            x = y
         return self.fc2(y) + x
 
 
@@ -48,7 +50,9 @@ class Head(nn.Module):
 
     def __init__(self, dim: int, num_classes: int) -> None:
         super().__init__()
-        self.mean, self.neuron, self.linear = MeanOverSpace(), make_neuron(), ParallelLinear(dim, num_classes)
+        self.mean = MeanOverSpace()
+        self.neuron = make_neuron()
+        self.linear = ParallelLinear(dim, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(self.neuron(self.mean(x)))

@@ -1,8 +1,6 @@
-"""The Spike-driven Transformer (arXiv 2307.01694) in the form of SpikingJelly 2.0.0's `spike_driven_transformer`: its
-dimensions and layers.
+"""Spike-driven Transformer (arXiv 2307.01694) as in SpikingJelly 2.0.0's `spike_driven_transformer`.
 
-Its shortcuts join potentials and not spikes: real numbers go from block to block, and every convolution in a block has
-a neuron in front of it.
+Shortcuts join potentials, not spikes: blocks exchange real numbers, and every convolution in a block follows a neuron.
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ class SpikeDrivenTransformer(Model):
     marker = "patch_embed.positional_encoding.inner.conv.weight"
 
     embed_dim: Size = 384
-    """Channels of the blocks; the stages of the patch stem have 1/8, 1/4, 1/2 and all of them."""
+    """Channels of the blocks. The four stages of the patch stem have 1/8, 1/4, 1/2 and all of them."""
     depth: Size = 8
-    """Number of blocks, each an attention and an MLP."""
+    """Number of blocks, each with an attention and an MLP."""
     mlp_ratio: Positive = 4.0
     """Hidden channels of the MLP, in multiples of --embed-dim."""
     pooled_stages: str = "1111"
-    """Which of the four stages of the patch stem halve height and width, a 1 or a 0 for each."""
+    """A digit for each of the four stages of the patch stem: 1 halves height and width, 0 keeps them."""
     image_size: Size = 224
     num_classes: Size = 1000
 
@@ -47,12 +45,13 @@ class SpikeDrivenTransformer(Model):
         return wrong
 
     def layers(self) -> Iterable[Layer]:
-        """The stages of the patch stem and the positional encoding, the halves of each block, the head."""
+        """Patch stem and positional encoding, the two halves of each block, and the head."""
         from megasnn.layers import ConvNormNeuron, MaxPool, NeuronConvNorm, Residual, SpikeDrivenAttention
         from megasnn.layers.layer import layer
         from megasnn.models.spike_driven.blocks import MLP, Head, Potential
 
-        dim, stem = self.embed_dim, "patch_embed"
+        dim = self.embed_dim
+        stem = "patch_embed"
         channels = [self.in_channels, *(dim // 2 ** (STEM_STAGES - 1 - stage) for stage in range(STEM_STAGES))]
         *first, last = (pooled == "1" for pooled in self.pooled_stages)
         for stage, pools in enumerate(first):

@@ -1,4 +1,4 @@
-"""Names of the Spike-driven Transformer's tensors in SpikingJelly; the tensors are the same, shape by shape."""
+"""Names of the Spike-driven Transformer's tensors in SpikingJelly. Shapes are equal."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from megasnn.models.weight_names import conv_norm_prefixes, prefix_dialect
 _CONV_NORMS = {
     "patch_embed.stages.{}": ("patch_embed.stages.{}", ("0", "1", "2")),
     "patch_embed.positional_encoding.inner": ("patch_embed", ("rpe_conv", "rpe_bn", "final_lif")),
-    **{f"blocks.{{}}.attention.inner.{x}": ("blocks.{}.attn", (f"{x}_conv", f"{x}_bn", f"{x}_lif")) for x in "qkv"},
-    **{f"blocks.{{}}.mlp.fc{i}": ("blocks.{}.mlp", (f"fc{i}", f"bn{i}", f"lif{i}")) for i in (1, 2)},
+    "blocks.{}.attention.inner.q": ("blocks.{}.attn", ("q_conv", "q_bn", "q_lif")),
+    "blocks.{}.attention.inner.k": ("blocks.{}.attn", ("k_conv", "k_bn", "k_lif")),
+    "blocks.{}.attention.inner.v": ("blocks.{}.attn", ("v_conv", "v_bn", "v_lif")),
+    "blocks.{}.mlp.fc1": ("blocks.{}.mlp", ("fc1", "bn1", "lif1")),
+    "blocks.{}.mlp.fc2": ("blocks.{}.mlp", ("fc2", "bn2", "lif2")),
 }
 
 SPIKINGJELLY = prefix_dialect(

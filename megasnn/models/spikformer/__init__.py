@@ -1,1 +1,1 @@
-"""Spikformer: its dimensions, its layers, and its names in other programs."""
+"""Spikformer."""

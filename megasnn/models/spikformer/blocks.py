@@ -1,4 +1,4 @@
-"""Blocks of Spikformer: a unit and an attention with a shortcut."""
+"""Blocks of Spikformer: a convolution and an attention, each with a shortcut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megasnn.layers import ConvNormNeuron, SpikingSelfAttention
 
 
 class PositionalEncoding(ConvNormNeuron):
-    """x + neuron(norm(conv(x))): the convolution that tells tokens apart by their place."""
+    """x + neuron(norm(conv(x))): a convolution that encodes the position of tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)

@@ -1,7 +1,7 @@
-"""Spikformer (arXiv 2209.15425) in the form of SpikingJelly 2.0.0's `model.spikformer`: its dimensions and layers.
+"""Spikformer (arXiv 2209.15425) as in SpikingJelly 2.0.0's `model.spikformer`: dimensions and layers.
 
-Same weights in, same logits and gradients out. Between layers the stream is `[T, N, C, H, W]`: spikes inside the patch
-stem, after it sums of spikes, which are at most 2 + 2 * depth.
+Equal weights give equal logits and gradients. Layers exchange `[T, N, C, H, W]`: spikes inside the patch stem, after it
+sums of spikes up to 2 + 2 * depth.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Spikformer(Model):
     marker = "patch_embed.stages.3.conv.weight"
 
     embed_dim: Size = 384
-    """Channels of the blocks; the four stages of the patch stem have 1/8, 1/4, 1/2 and all of them."""
+    """Channels of the blocks. The four stages of the patch stem have 1/8, 1/4, 1/2 and all of them."""
     depth: Size = 4
-    """Number of blocks, each an attention and an MLP."""
+    """Number of blocks, each with an attention and an MLP."""
     num_heads: Size = 12
-    """Attention heads, shared out over the tensor parallel ranks."""
+    """Attention heads, divided among the tensor-parallel ranks."""
     mlp_ratio: Positive = 4.0
     """Hidden channels of the MLP, in multiples of --embed-dim."""
     patch_size: Literal[4, 16] = 4
     """Pixels per token and side: the stem pools twice (4) or four times (16)."""
     event_frames: bool = False
-    """The samples are recordings of event cameras and not images."""
+    """Samples are recordings of event cameras, not images."""
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
@@ -50,27 +50,28 @@ class Spikformer(Model):
         return wrong
 
     def layers(self) -> Iterable[Layer]:
-        """The stages of the patch stem and the positional encoding, the two halves of each block, the head."""
+        """Patch stem and positional encoding, the two halves of each block, and the head."""
         from megasnn.layers import ConvNormNeuron, MeanLinear, ResidualMLP
         from megasnn.layers.init import trunc_normal, zeros
         from megasnn.layers.layer import layer
         from megasnn.models.spikformer.blocks import AttentionHalf, PositionalEncoding
 
-        dim, stem = self.embed_dim, "patch_embed"
-        channels = [self.in_channels, *(dim // 2 ** (STEM_STAGES - 1 - stage) for stage in range(STEM_STAGES))]
+        dim = self.embed_dim
+        stem = "patch_embed"
+        first_pool = 2 if self.patch_size == 4 else 0
+        inputs = self.in_channels
         for stage in range(STEM_STAGES):
-            pools = stage >= (2 if self.patch_size == 4 else 0)
-            sizes = channels[stage], channels[stage + 1], 3
-            conv_norm_neuron = ConvNormNeuron(*sizes, max_pool=pools, initialise=trunc_normal)
+            outputs = dim // 2 ** (STEM_STAGES - 1 - stage)
+            pools = stage >= first_pool
+            conv_norm_neuron = ConvNormNeuron(inputs, outputs, 3, max_pool=pools, initialise=trunc_normal)
             yield layer(f"{stem}.stages.{stage}", conv_norm_neuron, layer_group=stem)
+            inputs = outputs
         positional = PositionalEncoding(dim, dim, kernel_size=3, initialise=trunc_normal)
         yield layer(f"{stem}.positional_encoding", positional, layer_group=stem)
         for block in range(self.depth):
             name = f"blocks.{block}"
-            yield layer(
-                f"{name}.attention", AttentionHalf(dim, self.num_heads, initialise=trunc_normal), layer_group=name
-            )
-            yield layer(
-                f"{name}.mlp", ResidualMLP(dim, int(dim * self.mlp_ratio), initialise=trunc_normal), layer_group=name
-            )
+            attention = AttentionHalf(dim, self.num_heads, initialise=trunc_normal)
+            yield layer(f"{name}.attention", attention, layer_group=name)
+            mlp = ResidualMLP(dim, int(dim * self.mlp_ratio), initialise=trunc_normal)
+            yield layer(f"{name}.mlp", mlp, layer_group=name)
         yield layer("head", MeanLinear(dim, self.num_classes, initialise=trunc_normal, initialise_bias=zeros))

@@ -1,5 +1,4 @@
-"""Names of Spikformer's tensors in SpikingJelly, and in the code published with the paper (arXiv 2209.15425;
-github.com/ZK-Zhou/spikformer).
+"""Names of Spikformer's tensors in SpikingJelly and in the published code (arXiv 2209.15425; ZK-Zhou/spikformer).
 
     here                                     SpikingJelly                                  published
     patch_embed.stages.0.conv.weight         patch_embed.stages.0.conv_bn.block.0.weight   patch_embed.proj_conv.weight
@@ -8,11 +7,10 @@ github.com/ZK-Zhou/spikformer).
     blocks.0.attention.neuron.w              blocks.0.attn.attn_lif.w                      (none)
     blocks.0.mlp.fc1.norm.weight             blocks.0.mlp.fc1.1.weight                     block.0.mlp.fc1_bn.weight
 
-SpikingJelly's tensors are the same, shape by shape. The published code has a model for CIFAR10 (`_linear`) and one for
-ImageNet (`_conv`), with q, k and v apart. Where it has a bias before a norm, the norm takes the bias away again: a mean
-that is smaller by it does the same, so here the bias is part of the running mean. Its layer norms compute nothing. One
-thing differs that no weight can tell: its stem pools after a stage's neuron, SpikingJelly and MegaSNN before it.
-Weights trained there need some training here.
+SpikingJelly's tensors have equal shapes. The published code has a model for CIFAR10 (`_linear`) and one for ImageNet
+(`_conv`), with q, k and v apart. A norm cancels the bias before it, so the running mean takes it up here.
+The published layer norms compute nothing. One difference remains: the published stem pools after a stage's neuron,
+SpikingJelly and MegaSNN before it. Published weights need some training here.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ from megasnn.models.weight_names import NORM_TENSORS, Dialect, Made, NameMap, co
 
 _PARTS_OF_STEM = ("conv_bn.block.0", "conv_bn.block.1", "neuron")
 _CONV_NORMS = {
-    **{f"patch_embed.{x}": (f"patch_embed.{x}", _PARTS_OF_STEM) for x in ("stages.{}", "positional_encoding")},
-    **{
-        f"blocks.{{}}.attention.{ours}": ("blocks.{}.attn", (f"{x}_conv_bn.0", f"{x}_conv_bn.1", f"{x}_lif"))
-        for ours, x in (("qkv", "qkv"), ("projection", "proj"))
-    },
-    **{f"blocks.{{}}.mlp.fc{i}": ("blocks.{}.mlp", (f"fc{i}.0", f"fc{i}.1", f"neuron{i}")) for i in (1, 2)},
+    "patch_embed.stages.{}": ("patch_embed.stages.{}", _PARTS_OF_STEM),
+    "patch_embed.positional_encoding": ("patch_embed.positional_encoding", _PARTS_OF_STEM),
+    "blocks.{}.attention.qkv": ("blocks.{}.attn", ("qkv_conv_bn.0", "qkv_conv_bn.1", "qkv_lif")),
+    "blocks.{}.attention.projection": ("blocks.{}.attn", ("proj_conv_bn.0", "proj_conv_bn.1", "proj_lif")),
+    "blocks.{}.mlp.fc1": ("blocks.{}.mlp", ("fc1.0", "fc1.1", "neuron1")),
+    "blocks.{}.mlp.fc2": ("blocks.{}.mlp", ("fc2.0", "fc2.1", "neuron2")),
 }
 
 SPIKINGJELLY = prefix_dialect(
@@ -47,37 +45,42 @@ SPIKINGJELLY = prefix_dialect(
     },
 )
 
-# --- the published code
-
+# Our path in a block -> paths in the published block.
 _IN_BLOCK = {
     "attention.qkv": ("attn.q", "attn.k", "attn.v"),
     "attention.projection": ("attn.proj",),
-    **{f"mlp.fc{i}": (f"mlp.fc{i}",) for i in (1, 2)},
+    "mlp.fc1": ("mlp.fc1",),
+    "mlp.fc2": ("mlp.fc2",),
 }
 
 
 def _conv_norms(names: Collection[str]) -> dict[str, list[tuple[str, str]]]:
-    """Our path of each unit -> theirs of its convolution and norm; three of each for q, k and v."""
+    """Our path of each ConvNormNeuron -> their convolutions and norms: one pair, or three for q, k and v."""
     conv_norms = {"patch_embed.positional_encoding": [("patch_embed.rpe_conv", "patch_embed.rpe_bn")]}
     for stage in range(STEM_STAGES):
-        conv, norm = (f"patch_embed.proj_{part}{stage or ''}" for part in ("conv", "bn"))
-        conv_norms[f"patch_embed.stages.{stage}"] = [(conv, norm)]
+        # The first stage has none.
+        number = stage or ""
+        pair = (f"patch_embed.proj_conv{number}", f"patch_embed.proj_bn{number}")
+        conv_norms[f"patch_embed.stages.{stage}"] = [pair]
     kind = "linear" if "block.0.attn.q_linear.weight" in names else "conv"
     blocks = {match[1] for name in names if (match := re.match(r"block\.(\d+)\.", name))}
-    for block in range(len(blocks)):  # counted: a stranger's numbers may be of any size
+    # The number of blocks, because a foreign file may contain any numbers.
+    for block in range(len(blocks)):
         for ours, theirs in _IN_BLOCK.items():
-            paths = [f"block.{block}.{path}" for path in theirs]
-            conv_norms[f"blocks.{block}.{ours}"] = [(f"{path}_{kind}", f"{path}_bn") for path in paths]
+            pairs = [(f"block.{block}.{path}_{kind}", f"block.{block}.{path}_bn") for path in theirs]
+            conv_norms[f"blocks.{block}.{ours}"] = pairs
     return conv_norms
 
 
 def _incoming(names: Collection[str]) -> NameMap:
     recipe = {name: Made((name,)) for name in ("head.weight", "head.bias")}
     for ours, conv_norms in _conv_norms(names).items():
-        weights, biases = (tuple(f"{conv}.{tensor}" for conv, _ in conv_norms) for tensor in ("weight", "bias"))
+        weights = tuple(f"{conv}.weight" for conv, _ in conv_norms)
+        biases = tuple(f"{conv}.bias" for conv, _ in conv_norms)
         recipe[f"{ours}.conv.weight"] = Made(weights, _joined_pointwise if ours.startswith("blocks.") else None)
         for tensor in NORM_TENSORS:
-            recipe[f"{ours}.norm.{tensor}"] = Made(tuple(f"{norm}.{tensor}" for _, norm in conv_norms), _joined)
+            sources = tuple(f"{norm}.{tensor}" for _, norm in conv_norms)
+            recipe[f"{ours}.norm.{tensor}"] = Made(sources, _joined)
         if biases[0] in names:
             means = recipe[f"{ours}.norm.running_mean"].sources
             recipe[f"{ours}.norm.running_mean"] = Made(means + biases, _without_biases)

@@ -1,1 +1,1 @@
-"""The VGG for event cameras: its dimensions, its layers, and its names in other programs."""
+"""VGG for event cameras."""

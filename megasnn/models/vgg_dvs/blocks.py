@@ -9,15 +9,17 @@ from megasnn.layers import ParallelDropout, ParallelLinear, WholeImages
 
 
 class Classifier(nn.Module):
-    """Average pooling, dropout, and a linear layer on all that is left: spikes -> logits `[T, N, num_classes]`.
+    """Average pooling, dropout and a linear layer: spikes -> logits `[T, N, num_classes]`.
 
-    Features are ordered by channel, so a rank's channels are a run of the weight's columns.
+    Features are ordered by channel, so a rank's channels are neighbouring columns of the weight.
     """
 
     def __init__(self, features: int, num_classes: int, pool: int, dropout: float) -> None:
         super().__init__()
-        self.pool, self.dropout = pool, ParallelDropout(dropout, "classifier.dropout")
-        self.linear, self.whole_images = ParallelLinear(features, num_classes), WholeImages(pool)
+        self.pool = pool
+        self.dropout = ParallelDropout(dropout, "classifier.dropout")
+        self.linear = ParallelLinear(features, num_classes)
+        self.whole_images = WholeImages(pool)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.whole_images(x)

@@ -1,7 +1,7 @@
-"""The VGG for event cameras in the form of SpikingJelly 2.0.0's `CIFAR10DVSVGG`: its dimensions, neuron and layers.
+"""The VGG for event cameras as in SpikingJelly 2.0.0's `CIFAR10DVSVGG`: dimensions, neuron and layers.
 
-Same weights in, same logits and gradients out. Average pooling would turn a spike into a quarter: so the layer
-behind it pools what it receives, and spikes are what travels between ranks and is kept for backward.
+Equal weights give equal logits and gradients. Average pooling turns spikes into quarters. The layer after a pooling
+therefore pools its own input, and spikes travel between ranks and are stored for backward.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ CIFAR10_DVS = "64,128,P,256,256,P,512,512,P,512,512,P"
 
 
 def parse_channels(text: str) -> tuple[list[tuple[int, bool]], bool]:
-    """The convolutions that "64,128,P,256" describes, as (channels, whether pooling comes before it), and whether a
-    pooling comes after the last one.
+    """Parses convolutions like "64,128,P,256".
+
+    Returns (channels, True after a pooling) for each convolution, and True if a pooling follows the last one.
 
     Raises:
-        ValueError: something else than numbers of channels, and single poolings behind them.
+        ValueError: anything but numbers of channels, each followed by at most one P.
     """
     if not re.fullmatch(r"[1-9]\d*(,P)?(,[1-9]\d*(,P)?)*", text):
         raise ValueError(
             f'--channels "{text}" must be numbers of channels, with P for a pooling between them, as the default '
             f'"{CIFAR10_DVS}"'
         )
-    convolutions, pool = [], False
+    convolutions = []
+    pool = False
     for word in text.split(","):
         if word != "P":
             convolutions.append((int(word), pool))
@@ -46,7 +48,7 @@ def parse_channels(text: str) -> tuple[list[tuple[int, bool]], bool]:
 
 @config_dataclass(frozen=True, config=STRICT)
 class VggNeuronConfig(NeuronConfig):
-    """Defaults are those of SpikingJelly's CIFAR10DVSVGG."""
+    """Defaults of SpikingJelly's CIFAR10DVSVGG."""
 
     tau: float = 1.333
     decay_input: bool = False
@@ -62,16 +64,16 @@ class VggDvs(Model):
     neuron: ClassVar[type[NeuronConfig]] = VggNeuronConfig
 
     channels: str = CIFAR10_DVS
-    """Output channels of each convolution, with P where average pooling 2 x 2 comes between them."""
+    """Output channels of each convolution, and P for average pooling 2 x 2."""
     image_size: Size = 48
     in_channels: Size = 2
-    """Channels of the frames: one for each polarity; of images, 1 (grey) or 3 (RGB)."""
+    """Channels of the frames, one for each polarity; 1 (grey) or 3 (RGB) for images."""
     event_frames: bool = True
-    """The samples are recordings of event cameras; --no-event-frames takes images, shown at every time step."""
+    """Samples are recordings of event cameras; --no-event-frames takes images, shown at every time step."""
     time_steps: Size = 10
-    """Frames of a sample, T: one at each simulated time step."""
+    """Frames of a sample, T, one for each simulated time step."""
     dropout: FractionBelowOne = 0.25
-    """Share of the classifier's inputs that are left out in training, drawn anew for each sample and time step."""
+    """Probability to drop an input of the classifier in training, drawn for each sample and time step."""
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
@@ -84,14 +86,15 @@ class VggDvs(Model):
         return wrong
 
     def layers(self) -> Iterable[Layer]:
-        """Each convolution with its norm and neurons, then the classifier."""
+        """Each convolution with norm and neurons, then the classifier."""
         from megasnn.layers import ConvNormNeuron
         from megasnn.layers.init import kaiming_normal
         from megasnn.layers.layer import layer
         from megasnn.models.vgg_dvs.blocks import Classifier
 
         convolutions, pools_last = parse_channels(self.channels)
-        inputs, size = self.in_channels, self.image_size
+        inputs = self.in_channels
+        size = self.image_size
         for index, (channels, pools) in enumerate(convolutions):
             pool = 2 if pools else 1
             size //= pool

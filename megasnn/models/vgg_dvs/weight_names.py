@@ -1,7 +1,7 @@
 """Names of the VGG's tensors in SpikingJelly's CIFAR10DVSVGG.
 
-The tensors are the same on both sides, shape by shape; only names differ. In a block of theirs, pooling takes the
-first place in front of the convolution; in their classifier, dropout does if there is any:
+Shapes are equal; only names differ. In SpikingJelly's blocks a pooling shifts the numbers of convolution and norm. In
+its classifier a dropout shifts the number of the linear layer:
 
     here                          spikingjelly.activation_based.examples.memopt.models.CIFAR10DVSVGG
     features.0.conv.weight        features.0.proj_bn.0.weight
@@ -21,20 +21,22 @@ from megasnn.models.weight_names import Dialect, ModelValues, NameMap, moved
 
 
 def _prefixes(pools: Sequence[bool], dropout: bool) -> dict[str, str]:
-    """Our path of each module -> SpikingJelly's. Args: pools: whether pooling comes before each convolution."""
+    """Our path of each module -> SpikingJelly's. Args: pools: True for a convolution after a pooling."""
     prefixes = {"classifier.linear": f"classifier.{int(dropout)}"}
     for index, pool in enumerate(pools):
         conv_norm = f"features.{index}"
-        parts = {"conv": f"proj_bn.{int(pool)}", "norm": f"proj_bn.{int(pool) + 1}", "neuron": "neuron"}
-        prefixes |= {f"{conv_norm}.{ours}": f"{conv_norm}.{theirs}" for ours, theirs in parts.items()}
+        prefixes[f"{conv_norm}.conv"] = f"{conv_norm}.proj_bn.{int(pool)}"
+        prefixes[f"{conv_norm}.norm"] = f"{conv_norm}.proj_bn.{int(pool) + 1}"
+        prefixes[f"{conv_norm}.neuron"] = f"{conv_norm}.neuron"
     return prefixes
 
 
 def _incoming(theirs: Collection[str]) -> NameMap:
     blocks = [f"features.{index}.proj_bn" for index in range(len(theirs))]
     pools = [f"{block}.2.weight" in theirs for block in blocks if f"{block}.1.weight" in theirs]
-    prefixes = _prefixes(pools, "classifier.1.weight" in theirs)
-    return moved(theirs, {there: here for here, there in prefixes.items()})
+    prefixes = _prefixes(pools, dropout="classifier.1.weight" in theirs)
+    back = {there: here for here, there in prefixes.items()}
+    return moved(theirs, back)
 
 
 def _outgoing(ours: Collection[str], model: ModelValues | None) -> NameMap:

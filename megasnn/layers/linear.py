@@ -1,0 +1,108 @@
+"""Linear layers with sharded features, on `[T, N, C_local]`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasnn.kernels.products import Products
+from megasnn.kernels.spike_codec import Content, bits_of
+from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.init import uniform
+from megasnn.layers.row_context import MeanOverSpace
+from megasnn.layers.weighted import Communication, ProductOptions, WeightedLayer
+from megasnn.parallel.collectives import own_channels
+from megasnn.parallel.sharding import Initialiser
+
+
+class ParallelLinear(WeightedLayer):
+    """Linear layer: `[T, N, in/size]` -> `[T, N, out]` with style "row", `[T, N, out/size]` with "column".
+
+    Style "row" multiplies this rank's features by the matching columns of the weight and sums over the ranks: the
+    output is whole on every rank, and the bias is added once, after the sum. Style "column" gathers the input and
+    computes this rank's output features. An input that is whole on every rank is not gathered, and style "row" takes
+    this rank's features of it. The dry run determines this.
+
+    Args:
+        initialise, initialise_bias: fill the global weight and bias; torch's defaults otherwise.
+    Raises:
+        ValueError: features not divisible by the number of ranks; an unknown style.
+    """
+
+    multiplies_by_weight = True  # its only use of the weight: see megasnn.parallel.fsdp
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        context: BuildContext | None = None,
+        *,
+        initialise: Initialiser | None = None,
+        style: str = "row",
+        bias: bool = True,
+        initialise_bias: Initialiser | None = None,
+    ) -> None:
+        context = context_for(context)
+        if style not in ("column", "row"):
+            raise ValueError(f"style must be 'column' or 'row', got {style!r}")
+        is_row = style == "row"
+        default = uniform(in_features)
+        shape = (out_features, in_features)
+        weight_shard = context.shard(shape, 1 if is_row else 0, initialise=initialise or default)
+        bias_shard = None
+        if bias:
+            bias_dim = None if is_row else 0
+            bias_shard = context.shard((out_features,), bias_dim, initialise=initialise_bias or default)
+        communication = Communication.NONE
+        if context.tp.size > 1:
+            communication = Communication.WHOLE_OUTPUT if is_row else Communication.GATHER
+        super().__init__(context, weight_shard, bias_shard, ProductOptions(context.tp, communication, Products()))
+        self.in_features = in_features
+        self.out_features = out_features
+        self.style = style
+        # Ranks that divide the rows of images compute the same here, where space is gone.
+        self._is_counted = self._is_counted and context.counts_logits
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_meta:
+            return self._dry_run(x)
+        if self._traceable:
+            return F.linear(x, self.weight, self.bias)
+        if self._has_whole_input and self.style == "row":
+            x = own_channels(x, self.options.group)
+        images = x.reshape(1, -1, x.shape[-1], 1, 1)
+        if self.observer is not None:
+            self.tell_observer(x.reshape(len(x), -1, x.shape[-1], 1, 1))
+        bits = None
+        # Bits are in the order of memory, which is that of the rows for a contiguous tensor only.
+        if self.options.content is Content.SPIKES and x.is_contiguous():
+            bits = bits_of(x)
+        y = self.product(images, bits).view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _dry_run(self, x: Tensor) -> Tensor:
+        """Records the input's content and returns an output without values. Raises ValueError as `learn_input`."""
+        is_whole = self.learn_input(x, -1, self.in_features)
+        if is_whole and x.ndim != 3:
+            raise ValueError(f"an input that every tensor parallel rank has whole is [T, N, C] here, got {[*x.shape]}")
+        features = self.out_features
+        if self.style == "column":
+            features //= self.options.group.size
+        return x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
+
+
+class MeanLinear(ParallelLinear):
+    """Mean over space, then a linear layer: `[T, N, C_local, *space]` -> logits `[T, N, num_classes]`."""
+
+    multiplies_by_weight = True  # its only use of the weight: see megasnn.parallel.fsdp
+
+    def __init__(
+        self, in_features: int, out_features: int, context: BuildContext | None = None, **options: Any
+    ) -> None:
+        super().__init__(in_features, out_features, context, **options)
+        self.mean = MeanOverSpace(context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.mean(x))

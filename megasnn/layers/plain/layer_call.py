@@ -1,0 +1,56 @@
+"""How a layer without knowledge of ranks is called: its inputs are gathered, and its output is cut again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megasnn.layers.shape_inference import mark_spikes, max_of
+from megasnn.parallel.collectives import gather_alike, own_channels
+from megasnn.parallel_state import Group
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """How a layer without knowledge of ranks is called.
+
+    Attributes:
+        time_steps: T. An input with a single time step is repeated T times.
+        fold_time: True for all time steps as one batch, `[T * N, ...]`.
+        dtype: floating-point type of the inputs; None for any.
+        group: tensor-parallel ranks that all compute the whole layer; None for a layer that is cut.
+        cuts: for each input tensor, True if a rank has only its own channels; empty if all are whole.
+        is_last: True if the output stays whole, like logits.
+    """
+
+    time_steps: int = 1
+    fold_time: bool = False
+    dtype: torch.dtype | None = None
+    group: Group | None = None
+    cuts: Sequence[bool] = ()
+    is_last: bool = False
+
+    def prepare_input(self, x: Tensor, is_cut: bool) -> Tensor:
+        if self.group is not None and is_cut:
+            largest = max_of(x)
+            x = gather_alike(x, self.group)
+            if largest is not None:
+                mark_spikes(x, largest)
+        if self.dtype is not None and x.is_floating_point():
+            x = x.to(self.dtype)
+        if x.ndim < 3:
+            return x
+        if len(x) == 1 < self.time_steps:
+            x = x.expand(self.time_steps, *x.shape[1:])
+        return x.flatten(0, 1) if self.fold_time else x
+
+    def restore_output(self, y: Tensor, frames: tuple[int, ...]) -> Tensor:
+        """Output `[T, N, ...]` for the next layer. Args: frames: T and N of the inputs."""
+        if self.fold_time:
+            y = y.unflatten(0, frames)
+        if self.group is None or self.is_last or y.ndim < 3 or y.shape[2] % self.group.size:
+            return y
+        return own_channels(y, self.group)

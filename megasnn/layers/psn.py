@@ -1,0 +1,129 @@
+"""Parallel spiking neurons (PSN, arXiv 2304.12760): a learned product over the time steps in place of a recurrence."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megasnn.kernels import NeuronSpec
+from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
+from megasnn.kernels.torch_backend import REDUCED, recompute_in_backward, surrogate_function
+from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.init import constant, uniform
+from megasnn.layers.neuron import NeuronLayer
+from megasnn.layers.tensors import declare
+from megasnn.parallel.sharding import Initialiser
+
+
+class _ParallelInTime(NeuronLayer):
+    """Base of the parallel spiking neurons: a spike for W x + b >= 0 with W `[T, T]`, no potential and no reset.
+
+    Every rank holds the whole weights; their gradient is summed over the tensor-parallel ranks. Backward stores the
+    input.
+
+    Args:
+        spec: surrogate, and `v_threshold`, the initial -b; None for SpikingJelly's defaults.
+        weight: shape and initial values of the weights.
+    Raises:
+        ValueError: stateful neurons (--bptt-steps); in forward, weights for another T.
+    """
+
+    kind: str
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(
+        self,
+        spec: NeuronSpec | None,
+        context: BuildContext,
+        weight: tuple[tuple[int, ...], Initialiser],
+        bias_shape: tuple[int, ...],
+    ) -> None:
+        super().__init__(context)
+        if context.stateful:
+            raise ValueError(f"--bptt-steps with a {self.kind} neuron, which takes all time steps; leave it out")
+        self.spec = spec = spec or NeuronSpec(self.kind, surrogate="atan")
+        shape, initialise = weight
+        weight_shard = context.shard(shape, partial_gradient=True, initialise=initialise)
+        threshold = constant(-spec.v_threshold)
+        bias_shard = context.shard(bias_shape, partial_gradient=True, initialise=threshold)
+        declare(self, "weight", weight_shard, context.dtype)
+        declare(self, "bias", bias_shard, context.dtype)
+
+    @staticmethod
+    @abstractmethod
+    def matrix(weight: Tensor, steps: int) -> Tensor:
+        """W for a number of time steps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = self.at_every_step(x)
+        if self.weight.ndim > 1 and len(self.weight) != len(inputs):
+            raise ValueError(f"this neuron has weights for {len(self.weight)} time steps, got {len(inputs)}")
+        if x.is_meta:
+            return self.observed(torch.empty_like(inputs))
+        fire = surrogate_function(self.spec.surrogate, self.spec.surrogate_alpha)
+        compute = partial(_fire_at_once, matrix=self.matrix, fire=fire)
+        (spikes,) = recompute_in_backward(compute, inputs, self.weight, self.bias)
+        bits = pack_bits(spikes) if wants_bits(spikes) else None
+        return self.observed(remember_bits(spikes, bits))
+
+    def forget(self) -> None:
+        """Does nothing: there is no state."""
+
+
+class ParallelPSN(_ParallelInTime):
+    """Parallel spiking neuron with weights between all pairs of time steps (SpikingJelly's PSN). T is fixed."""
+
+    kind = "psn"
+
+    def __init__(self, spec: NeuronSpec | None = None, context: BuildContext | None = None) -> None:
+        context = context_for(context)
+        steps = context.time_steps
+        super().__init__(spec, context, ((steps, steps), uniform(steps)), (steps, 1))
+
+    @staticmethod
+    def matrix(weight: Tensor, steps: int) -> Tensor:
+        return weight
+
+
+class ParallelSlidingPSN(_ParallelInTime):
+    """Sliding PSN: each time step uses the same weights of the last `order` steps (SpikingJelly's SlidingPSN).
+
+    Args:
+        order: k of the paper. The initial weight is 1 for the current step, and halves with each step before it.
+    """
+
+    kind = "sliding_psn"
+
+    def __init__(self, spec: NeuronSpec | None = None, context: BuildContext | None = None, *, order: int = 2) -> None:
+        super().__init__(spec, context_for(context), ((order,), _halving), ())
+
+    @staticmethod
+    def matrix(weight: Tensor, steps: int) -> Tensor:
+        lags = weight.flip(0)[:steps]
+        bands = torch.stack([weight.new_ones(steps - lag).diag(-lag) for lag in range(len(lags))])
+        return (lags.view(-1, 1, 1) * bands).sum(0)
+
+
+def _halving(tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.copy_(0.5 ** torch.arange(len(tensor) - 1, -1, -1, dtype=torch.float64))
+
+
+def _fire_at_once(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    matrix: Callable[[Tensor, int], Tensor],
+    fire: Callable[[Tensor], Tensor],
+) -> tuple[Tensor]:
+    """Spikes, channels last in memory. Computes reduced types in float32."""
+    dtype = torch.float32 if x.dtype in REDUCED else x.dtype
+    channels = min(2, x.ndim - 1)
+    rows = x.to(dtype).movedim(channels, -1)
+    h = torch.addmm(bias.to(dtype), matrix(weight.to(dtype), len(x)), rows.flatten(1))
+    return (fire(h).view(rows.shape).movedim(-1, channels).to(x.dtype),)

@@ -1,0 +1,124 @@
+"""Tensors of layers: declared with their shards, tied, listed by global name, and given memory and initial values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from megasnn.common.grid import FLAG_OF_AXIS
+from megasnn.common.random import keyed_generator
+from megasnn.layers.facts import facts
+from megasnn.parallel.sharding import Shard, ShardedTensor
+
+
+def declare(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype, is_parameter: bool = True) -> None:
+    """Registers a tensor of the shard's local shape on the meta device; `materialise` gives it memory and values."""
+    tensor = torch.empty(shard.local_shape, dtype=dtype, device="meta")
+    if is_parameter:
+        module.register_parameter(name, nn.Parameter(tensor))
+    else:
+        module.register_buffer(name, tensor)
+    facts(module).shards[name] = shard
+
+
+def tie(module: nn.Module, name: str, owner_name: str, owner: nn.Module, name_there: str) -> None:
+    """Makes a described tensor a copy of another one, which owns the value; it takes that one's name and description.
+
+    Raises:
+        ValueError: they have other shapes, or ranks hold other parts of them.
+    """
+    if name not in facts(module).shards or name_there not in facts(owner).shards:
+        return  # `sharded_tensors` tells what is missing
+    mine, theirs = facts(module).shards[name], facts(owner).shards[name_there]
+    if mine.pieces() != theirs.pieces():
+        shapes = f"{list(mine.global_shape)} here and {list(theirs.global_shape)} there"
+        raise ValueError(
+            f"ranks hold other parts of the two, {shapes}: give both layers the same sizes and `style`, or set "
+            f"{FLAG_OF_AXIS['tp']} 1"
+        )
+    facts(module).shards[name] = theirs
+    facts(module).owner_names[name] = owner_name
+
+
+def owner_name(module: nn.Module, name: str, path: str) -> str:
+    """Global name of the tensor that a module at this path owns, or has a copy of."""
+    return facts(module).owner_names.get(name, f"{path}.{name}")
+
+
+def sharded_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
+    """Every parameter and persistent buffer below the given (global name, layer) pairs, in a fixed order; no copies.
+
+    Raises:
+        ValueError: a tensor has no description, which would make it invisible to initialisation and checkpoints.
+    """
+    return (entry for entry in described_tensors(named_layers) if not entry.is_copy)
+
+
+def described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
+    """The same with the copies among them."""
+    for prefix, layer in named_layers:
+        for path, module in layer.named_modules(prefix=prefix):
+            shards = facts(module).shards
+            own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+            for name, tensor in own:
+                if name in module._non_persistent_buffers_set:
+                    continue
+                if name not in shards:
+                    raise ValueError(f"{path}.{name} has no shard description; make it with `declare`")
+                called = owner_name(module, name, path)
+                is_parameter, is_copy = name in module._parameters, called != f"{path}.{name}"
+                yield ShardedTensor(called, tensor, shards[name], is_parameter, is_copy)
+
+
+def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
+    """Gives memory and initial values to every declared tensor of these layers.
+
+    Each value follows from (seed, global name) alone: the global tensor is drawn, this rank's part is kept, so
+    the model starts from the same numbers on every layout. At most one global tensor exists at a time. What is tied has
+    the same memory.
+
+    Raises ValueError for a tensor that nothing initialises, or whose function raises; names it.
+    """
+    layers = list(named_layers)
+    values: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for entry in described_tensors(layers):
+            if entry.name in values:
+                continue
+            assert entry.shard.initialise is not None, entry.name
+            # Floating-point values are drawn in float32 whatever the precision: fp64 checks start from the fp32 run's.
+            dtype = torch.float32 if entry.tensor.is_floating_point() else entry.tensor.dtype
+            full = torch.empty(entry.shard.global_shape, dtype=dtype)
+            try:
+                entry.shard.initialise(full, keyed_generator(seed, "init", entry.name))
+            except Exception as error:  # a function of the user's may raise anything
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                raise ValueError(f"initial values of {entry.name}: {kind}{error}") from error
+            value = entry.shard.cut(full).to(device, entry.tensor.dtype)
+            # Kernels of convolutions have channels last, like activations: nothing is reordered when they meet.
+            is_kernel = value.ndim == 4
+            values[entry.name] = value.contiguous(memory_format=torch.channels_last) if is_kernel else value
+        for prefix, layer in layers:
+            for path, module in layer.named_modules(prefix=prefix):
+                for name in facts(module).shards:
+                    value = values[owner_name(module, name, path)]
+                    if name in module._parameters:
+                        module._parameters[name] = _with_all_of(module.get_parameter(name), value)
+                    else:
+                        module._buffers[name] = value.detach()  # a tensor of its own, of the same memory
+
+
+def _with_all_of(old: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """A parameter with a value, and what was set on the one before: whether it is trained, attributes, hooks."""
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    vars(new).update(vars(old))
+    if not old.requires_grad:  # torch takes no hooks
+        return new
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
+    return new

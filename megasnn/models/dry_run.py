@@ -1,0 +1,158 @@
+"""Dry run: a layer is called once on the meta device, before it has memory and values.
+
+It finds the shapes of the output, the largest values known, and mistakes that would otherwise show in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from traceback import walk_tb
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from megasnn.common.bundle import Bundle, entries_of, shapes_text
+from megasnn.layers import ParallelConv, ParallelLinear
+from megasnn.layers.facts import facts
+from megasnn.layers.plain.by_channel import ChannelWatch, is_of_libraries
+from megasnn.layers.plain.replicated import apply_layer, forget_state
+from megasnn.layers.shape_inference import MaxInference, RefuseRandom, mark_both, said_of_values
+from megasnn.models.description import DRY_SAMPLES
+
+_LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
+
+
+def dry_run(
+    name: str,
+    layer: nn.Module,
+    inputs: Sequence[Bundle],
+    watch: ChannelWatch | None = None,
+    counted: list[int] | None = None,
+) -> Bundle:
+    """Output of a layer in training, on the meta device. The layer learns the content of its inputs.
+
+    User code runs in evaluation too, where it may take another branch.
+
+    Args:
+        watch: entered around each forward. Training and evaluation must then return the same shapes.
+        counted: receives the multiply-adds of one sample in training.
+    Raises:
+        ValueError: names the layer. It cannot take its inputs, changes them or a buffer, or returns no tensors.
+    """
+    for module in layer.modules():
+        # True in a copy of a layer that was run before.
+        facts(module).knows_input = False
+    evaluated: Bundle | None = None
+    try:
+        if not is_of_libraries(layer):
+            evaluated = _evaluated(layer, inputs, watch)
+        layer.train()
+        with nullcontext() if counted is None else _counting(layer, counted):
+            output = _forward(layer, inputs, watch)
+        if evaluated is not None:
+            _join(output, evaluated, watch is not None)
+    except Exception as error:
+        raise ValueError(f"{name}, given {shapes_text(*inputs)}: {_explained(error, layer)}") from error
+    return output
+
+
+def _evaluated(layer: nn.Module, inputs: Sequence[Bundle], watch: ChannelWatch | None) -> Bundle | None:
+    """Output in evaluation; None if that needs values and nothing is watched."""
+    layer.eval()
+    try:
+        with torch.no_grad():
+            return _forward(layer, inputs, watch)
+    except (RuntimeError, TypeError):
+        # Evaluation may read values, which meta tensors lack. A layer that is whole on every rank is allowed to.
+        if watch is not None:
+            raise
+        return None
+
+
+def _forward(layer: nn.Module, inputs: Sequence[Bundle], watch: ChannelWatch | None) -> Bundle:
+    """Runs a layer once and resets its state."""
+    for module in layer.modules():
+        facts(module).begin_forward()
+    versions = _versions(inputs)
+    buffers = _buffers(layer)
+    with MaxInference(), RefuseRandom(), watch or nullcontext():
+        output = apply_layer(layer, inputs[0], range(DRY_SAMPLES), *inputs[1:])
+    for entry in entries_of(output).values():
+        if entry.shape[1:2] != (DRY_SAMPLES,):
+            raise ValueError(f"its output {list(entry.shape)} is not [T, N, ...] of {DRY_SAMPLES} samples")
+    if _versions(inputs) != versions:
+        raise ValueError("it changes its input in place, which other layers read too: let it work on a clone")
+    for name, version in _buffers(layer).items():
+        if buffers.get(name) != version:
+            raise ValueError(f"it changes its buffer {name!r}, differently on each replica: let it keep no state")
+    forget_state(layer)
+    return output
+
+
+def _join(output: Bundle, evaluated: Bundle, same_shapes: bool) -> None:
+    """Marks an output in training with its content in evaluation. Raises ValueError for other entries or shapes."""
+    trained = entries_of(output)
+    others = entries_of(evaluated)
+    if trained.keys() != others.keys() or (same_shapes and shapes_text(output) != shapes_text(evaluated)):
+        text = f"{shapes_text(output)} in training, and {shapes_text(evaluated)} in evaluation"
+        raise ValueError(f"it returns {text}: let it return the same in both")
+    for key, entry in trained.items():
+        mark_both(entry, others[key])
+
+
+@contextmanager
+def _counting(layer: nn.Module, found: list[int]) -> Iterator[None]:
+    """Counts the multiply-adds of one sample while a layer runs.
+
+    torch's counter sees the operators of plain code. MegaSNN's layers only return shapes in a dry run, so hooks count
+    them.
+    """
+
+    def add(module: ParallelConv | ParallelLinear, inputs: object, output: Tensor) -> None:
+        found.append(output.numel() * module.weight[0].numel() // DRY_SAMPLES)
+
+    ours = [each for each in layer.modules() if isinstance(each, (ParallelConv, ParallelLinear))]
+    hooks = [each.register_forward_hook(add) for each in ours]
+    try:
+        with FlopCounterMode(display=False) as counter:
+            yield
+        found.append(counter.get_total_flops() // 2 // DRY_SAMPLES)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _buffers(layer: nn.Module) -> dict[str, tuple[int, int]]:
+    """Identity and version of each buffer outside MegaSNN's modules, which change with it."""
+    found = {}
+    for path, module in layer.named_modules():
+        if type(module).__module__.startswith("megasnn."):
+            continue
+        for name, buffer in module.named_buffers(prefix=path, recurse=False):
+            found[name] = (id(buffer), buffer._version)
+    return found
+
+
+def _versions(bundles: Sequence[Bundle]) -> list[int]:
+    """Version of each tensor: the number of changes in place."""
+    versions = []
+    for bundle in bundles:
+        versions += [entry._version for entry in entries_of(bundle).values()]
+    return versions
+
+
+def _explained(error: Exception, layer: nn.Module) -> str:
+    """Text of an error, with the innermost module whose forward raised it and the last line of user code."""
+    paths = {id(module): f"in {path}: " for path, module in layer.named_modules() if path}
+    where = ""
+    line = ""
+    for frame, number in walk_tb(error.__traceback__):
+        where = paths.get(id(frame.f_locals.get("self")), where)
+        file = Path(frame.f_code.co_filename)
+        if not any(file.is_relative_to(folder) for folder in _LIBRARIES):
+            line = f" ({file}, line {number})"
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return f"{where}{said_of_values(error) or f'{kind}{error}'}{line}"

@@ -1,0 +1,121 @@
+"""Pipeline stages: layers, seconds and bytes, and the idle time with equal stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import chain
+from typing import NamedTuple
+
+from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
+from megasnn.pipeline.peak_memory import SegmentMemory, segment_memory
+from megasnn.schedule import ChunkCost, Kind, generate, per_stage, simulate
+from megasnn.schedule.actions import crosses
+from megasnn.schedule.partition import placed_bounds
+
+Placement = tuple[int, ...]
+"""Pipeline rank of each chunk."""
+
+
+class Stage(NamedTuple):
+    """A pipeline rank's layers, and their costs for one micro-batch.
+
+    Attributes:
+        spans: layers by chunk.
+        seconds: forward and backward, recompute included.
+        backward: the backward's seconds.
+        stashed: bytes saved for backward.
+        deferred: bytes saved from an input gradient for a later weight gradient.
+        working: the largest layer's temporary bytes, and weights cast for products.
+        messages: bytes to and from other ranks.
+    """
+
+    spans: tuple[range, ...]
+    seconds: float
+    backward: float
+    stashed: int
+    deferred: int
+    working: int
+    messages: int
+
+
+@cache
+def bounds_by_seconds(layers: tuple[LayerCost, ...], placement: Placement) -> tuple[range, ...]:
+    """Layers by chunk, balanced by seconds."""
+    return tuple(placed_bounds([layer.seconds for layer in layers], placement))
+
+
+def balanced_stages(layers: tuple[LayerCost, ...], placement: Placement, recomputes: bool) -> list[Stage]:
+    """Stages by pipeline rank.
+
+    Args:
+        recomputes: True with recompute.
+    """
+    bounds = bounds_by_seconds(layers, placement)
+    segments = segment_memory(PipelineCosts(layers, LinkCost()), [range(i, i + 1) for i in range(len(layers))])
+    crossed = [chunk for chunk in range(len(placement)) if crosses(placement, chunk)]
+    stages = []
+    for rank in range(max(placement) + 1):
+        spans = tuple(span for span, owner in zip(bounds, placement, strict=True) if owner == rank)
+        messages = 0
+        for chunk in crossed:
+            if rank in placement[chunk : chunk + 2]:
+                messages += segments[bounds[chunk].stop - 1].transfers
+        stages.append(_stage(spans, layers, segments, messages, recomputes))
+    return stages
+
+
+def _stage(
+    spans: tuple[range, ...],
+    layers: Sequence[LayerCost],
+    segments: Sequence[SegmentMemory],
+    messages: int,
+    recomputes: bool,
+) -> Stage:
+    forward = 0.0
+    both = 0.0
+    stashed = 0
+    deferred = 0
+    largest = 0
+    cast = 0
+    for i in chain(*spans):
+        forward += layers[i].forward
+        both += layers[i].seconds
+        memory = segments[i]
+        working = memory.working[Kind.BACKWARD]
+        if recomputes:
+            stashed += memory.entering
+            working += memory.resident
+        else:
+            stashed += memory.resident
+        deferred += memory.deferred
+        largest = max(largest, working)
+        cast += memory.cast
+    again = 0.0
+    for span in spans if recomputes else ():
+        # The last layer of a chunk goes backward right after its forward.
+        for i in span[:-1]:
+            again += layers[i].forward
+    backward = again + both - forward
+    return Stage(spans, forward + backward, backward, stashed, deferred, largest + cast, messages)
+
+
+@cache
+def equal_stages(
+    name: str, stages: int, micro_batches: int, chunks: int, recomputes: bool, message: float
+) -> tuple[float, Sequence[float]]:
+    """A rank's idle time in a step, and by rank the largest number of stashed micro-batches.
+
+    Times are in multiples of a stage's time for one micro-batch.
+
+    Args:
+        name: the schedule's name.
+        chunks: chunks per rank.
+        message: time for one transfer.
+    """
+    # Forward, input gradient and weight gradient take one each.
+    whole = 3 + recomputes
+    costs_of = per_stage([ChunkCost(1, 1 + recomputes, 1, whole * message, whole * message)] * stages)
+    schedule = generate(name, stages, micro_batches, chunks, costs_of)
+    result = simulate(schedule, costs_of(schedule.placement))
+    return result.makespan / whole - micro_batches, result.peak_activations
