@@ -1,11 +1,12 @@
-"""Pretrain the VGG of the event-camera literature with data, tensor and pipeline parallelism.
+"""Pretrain a spiking VGG on event-camera recordings with data, tensor and pipeline parallelism.
 
     python pretrain_vgg_dvs.py --channels 16,P,32,P,64,P --image-size 32 --time-steps 4 --train-iters 100
     torchrun --standalone --nproc-per-node 4 pretrain_vgg_dvs.py --tensor-model-parallel-size 2 \\
         --pipeline-model-parallel-size 2 --data-path "cifar10-dvs/train-{00000..00017}.tar" --train-iters 10000
     python pretrain_vgg_dvs.py --help                                            all flags
 
-The first one records the bundled digits with a simulated event camera; tools/preprocess_data.py makes shards of others.
+The first command records the bundled digits with a simulated event camera. For other recordings, make shards with
+tools/preprocess_data.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How Sphinx makes one site of the README and the pages of this folder: bash scripts/docs.sh."""
+"""Sphinx configuration of the site of all pages: bash scripts/docs.sh."""
 
 from __future__ import annotations
 
@@ -12,34 +12,37 @@ html_theme = "furo"
 extensions = ["myst_parser"]
 source_suffix = {".md": "markdown"}
 root_doc = "README"
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md"]
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "findings/README.md"]
 exclude_patterns = [".*", "build", "runs", "megasnn", "tests", "tools"]
 html_copy_source = False
 html_show_copyright = False
-myst_heading_anchors = 4  # `page.md#a-heading`, as platforms that show the pages make them
+smartquotes = False  # flags keep their two dashes
+myst_heading_anchors = 4  # `page.md#a-heading`, the same anchors as on code hosts
 nitpicky = True
-highlight_language = "none"  # of blocks that name none
+highlight_language = "none"  # default for code blocks without a language
 
 CONTENTS = {
     "Start": ["quickstart", "models", "tasks", "data", "recipes", "python"],
     "Many ranks": ["parallelism", "schedules", "memory", "planner", "clusters"],
-    "Runs": ["checkpoints", "flags", "gpu"],
+    "Runs": ["checkpoints", "nir", "flags", "gpu"],
 }
 LISTED = {name for names in CONTENTS.values() for name in names}
 OTHERS = sorted(file.stem for file in Path(__file__).parent.glob("*.md") if file.stem not in LISTED)
 
 
 def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
-    """Puts the list of all pages behind the README, where a reader of the file alone does not see it."""
+    """Appends the table of contents to the README in the site only."""
     if page == root_doc:
-        parts = {title: [f"docs/{name}" for name in names] for title, names in (CONTENTS | {"Project": OTHERS}).items()}
-        parts["Project"] += ["CHANGELOG", "CONTRIBUTING"]
-        for title, pages in parts.items():
+        parts = CONTENTS | {"Project": OTHERS}
+        for title, names in parts.items():
+            pages = [f"docs/{name}" for name in names]
+            if title == "Project":
+                pages += ["CHANGELOG", "CONTRIBUTING", "findings/README"]
             source[0] += "\n".join(["", "```{toctree}", ":hidden:", f":caption: {title}", *pages, "```", ""])
 
 
 def add_start(app: Sphinx, error: Exception | None) -> None:
-    """The page that a browser opens first."""
+    """Writes index.html, which leads to the README."""
     if error is None:
         link = f'<meta http-equiv="refresh" content="0; url={root_doc}.html"><a href="{root_doc}.html">{project}</a>\n'
         (app.outdir / "index.html").write_text(link)

@@ -1,6 +1,6 @@
-"""A model of one's own as a script: `python examples/own_model.py --train-iters 100`, or under torchrun.
+"""Script for a model of your own: `python examples/own_model.py --train-iters 100`, or under torchrun.
 
-Without --data-path it learns scikit-learn's digits. `--help` lists the flags, those of the model among them.
+Without --data-path it learns scikit-learn's digits. `--help` lists all flags, with the fields of the model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megasnn import ConvNormNeuron, MeanLinear, layer
 
 @dataclass(frozen=True, kw_only=True)
 class Small(megasnn.Model):
-    """Two convolutions with norms and spiking neurons, and a linear head on the mean over space."""
+    """Two spiking convolutions and a linear head on the mean over space."""
 
     image_size: int = 8
     """Height and width of the images."""

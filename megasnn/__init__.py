@@ -1,6 +1,6 @@
-"""MegaSNN: training of spiking neural networks with data, tensor and pipeline parallelism in one design.
+"""MegaSNN: training of spiking neural networks with data, context, tensor and pipeline parallelism.
 
-The names below are loaded when they are first used, so that what needs no torch starts without it.
+The names below are imported at their first use. So `--help`, the planner and other parts without torch start fast.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from megasnn.pretraining import pretrain as pretrain
     from megasnn.telemetry.callback import Callback as Callback
 
+# Module -> names. The imports above are the same list for type checkers, which do not follow __getattr__.
 _NAMES = {
     "megasnn.checkpoint.load": "load_checkpoint load_global_tensors",
     "megasnn.checkpoint.save": "save_checkpoint save_global_tensors",
@@ -85,24 +86,28 @@ _NAMES = {
     ),
     "megasnn.layers.shape_inference": "mark_spikes",
     "megasnn.layers.plain.network": "shard",
+    "megasnn.models.arrays": "ArraySpec",
     "megasnn.models.description": "LayerDescription ModelDescription",
     "megasnn.layers.layer": "layer",
     "megasnn.models.model": "Model",
     "megasnn.models.registry": "MODELS",
-    "megasnn.models.task": "ArraySpec",
     "megasnn.parallel.sharding": "Shard ShardedTensor",
     "megasnn.parallel_state": "ParallelState destroy_model_parallel get_parallel_state initialize_model_parallel",
     "megasnn.pipeline.chunk": "PipelineChunk",
     "megasnn.pretraining": "pretrain",
     "megasnn.telemetry.callback": "Callback",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MODULES: dict[str, str] = {}
+for _module, _names in _NAMES.items():
+    _MODULES.update(dict.fromkeys(_names.split(), _module))
 __all__ = [*_MODULES, "__version__"]
+
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value  # later uses find it without this function
     return value
 
 

@@ -1,8 +1,8 @@
-"""Exit status 0 when this Python can import megasnn and has all that pyproject.toml asks for; else says what it lacks.
+"""Checks that this Python can import megasnn and meets the requirements of pyproject.toml.
 
-megasnn may be installed, or lie on PYTHONPATH; where it is neither, the scripts install it.
+    python scripts/_installed.py [extra ...]
 
-python scripts/_installed.py [extra ...]
+Exit status 0, or 1 with a list of the missing requirements. megasnn itself may be installed or on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ from pathlib import Path
 
 try:
     from packaging.requirements import Requirement
-except ImportError as error:  # it comes with the dependencies: without it, they are not all there
+except ImportError as error:
+    # packaging is one of the dependencies, so they are incomplete.
     sys.exit(str(error))
 
 
 def missing(pyproject: Path, extras: list[str]) -> list[str]:
-    """The requirements of `pyproject` and of its `extras` that the running Python does not meet."""
+    """Returns the requirements of `pyproject` and its `extras` that this Python does not meet."""
     project = tomllib.loads(pyproject.read_text())["project"]
     wanted = list(project["dependencies"])
     for extra in extras:
         wanted += project["optional-dependencies"][extra]
     lacking = [text for text in wanted if not met(Requirement(text))]
-    return lacking if find_spec(project["name"]) else [project["name"], *lacking]
+    if not find_spec(project["name"]):
+        lacking.insert(0, project["name"])
+    return lacking
 
 
 def met(requirement: Requirement) -> bool:
-    """Whether the running Python has a version that fits."""
+    """True if this Python has a fitting version, or needs none (markers)."""
     if requirement.marker is not None and not requirement.marker.evaluate():
         return True
     try:

@@ -1,17 +1,17 @@
 # shellcheck shell=bash
-# Sourced by the pretrain scripts beside it, which set $SCRIPT, their own path. A script says how the ranks are started,
-# with `on_ranks` or `in_one_process`, and trains with `train`, as a recipe says: megasnn/models/<model>/recipes/<name>.json.
+# Sourced by the pretrain scripts beside it, which set $SCRIPT to their own path. A script starts its ranks with `on_ranks`
+# or `in_one_process`, and trains with `train` by a recipe, megasnn/models/<model>/recipes/<name>.json.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 
-# on_ranks NUMBER: so many ranks on this machine.
+# on_ranks NUMBER: starts this number of ranks on this machine.
 on_ranks() {
     prepare_python
     choose_device "$1"
     START=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$1")
 }
 
-# on_ranks_of FLAGS...: as many ranks as the flags for tensor and pipeline parallelism ask for.
+# on_ranks_of FLAGS...: starts tensor size x pipeline size ranks.
 on_ranks_of() {
     local ranks
     ranks=$(($(option --tensor-model-parallel-size 1 "$@") * $(option --pipeline-model-parallel-size 1 "$@")))
@@ -23,7 +23,7 @@ in_one_process() {
     START=("$PYTHON")
 }
 
-# train RUN MODEL/RECIPE FLAGS...: trains in the folder RUN. Flags win over the recipe, and later ones over earlier ones.
+# train RUN MODEL/RECIPE FLAGS...: trains in the folder RUN. Flags win over the recipe, later flags over earlier ones.
 train() {
     local run=$1 recipe=$2 length=--train-iters status=0 each file checkpoints tensorboard before
     shift 2
@@ -40,12 +40,12 @@ train() {
     return "$status"
 }
 
-# asks_for_help FLAGS...: whether they ask for the help of the program.
+# asks_for_help FLAGS...: true with --help or -h among them.
 asks_for_help() {
     [[ " $* " == *" --help "* || " $* " == *" -h "* ]]
 }
 
-# evaluates FLAGS...: whether they ask for an evaluation alone, which saves nothing.
+# evaluates FLAGS...: true with --evaluate-only, which saves nothing.
 evaluates() {
     local each
     for each in "$@"; do
@@ -54,19 +54,19 @@ evaluates() {
     return 1
 }
 
-# saving_every INTERVAL FLAGS...: the flag for it, where the flags ask for a training.
+# saving_every INTERVAL FLAGS...: prints the flag --save-interval, unless the flags only evaluate.
 saving_every() {
     local interval=$1
     shift
     if ! evaluates "$@"; then printf -- '--save-interval %s' "$interval"; fi
 }
 
-# last_saved CHECKPOINTS: the iteration that was saved last; nothing where there is none.
+# last_saved CHECKPOINTS: prints the last saved iteration, or nothing.
 last_saved() {
     if [[ -f $1/latest_checkpointed_iteration.txt ]]; then cat "$1/latest_checkpointed_iteration.txt"; fi
 }
 
-# unfinished CHECKPOINTS: whether what was saved last has come less far than the run was to come.
+# unfinished CHECKPOINTS: true if the last saved iteration is before the end of the run.
 unfinished() {
     local saved all
     saved=$(last_saved "$1")
@@ -74,21 +74,21 @@ unfinished() {
     [[ -n $saved && -n $all ]] && ((saved < all))
 }
 
-# ask_for_data NAME FLAGS ARGUMENTS...: says which flags name the data, and ends the script, unless it is asked for help.
+# ask_for_data NAME FLAGS ARGUMENTS...: prints the flags that name the data and ends the script, unless --help is given.
 ask_for_data() {
     if asks_for_help "${@:3}"; then return; fi
     say "Say where $1 is: bash $SCRIPT $2"
     exit 2
 }
 
-# evaluation_every INTERVAL FLAGS...: the flag for it, where the flags name data to evaluate on.
+# evaluation_every INTERVAL FLAGS...: prints the flag --eval-interval if there are validation data.
 evaluation_every() {
     local interval=$1
     shift
     if [[ -n $(option --valid-data-path "" "$@") ]]; then printf -- '--eval-interval %s' "$interval"; fi
 }
 
-# option NAME DEFAULT ARGUMENTS...: the value of the last `NAME value` or `NAME=value` among the arguments.
+# option NAME DEFAULT ARGUMENTS...: prints the value of the last `NAME value` or `NAME=value`, otherwise DEFAULT.
 option() {
     local name=$1 value=$2
     shift 2
@@ -102,7 +102,7 @@ option() {
     printf '%s' "$value"
 }
 
-# new_run NAME: a folder under runs/ that no earlier run has used.
+# new_run NAME: prints the path of an unused folder under runs/.
 new_run() {
     local folder=$ROOT/runs/$1 number=1
     while [[ -e $folder ]]; do
@@ -112,7 +112,7 @@ new_run() {
     printf '%s' "$folder"
 }
 
-# choose_device RANKS: as many GPUs as ranks, or the CPU with one thread a rank.
+# choose_device RANKS: takes one GPU a rank, or the CPU with one thread a rank if there are too few GPUs.
 choose_device() {
     local gpus
     gpus=$("$PYTHON" -c 'from signal import *; signal(SIGINT, SIG_DFL); import torch; print(torch.cuda.device_count())')
@@ -124,8 +124,8 @@ choose_device() {
     export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} MKL_NUM_THREADS=${MKL_NUM_THREADS:-1}
 }
 
-# report LENGTH_FLAG CHECKPOINTS TENSORBOARD: where the results are, how to look at them, how to go on. $SUBMIT is the
-# command that a script is started with, where that is not bash.
+# report LENGTH_FLAG CHECKPOINTS TENSORBOARD: prints where the results are and how to continue. $SUBMIT is the command
+# that starts the script, by default bash.
 report() {
     local again="${SUBMIT:-bash} $SCRIPT <the same arguments> --load $2 --save $2 --tensorboard-dir $3"
     say ""

@@ -1,7 +1,6 @@
 # shellcheck shell=bash
-# Sourced by the scripts beside it. `prepare_python [extra]` sets $PYTHON to an interpreter that has megasnn and what
-# pyproject.toml pins: the active one if it imports them already, also a megasnn on PYTHONPATH that is not installed; else
-# that of .venv, made and filled here.
+# Sourced by the scripts beside it. `prepare_python [extra]` sets $PYTHON to an interpreter with megasnn (installed or on
+# PYTHONPATH) and its dependencies: the active one if it has them, otherwise that of .venv, which is made and filled.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -21,8 +20,8 @@ prepare_python() {
     fi
 }
 
-# complete [EXTRA]: whether $PYTHON has everything. -P keeps the current folder off its path: a checkout that one happens to
-# stand in is not importable from elsewhere.
+# complete [EXTRA]: true if $PYTHON has everything. -P keeps the current folder off its path: a checkout there would be
+# found, but not from other folders.
 complete() {
     "$PYTHON" -P "$ROOT/scripts/_installed.py" ${1:+"$1"} 2>/dev/null
 }
@@ -40,17 +39,17 @@ make_venv() {
     return 1
 }
 
-# install_project VENV [EXTRA]: installs the versions of tested.txt where pyproject.toml allows several. It shows the large
-# downloads as they begin; all that pip says is in VENV/install.log.
+# install_project VENV [EXTRA]: installs into VENV, with the versions of tested.txt where pyproject.toml allows several, and
+# prints the large downloads; VENV/install.log has all output of pip.
 install_project() {
     local log=$1/install.log target=$ROOT${2:+[$2]} word file size unit
-    say "Installing MegaSNN and what pyproject.toml pins into $1: PyTorch is large, this takes some minutes."
+    say "Installing MegaSNN and its dependencies into $1: PyTorch is large, this takes some minutes."
     if ! "$1/bin/python" -m pip install --disable-pip-version-check -c "$ROOT/scripts/tested.txt" -e "$target" 2>&1 | tee "$log" |
         while read -r word file size unit; do
             if [[ $word == Downloading && $unit == [MG]B\) ]]; then say "  $file $size $unit"; fi
         done; then
         tail -n 20 "$log" >&2
-        say "The installation failed; all that pip said is in $log."
+        say "The installation failed; $log has all output of pip."
         return 1
     fi
     say "Installed."

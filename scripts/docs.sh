@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes one site of the README and the pages of docs/, without a network. A link that leads nowhere is an error. A browser
-# opens build/docs/index.html as a file.
+# Builds one site from the README and the pages of docs/, without a network. A dead link is an error. Open
+# build/docs/index.html in a browser.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a small Spikformer on scikit-learn's handwritten digits with context parallel 2: two ranks, on two GPUs or on
-# the CPU, share every micro-batch by its samples, and norms take their statistics over all of it. Arguments are passed
-# on and win over the recipe:
+# the CPU, share the samples of every micro-batch, and norms use the statistics of all of them. Arguments are passed on
+# and win over the recipe:
 #
 #     bash scripts/pretrain_spikformer_cp2.sh --train-iters 50 --lr 2e-3
 set -euo pipefail

@@ -4,9 +4,9 @@
 #     bash scripts/pretrain_vgg_dvs.sh                                             # a small one on recorded digits
 #     bash scripts/pretrain_vgg_dvs.sh --data-path "SHARDS/train-{00000..00017}.tar"   # CIFAR10-DVS, in full size
 #
-# Without --data-path, scikit-learn's digits are moved in front of a simulated event camera. With it, the model is
-# SpikingJelly's CIFAR10DVSVGG for frames of 48 x 48 and 10 time steps, and the recipe that of
-# scripts/pretrain_vgg_dvs_cifar10dvs.sh. Arguments are passed on and win, the parallel sizes included:
+# Without --data-path, a simulated event camera records scikit-learn's digits. With it, the model is SpikingJelly's
+# CIFAR10DVSVGG for frames of 48 x 48 and 10 time steps, with the recipe of scripts/pretrain_vgg_dvs_cifar10dvs.sh.
+# Arguments are passed on and win, the parallel sizes included:
 #
 #     bash scripts/pretrain_vgg_dvs.sh --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2
 set -euo pipefail

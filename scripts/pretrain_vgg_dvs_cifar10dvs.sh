@@ -6,7 +6,7 @@
 #     bash scripts/pretrain_vgg_dvs_cifar10dvs.sh \
 #         --data-path "SHARDS/train-{00000..00017}.tar" --valid-data-path "SHARDS/test-{00000..00001}.tar"
 #
-# The recipe is the one of temporal efficient training (Deng et al. 2022): 10 frames of 48 x 48, mirrored and rolled,
+# The recipe is that of temporal efficient training (Deng et al. 2022): 10 frames of 48 x 48, mirrored and rolled,
 # Adam at 1e-3 with a cosine, 300 epochs of 9,000 samples in batches of 128. Arguments are passed on and win over the
 # recipe. Without GPUs an iteration takes a minute: try `--global-batch-size 16 --train-epochs none --train-iters 50` first.
 set -euo pipefail

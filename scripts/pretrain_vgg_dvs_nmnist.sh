@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Trains a small VGG on N-MNIST, or a part of it, on two ranks that share every layer (tensor parallel 2). First make
-# shards of the recordings and keep their events, so that the number of time steps is chosen here:
+# shards with the events, so that --time-steps can be chosen in training:
 #
 #     python tools/preprocess_data.py n-mnist --input N-MNIST --output SHARDS --keep-events
 #     bash scripts/pretrain_vgg_dvs_nmnist.sh \
 #         --data-path "SHARDS/train-{00000..00119}.tar" --valid-data-path "SHARDS/test-{00000..00019}.tar"
 #
-# The length in the recipe fits a thousand training samples. As a pipeline of two stages instead:
+# The recipe is long enough for a thousand training samples. To train as a pipeline of two stages:
 #
 #     ... --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2
 set -euo pipefail

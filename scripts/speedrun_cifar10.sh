@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains a spiking VGG on CIFAR-10 from JPEG files, on two CPU cores with data parallelism 2, by the recipe
-# vgg_dvs/cifar10 (docs/recipes.md says what it comes to). The images are webdataset shards, .tar or .tar.gz:
+# vgg_dvs/cifar10 (docs/recipes.md has its accuracy). The images are webdataset shards, .tar or .tar.gz:
 #
 #     bash scripts/speedrun_cifar10.sh \
 #         --data-path "cifar10/train-{00000..00009}.tar" --valid-data-path "cifar10/test-{00000..00001}.tar"

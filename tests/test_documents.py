@@ -123,7 +123,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_the_quickstart(ranks, tmp_path: Path) -> None:
-    follow(ranks, tmp_path, commands("docs/quickstart.md", "Quickstart", {"40": "2", "60": "4"}))
+    follow(ranks, tmp_path, commands("docs/quickstart.md", "Train", {"40": "2", "60": "4"}))
     assert (tmp_path / "spikingjelly.pt").is_file()
     assert {path.name for path in (tmp_path / "runs/first").iterdir()} >= {"log.jsonl", "config.json", "iter_0000004"}
 

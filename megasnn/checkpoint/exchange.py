@@ -1,7 +1,4 @@
-"""A model's weights to other programs' files, and theirs to a checkpoint that a run can start from.
-
-Two sources are compared tensor by tensor, and the content of one is printed as text.
-"""
+"""Exchange of weights with other programs; comparison of two sources, and a listing of one."""
 
 from __future__ import annotations
 
@@ -26,16 +23,18 @@ from megasnn.models.weight_names import renamed
 
 if TYPE_CHECKING:
     Names = str
-else:  # so that the command line lists them
+else:  # the command line lists these values
     Names = Literal[(*dict.fromkeys(dialect.name for dialect in all_dialects()), "megasnn")]
-"""Program whose names tensors get: one that some model in the registry has names for, or ours."""
+"""Program whose tensor names are used: one known to some model of the registry, or ours."""
 
 
 def weights_as(source: Source, names: Names, averaged: bool = False) -> Source:
-    """The model's tensors, without the optimizer's, under another program's names.
+    """The model's tensors, without optimizer state, under another program's names.
 
-    With `averaged`, their running average in their place. Raises CheckpointError where the source is of no model that
-    the program has, tensors are missing or unexpected, or there is no average of them.
+    Args:
+        averaged: take the moving average of the weights.
+    Raises:
+        CheckpointError: the program has no such model, tensors are missing or unexpected, or there is no average.
     """
     ours = in_our_names(source)
     if averaged:
@@ -50,15 +49,17 @@ def weights_as(source: Source, names: Names, averaged: bool = False) -> Source:
 
 
 def has_average(source: Source) -> bool:
-    """True where a source holds the average of its weights."""
+    """Whether a source holds the moving average of its weights."""
     return any(name.startswith(AVERAGE) for name in source.tensors)
 
 
 def export_weights(source: Source, output: Path, names: Names, averaged: bool = False) -> Source:
-    """Writes the model's tensors, or their averages, to a new file, and returns them: safetensors where its name ends
-    so; otherwise a state_dict of torch.save, for programs that read nothing else.
+    """Writes the model's tensors, or their averages, to a new file, and returns them.
 
-    Raises CheckpointError as `weights_as`, and where there is such a file already.
+    Args:
+        output: a name with the ending .safetensors makes that format, any other a state_dict of torch.save.
+    Raises:
+        CheckpointError: as `weights_as`; or the file exists already.
     """
     weights = weights_as(source, names, averaged)
     if output.exists():
@@ -83,41 +84,47 @@ def import_weights(source: Source, save: Path) -> tuple[Path, str]:
     """Writes weights as a checkpoint of iteration 0 without optimizer state and configuration, for --finetune.
 
     Returns:
-        the checkpoint, and the program whose names the weights had.
+        the checkpoint, and the program that the names of the weights come from.
     Raises:
-        CheckpointError: they are of no model and program known here, or `save` holds checkpoints already.
+        CheckpointError: model or program are unknown, or `save` holds checkpoints already.
     """
     require_empty(save)
     title = "MegaSNN" if model_of(None, source.tensors) else dialect_of(source.tensors).title
     weights = weights_as(source, "megasnn")
-    model, extra = model_of(source.metadata.model, weights.tensors), {"source": source.path.name}
+    model = model_of(source.metadata.model, weights.tensors)
     name = None if model is None else model.name
-    return save_global_tensors(save, weights.tensors, model=name, extra=extra), title
+    return save_global_tensors(save, weights.tensors, model=name, extra={"source": source.path.name}), title
 
 
 def as_text(source: Source) -> str:
-    """Progress, tensors with type, size, shape and the files that they lie in, and totals."""
+    """Listing of a source: progress, tensors with type, size, shape and files, and totals."""
     metadata = source.metadata
-    what = "checkpoint" if source.is_checkpoint else "state_dict"
-    lines = [f"{source.path}: {what}" + (f" of the model {metadata.model}" if metadata.model else "")]
+    title = "checkpoint" if source.is_checkpoint else "state_dict"
+    if metadata.model:
+        title = f"{title} of the model {metadata.model}"
+    lines = [f"{source.path}: {title}"]
     if source.is_checkpoint:
         lines.append(f"iteration {metadata.iteration}, {metadata.consumed_samples} samples consumed")
         lines.append(f"written by {_pairs(metadata.versions)}; layout: {_pairs(metadata.layout or {'ranks': 1})}")
         lines += [f"{part}: {_pairs(values)}" for part, values in (metadata.config or {}).items()]
     width = max(map(len, source.tensors), default=0)
     for name, value in source.tensors.items():
-        files = dict.fromkeys(box.file for box in metadata.tensors[name].boxes) if source.is_checkpoint else ()
+        files = ""
+        if source.is_checkpoint:
+            files = ", ".join(dict.fromkeys(box.file for box in metadata.tensors[name].boxes))
         row = f"{name:<{width}}  {dtype_name(value):<8}  {size_text(value.nbytes):>10}  {list(value.shape)!s:<20}"
-        lines.append(f"{row}  {', '.join(files)}".rstrip())
+        lines.append(f"{row}  {files}".rstrip())
     for label, prefix in (("model", ""), ("average of the model", AVERAGE), ("optimizer state", OPTIMIZER)):
-        chosen = [value for name, value in source.tensors.items() if _beginning(name) == prefix]
-        elements, size = sum(value.numel() for value in chosen), sum(value.nbytes for value in chosen)
+        chosen = [value for name, value in source.tensors.items() if _prefix(name) == prefix]
+        elements = sum(value.numel() for value in chosen)
+        size = sum(value.nbytes for value in chosen)
         kind = f" of {metadata.optimizer}" if prefix == OPTIMIZER and metadata.optimizer else ""
         lines.append(f"{label}{kind}: {len(chosen)} tensors, {elements:,} elements, {size_text(size)}")
     return "\n".join(lines)
 
 
-def _beginning(name: str) -> str:
+def _prefix(name: str) -> str:
+    """Prefix of a tensor beside the model; empty for a tensor of the model."""
     return next(filter(name.startswith, BESIDE), "")
 
 
@@ -134,8 +141,10 @@ def size_text(count: float) -> str:
 
 
 class Difference(NamedTuple):
-    """Largest difference of two elements of a tensor in two sources: infinite where they cannot be compared, for which
-    `note` says why."""
+    """Largest difference of two elements of a tensor in two sources.
+
+    Infinite if the tensors cannot be compared; `note` says why.
+    """
 
     name: str
     largest: float
@@ -143,13 +152,16 @@ class Difference(NamedTuple):
 
 
 def tensor_differences(first: Source, second: Source, model_only: bool) -> Iterator[Difference]:
-    """Compares every tensor of either source, in both under the same names."""
+    """Compares all tensors of two sources by name."""
     for name in sorted({*first.tensors, *second.tensors}):
-        if model_only and _beginning(name):
+        if model_only and _prefix(name):
             continue
-        one, other = first.tensors.get(name), second.tensors.get(name)
-        if one is None or other is None:
-            yield Difference(name, math.inf, f"missing in {(first if one is None else second).path}")
+        one = first.tensors.get(name)
+        other = second.tensors.get(name)
+        if one is None:
+            yield Difference(name, math.inf, f"missing in {first.path}")
+        elif other is None:
+            yield Difference(name, math.inf, f"missing in {second.path}")
         elif one.shape != other.shape:
             yield Difference(name, math.inf, f"shapes {list(one.shape)} and {list(other.shape)}")
         else:
@@ -161,7 +173,8 @@ def largest_difference(one: Tensor, other: Tensor) -> float:
     """Largest difference of two elements. Two nans are equal; the difference of a nan and a number is infinite."""
     if not one.numel():
         return 0.0
-    a, b = one.double(), other.double()
+    a = one.double()
+    b = other.double()
     same = (a == b) | (a.isnan() & b.isnan())
     gap = (a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
     return gap.max().item()

@@ -1,42 +1,32 @@
-"""The folder of a run's checkpoints, in Megatron's shape, and its lock. Nothing here knows tensors.
+"""The folder of a run's checkpoints, in Megatron's shape. Nothing here knows tensors.
 
     checkpoints/
         latest_checkpointed_iteration.txt      "200", for people
         best_checkpointed_iteration.txt        "100": the best by validation, with --keep-best
         iter_0000100/
         iter_0000200/                          metadata.json and a safetensors file for each rank that writes
-        iter_0000300.given_up/                 of a course that the run has left, or replaced
-        iter_0000300.tmp/                      being written, or left by a run that was killed: never loaded
+        iter_0000300.given_up/                 a later checkpoint than the one a run went back to, or a replaced one
+        iter_0000300.tmp/                      being written, or left by a killed run: never loaded
 
-A checkpoint is written aside, synced to disk and renamed. Those of its iteration and later ones get another name
-before, so that every iter_NNNNNNN is this run's, and the latest is the last of them. A removed one is renamed first, so
-that half of it is not taken for a checkpoint.
-
-The lock tells whether a restarted job finds checkpoints of its own in the folder. torchrun starts all ranks anew when
-one is lost (--max-restarts) or when nodes come and go, with the same command line. The job then goes on from its own
-checkpoints, not from the one of --load.
+A checkpoint is written aside, synced to disk and renamed. Before, checkpoints of the same and later iterations get
+another name. So every iter_NNNNNNN is this run's, and the highest is the latest. A checkpoint to be removed is renamed
+first: half of it is never taken for a checkpoint.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import count
+from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from megasnn.checkpoint.format import METADATA, STEP_FOLDER, Metadata, read_metadata, size_problem, to_text
-from megasnn.common.files import CheckpointError, NoCheckpointError, read_regular, sync, write_whole
+from megasnn.common.files import CheckpointError, DamagedError, NoCheckpointError, read_regular, sync, write_whole
 
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
-LOCK = ".lock"
-NOTE = ".job"
-_PATIENCE_SECONDS = 20.0  # a restarted run may be faster than the end of the one before
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -45,16 +35,17 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """All checkpoints in a folder by iteration, ascending; empty without such a folder."""
-    names = ((STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("iter_*"))
-    return dict(sorted((int(match[1]), path) for match, path in names if match))
+    found = {}
+    for path in folder.glob("iter_*"):
+        match = STEP_FOLDER.fullmatch(path.name)
+        if match:
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[int]:
     """Iterations of all checkpoints in a folder, ascending; empty without such a folder."""
     return list(checkpoints(Path(folder)))
-
-
-# --- writing
 
 
 def require_empty(folder: Path) -> None:
@@ -64,8 +55,11 @@ def require_empty(folder: Path) -> None:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Makes an empty folder to write the checkpoint of this iteration into, until `commit_folder`. Raises
-    CheckpointError where the folder around it cannot be made."""
+    """Makes the empty folder that the checkpoint of this iteration is written into, until `commit_folder`.
+
+    Raises:
+        CheckpointError: the folder around it cannot be made.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -81,9 +75,10 @@ def _aside(folder: Path, step: int) -> Path:
 
 
 def commit_folder(folder: Path, metadata: Metadata) -> Path:
-    """Makes the files written since `begin` the checkpoint of their iteration and the latest, on disk."""
+    """Makes the files written since `begin` the checkpoint of their iteration, and the latest."""
     step = metadata.iteration
-    aside, final = _aside(folder, step), step_folder(folder, step)
+    aside = _aside(folder, step)
+    final = step_folder(folder, step)
     write_whole(aside / METADATA, to_text(metadata))
     sync(aside)
     _give_up(folder, step)
@@ -93,16 +88,16 @@ def commit_folder(folder: Path, metadata: Metadata) -> Path:
 
 
 def go_back(folder: Path, step: int) -> None:
-    """Makes the checkpoint of this iteration the latest: a run goes on from it, and gives up those after it."""
+    """Makes the checkpoint of this iteration the latest. Later ones are given up."""
     _give_up(folder, step + 1)
     _name(folder, LATEST, step)
 
 
 def forget_best_after(folder: Path, step: int, best: int | None) -> None:
-    """Takes the name of the best from a checkpoint after this iteration, from which a run goes on.
+    """Stops naming a checkpoint after this iteration the best, when a run continues from here.
 
     Args:
-        best: iteration of the best until then. Its checkpoint gets the name, where it is still there.
+        best: iteration of the best so far. Its checkpoint is named in place, if it is still there.
     """
     named = _best(folder)
     if named is None or named <= step:
@@ -114,7 +109,7 @@ def forget_best_after(folder: Path, step: int, best: int | None) -> None:
 
 
 def name_best(folder: Path, step: int) -> None:
-    """Names the checkpoint of this iteration the best by validation, which stays."""
+    """Names the checkpoint of this iteration the best by validation; `prune` keeps it."""
     _name(folder, BEST, step)
 
 
@@ -125,11 +120,15 @@ def _name(folder: Path, file: str, step: int) -> None:
 
 
 def _give_up(folder: Path, step: int) -> None:
-    """Gives other names to checkpoints from this iteration on: they are of a course that the run has left."""
+    """Renames checkpoints from this iteration on: the run has left their course."""
     for other, path in checkpoints(folder).items():
         if other >= step:
-            names = (path.with_name(f"{path.name}.given_up{number or ''}") for number in count())
-            path.rename(next(name for name in names if not name.exists()))
+            given_up = path.with_name(f"{path.name}.given_up")
+            number = 0
+            while given_up.exists():
+                number += 1
+                given_up = path.with_name(f"{path.name}.given_up{number}")
+            path.rename(given_up)
 
 
 def discard(folder: Path, step: int) -> None:
@@ -138,21 +137,20 @@ def discard(folder: Path, step: int) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Removes half-written checkpoints of killed runs. Only for the run that holds the folder's lock."""
+    """Removes half-written checkpoints of killed runs. Only the run that holds the folder's lock may call this."""
     for path in folder.glob("iter_*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
 
 
-# --- reading
-
-
 def resolve(folder: Path, step: int | None) -> list[Path]:
-    """Checkpoints to try, in this order: that of iteration `step` alone, or of a folder that is one itself
-    ("checkpoints/iter_0000100"); or the latest, and after it those before it.
+    """Checkpoints to try, in this order.
+
+    Only the one of iteration `step`; or the folder itself, if it is a checkpoint ("checkpoints/iter_0000100"); or all
+    of the folder, the latest first.
 
     Raises:
-        NoCheckpointError: there is none at all.
-        CheckpointError: the one of this iteration is not there; says which exist.
+        NoCheckpointError: there is no checkpoint at all.
+        CheckpointError: there is none of this iteration; lists the others.
     """
     if not folder.is_dir():
         raise NoCheckpointError(f"there is no folder {folder} to load a checkpoint from; check its path (--load)")
@@ -172,28 +170,76 @@ def resolve(folder: Path, step: int | None) -> list[Path]:
     return [*reversed(found.values())]
 
 
-def first_legible(folder: Path, step: int | None) -> Metadata | None:
-    """Description of the first checkpoint to try, or of the next one that can be read; None when none can."""
-    with suppress(CheckpointError):
-        for path in resolve(folder, step):
-            with suppress(CheckpointError):
-                return read_metadata(path)
-    return None
+@dataclass(frozen=True)
+class ChosenCheckpoint:
+    """A checkpoint to load, with its description.
+
+    Attributes:
+        folder: where it was looked for.
+        older: checkpoints to try in this order where files of this one are damaged.
+        remarks: for the user: newer checkpoints that were passed over, and why.
+        by_step: it was asked for by its iteration, so that no other one may take its place.
+    """
+
+    folder: Path
+    path: Path
+    metadata: Metadata
+    older: tuple[Path, ...] = ()
+    remarks: tuple[str, ...] = ()
+    by_step: bool = False
 
 
-# --- retention
+def choose_checkpoint(folder: Path, step: int | None) -> ChosenCheckpoint:
+    """Chooses the checkpoint of iteration `step`, or the latest one with an intact description.
+
+    Raises:
+        NoCheckpointError, CheckpointError: as `resolve`.
+        DamagedError: the description is damaged; without a `step`, all descriptions are.
+    """
+    paths = resolve(folder, step)
+    if step is not None:
+        return ChosenCheckpoint(folder, paths[0], read_metadata(paths[0]), by_step=True)
+    return _newest_described(folder, paths, ())
+
+
+def choose_older(damaged: ChosenCheckpoint, error: DamagedError) -> ChosenCheckpoint:
+    """Chooses the next older checkpoint with an intact description.
+
+    Raises:
+        DamagedError: the same `error` where the damaged one was asked for by its iteration; or no other one is intact.
+    """
+    if damaged.by_step:
+        raise error
+    remarks = (*damaged.remarks, _passed_over(damaged.path, error))
+    return _newest_described(damaged.folder, damaged.older, remarks)
+
+
+def _newest_described(folder: Path, paths: Sequence[Path], remarks: tuple[str, ...]) -> ChosenCheckpoint:
+    for position, path in enumerate(paths):
+        try:
+            metadata = read_metadata(path)
+        except DamagedError as error:
+            remarks = (*remarks, _passed_over(path, error))
+        else:
+            return ChosenCheckpoint(folder, path, metadata, tuple(paths[position + 1 :]), remarks)
+    raise DamagedError(f"{folder} holds no checkpoint that is intact:", *remarks)
+
+
+def _passed_over(path: Path, error: DamagedError) -> str:
+    return f"{path} is damaged and was passed over: {error}"
 
 
 def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[Path]:
-    """Removes checkpoints, the oldest first, and yields each that is gone.
+    """Removes checkpoints, the oldest first, and yields the path of each removed one.
 
-    The last so many stay (all: None), those of iterations divisible by `every`, and the best by validation.
-    One with missing or cut files neither goes nor counts. One that followed skipped steps does not push out one that
-    did not: the weights may have gone bad before the first step that was not finite.
+    Keeps the `last` newest (None: all), iterations divisible by `every`, and the best by validation. A checkpoint with
+    missing or cut files is neither removed nor counted. A checkpoint saved after skipped steps counts separately: the
+    weights may have gone bad before the first step that was not finite, so it does not push out one without.
     """
     if last is None:
         return
-    best, found = _best(folder), dict[Path, Metadata]()
+    best = _best(folder)
+    found = dict[Path, Metadata]()
     for path in checkpoints(folder).values():
         with suppress(CheckpointError):
             metadata = read_metadata(path)
@@ -201,11 +247,12 @@ def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[
                 found[path] = metadata
     newest_first = [*reversed(found)]
     sound = [path for path in newest_first if not found[path].skipped_steps]
-    stay = {*newest_first[:last], *sound[:last]}
-    stay |= {path for path, metadata in found.items() if metadata.iteration == best}
-    stay |= {path for path in found if every and found[path].iteration % every == 0}
+    kept = {*newest_first[:last], *sound[:last]}
+    for path, metadata in found.items():
+        if metadata.iteration == best or (every and metadata.iteration % every == 0):
+            kept.add(path)
     for path in found:
-        if path not in stay:
+        if path not in kept:
             aside = path.with_name(f"{path.name}.removed.tmp")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
@@ -214,71 +261,7 @@ def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[
 
 
 def _best(folder: Path) -> int | None:
-    """Iteration that `BEST` names; None where it names none."""
+    """Iteration in the file `BEST`; None without one."""
     with suppress(OSError, ValueError):
         return int(read_regular(folder / BEST))
     return None
-
-
-class FolderLock:
-    """Lock of a folder of checkpoints by the first rank of a run, until `release` or the end of the process.
-
-    Args:
-        continues: the run goes on from what it finds.
-    Attributes:
-        resumes: the job was here before, and there are checkpoints: they are its own.
-        notice: for the user; "" when there is nothing to say.
-    Raises:
-        CheckpointError: another run holds it (names its process), the folder cannot be written, or it holds checkpoints
-            that this run does not continue.
-    """
-
-    def __init__(self, folder: Path, continues: bool = True) -> None:
-        restarts, job = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), os.environ.get("TORCHELASTIC_RUN_ID")
-        self._lock = FileLock(folder / LOCK, timeout=_PATIENCE_SECONDS * (restarts > 0), thread_local=False)
-        self.notice = ""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / LOCK).touch()
-        except OSError as error:
-            raise CheckpointError(f"cannot write into the folder {folder}, check --save: {error}") from None
-        before, named = _read(folder / NOTE)
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise CheckpointError(
-                f"another run ({before}) saves its checkpoints in {folder}: end it, or choose another --save"
-            ) from None
-        except (OSError, NotImplementedError):  # of file systems without flock
-            self.notice = f"WARNING: no locks on the file system of {folder}: use it for one run"
-        else:
-            clean(folder)  # only where no other run can be writing
-        # With a rendezvous of fixed addresses torchrun calls every job "none".
-        own = job is not None and named == job and (job != "none" or restarts > 0)
-        there = list_checkpoints(folder)
-        self.resumes = own and bool(there)
-        accepted = self.resumes or continues or not there
-        # A job that was refused is started once more by torchrun: it finds by this that nothing here is its own.
-        holder = f"process {os.getpid()} on {socket.gethostname()}"
-        write_whole(folder / NOTE, f"{holder}\n{job or '' if accepted else ''}\n")
-        if not accepted:
-            self.release()
-            raise CheckpointError(
-                f"{folder} holds checkpoints up to iteration {there[-1]} that this run does not continue: give --load "
-                f"{folder}, or another folder to --save"
-            )
-        if self.resumes:
-            resumed = f"the job was here before: it goes on from its own latest checkpoint in {folder}"
-            self.notice = "\n".join(filter(None, (resumed, self.notice)))
-
-    def release(self) -> None:
-        self._lock.release()
-
-
-def _read(file: Path) -> tuple[str, str]:
-    """Last holder of the lock, and torchrun's name of its job; "" where it was refused."""
-    try:
-        holder, job = read_regular(file).decode().splitlines()
-        return holder, job
-    except (OSError, ValueError):  # there is none
-        return "unknown", ""

@@ -1,7 +1,7 @@
-"""`metadata.json`: progress of the run, and where each box of each tensor lies.
+"""`metadata.json`: progress of the run, and the file of each box of each tensor.
 
-A tensor is saved as boxes (offsets and sizes, an entry for each dimension), each under a name of its own in a
-safetensors file. The last line of the text is a checksum of what is before it; each file has one as well.
+A tensor is saved as boxes: offsets and sizes, one number per dimension. Each box has its own name in a safetensors
+file. The last line of the text is a checksum of the lines before it. Each file has a checksum as well.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from megasnn.common.files import (
 
 METADATA = "metadata.json"
 STEP_FOLDER = re.compile(r"iter_([0-9]{7,18})")
-"""Name of a checkpoint's folder in the folder of its run: the iteration."""
+"""Name of a checkpoint's folder, with its iteration."""
 OPTIMIZER = "optimizer."
-"""Names of an optimizer's state begin so; the kind of state and the parameter's name follow."""
+"""Prefix of optimizer state; the kind of state and the parameter's name follow."""
 AVERAGE = "ema."
-"""Names of a running average of the model's tensors begin so; the tensor's name follows."""
+"""Prefix of the moving average of the model's tensors; the tensor's name follows."""
 AVERAGED_STEPS = "averaged_steps"
-"""Under which a checkpoint keeps how many steps its average has followed."""
+"""Entry of `Progress.extra`: number of steps in the moving average."""
 BESIDE = (OPTIMIZER, AVERAGE)
-"""Beginnings of names of what is no tensor of the model itself."""
+"""Prefixes of tensors beside the model's own."""
 DTYPES = {
     "float64": ("F64", 8),
     "float32": ("F32", 4),
@@ -55,9 +55,7 @@ DTYPES = {
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }
-"""Types of elements by their names in torch: the name in safetensors, and bytes."""
-
-
+"""Element types by their torch names: the name in safetensors, and bytes."""
 StoredCounts = tuple[StoredCount, ...]
 SafetensorsName = Annotated[str, Field(pattern=r"^\w+\.safetensors$")]
 Dtype = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
@@ -66,7 +64,7 @@ Dtype = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Box:
-    """Part of a tensor: `name` in `file`. The same box in another file is a copy."""
+    """Part of a tensor, stored under `name` in `file`. An equal box in another file is a copy."""
 
     file: SafetensorsName
     name: str
@@ -77,7 +75,7 @@ class Box:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class SavedTensor:
-    """A global tensor and the boxes that it was saved in."""
+    """A global tensor and its boxes."""
 
     shape: StoredCounts
     dtype: Dtype
@@ -91,7 +89,7 @@ class SavedTensor:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class SavedFile:
-    """Size of a file, and the CRC-32 of all of it."""
+    """Size of a file, and its CRC-32."""
 
     bytes: StoredCount
     crc32: Annotated[str, Field(pattern="^[0-9a-f]{8}$")]
@@ -100,15 +98,15 @@ class SavedFile:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Progress:
-    """State of a run that is no tensor.
+    """State of a run beside its tensors.
 
     Attributes:
-        iteration, consumed_samples: how far the run is.
-        model: its name in the registry of models; None where it is not known.
-        config: what defines the model, {"model": {...}, "neuron": {...}}; None for weights from elsewhere.
-        layout: the process grid, for the reader only: loading does not depend on it.
-        extra: whatever the training loop keeps (recipe, place in the data, seed, ...).
-        skipped_steps: steps since the save before that were not finite and changed nothing.
+        iteration, consumed_samples: completed steps, and their training samples.
+        model: name in the registry of models; None if unknown.
+        config: dimensions and neuron, {"model": {...}, "neuron": {...}}; None for weights of another program.
+        layout: process grid, for people only: loading does not depend on it.
+        extra: further entries of the training loop (recipe, data position, ...).
+        skipped_steps: skipped steps (not finite, so without effect) since the previous save.
     """
 
     iteration: StoredCount = 0
@@ -126,11 +124,11 @@ class Metadata(Progress):
     """Content of `metadata.json`.
 
     Attributes:
-        optimizer: class name of the optimizer whose state is inside; None without one.
-        versions: of the programs that wrote it.
-        tensors: by global name; an optimizer's are called `optimizer.<state>.<name of the parameter>`.
+        optimizer: class name of the optimizer with saved state; None without one.
+        versions: versions of the programs that wrote the checkpoint.
+        tensors: by global name; optimizer state is named `optimizer.<state>.<parameter>`.
         files: by name.
-        format: number of this shape of the file.
+        format: version number of this file format.
     """
 
     optimizer: str | None = None
@@ -141,7 +139,7 @@ class Metadata(Progress):
 
 
 def to_text(metadata: Metadata) -> str:
-    """Text of `metadata.json`, with the checksum as the last line. Raises TypeError, ValueError for what JSON lacks."""
+    """Text of `metadata.json`, with its checksum. Raises TypeError or ValueError for a value that JSON lacks."""
     text = json.dumps(metadata, default=_fields, allow_nan=False)[:-1]
     return text + _ending(text.encode())
 
@@ -157,11 +155,11 @@ def _ending(text: bytes) -> str:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Reads the description of one checkpoint (`.../iter_0000100`); its files are not looked at.
+    """Reads the description of one checkpoint (`.../iter_0000100`), without its files.
 
     Raises:
-        DamagedError: it is unreadable, was altered, of another format, its files cannot hold its tensors, or it is of
-            another iteration than the folder's name says.
+        DamagedError: it is unreadable, altered, or of another format; its files cannot hold its tensors; or its
+            iteration differs from the folder's name.
     """
     file = path / METADATA
     try:
@@ -181,15 +179,14 @@ def read_metadata(path: Path) -> Metadata:
             f"{path} holds the checkpoint of iteration {metadata.iteration}: it was renamed or copied; give it back "
             f"its name, iter_{metadata.iteration:07d}, or one that does not begin with iter_"
         )
-    wrong = [*_file_problems(metadata)] or [
-        f"{name}: {problem}" for name, saved in metadata.tensors.items() if (problem := uncovered(saved)) is not None
-    ]
-    raise_problems(f"{file} is no description of its files:", wrong, DamagedError)
+    title = f"{file} is no description of its files:"
+    raise_problems(title, _file_problems(metadata), DamagedError)
+    raise_problems(title, _tensor_problems(metadata), DamagedError)
     return metadata
 
 
 def _file_problems(metadata: Metadata) -> Iterator[str]:
-    """One line for each file that is not listed, and for each that is smaller than the tensors in it."""
+    """Yields one line for each file that is not listed, or smaller than its tensors."""
     needed = Counter[str]()
     for saved in metadata.tensors.values():
         for box in saved.boxes:
@@ -201,17 +198,24 @@ def _file_problems(metadata: Metadata) -> Iterator[str]:
             yield f"{file}: its tensors take {size} bytes, and it has {metadata.files[file].bytes}"
 
 
+def _tensor_problems(metadata: Metadata) -> Iterator[str]:
+    for name, saved in metadata.tensors.items():
+        problem = uncovered(saved)
+        if problem is not None:
+            yield f"{name}: {problem}"
+
+
 def uncovered(saved: SavedTensor) -> str | None:
-    """Says that boxes do not hold each element of their tensor once; None where they do. Copies count once."""
-    held = {(box.offsets, box.sizes) for box in saved.boxes}
-    elements = sum(prod(sizes) for _, sizes in held)
-    if elements == prod(saved.shape) and covers_once(saved.shape, held):
+    """Problem of a tensor whose boxes do not hold each element once; None without one. Copies count once."""
+    boxes = {(box.offsets, box.sizes) for box in saved.boxes}
+    elements = sum(prod(sizes) for _, sizes in boxes)
+    if elements == prod(saved.shape) and covers_once(saved.shape, boxes):
         return None
     return f"its boxes hold {elements} elements of {prod(saved.shape)}, or some twice"
 
 
 def size_problem(path: Path, saved: SavedFile) -> str | None:
-    """Names a file that is missing or of another size than it was written with; its content is not read."""
+    """Problem of a file that is missing or has another size than it was written with; None without one."""
     try:
         size = os.stat(path).st_size
     except OSError as error:
@@ -220,34 +224,50 @@ def size_problem(path: Path, saved: SavedFile) -> str | None:
 
 
 def config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each field whose value differs, with both values, as `neuron.tau`."""
-    before, after = (
-        {f"{part}.{each}": value for part, values in config.items() for each, value in values.items()}
-        for config in (saved, json.loads(json.dumps(now)))
-    )
+    """Yields one line for each field whose value differs, such as `neuron.tau`, with both values."""
+    before = _by_field(saved)
+    after = _by_field(json.loads(json.dumps(now)))  # as if saved: JSON has lists for tuples
     for name in sorted(before.keys() | after.keys()):
         if (name in before) != (name in after) or before.get(name) != after.get(name):
-            old, new = (reprlib.repr(values[name]) if name in values else "absent" for values in (before, after))
+            old = reprlib.repr(before[name]) if name in before else "absent"
+            new = reprlib.repr(after[name]) if name in after else "absent"
             yield f"{name}: saved {old}, now {new}"
 
 
-def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """True when boxes (offsets, sizes) hold each element of a shape exactly once.
+def _by_field(config: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {}
+    for part, values in config.items():
+        for name, value in values.items():
+            fields[f"{part}.{name}"] = value
+    return fields
 
-    Counts on a grid whose lines are the edges of the boxes: all that is between two lines is held equally often.
+
+def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether boxes (offsets, sizes) hold each element of a shape exactly once.
+
+    Counts on a grid with lines at the edges of all boxes: every element of a cell lies in the same boxes.
     """
     boxes = list(boxes)
     if boxes == [((0,) * len(shape), tuple(shape))]:  # nearly always
         return True
-    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
-        return False
-    filled = [(offsets, sizes) for offsets, sizes in boxes if all(sizes)]
-    spans = [[(offset, offset + size) for offset, size in zip(*box, strict=True)] for box in filled]
-    if any(last > length for box in spans for (_, last), length in zip(box, shape, strict=True)):
-        return False
-    edges = [sorted({0, length, *(edge for box in spans for edge in box[dim])}) for dim, length in enumerate(shape)]
-    held = np.zeros([len(lines) - 1 for lines in edges], dtype=np.int32)
-    for box in spans:
-        at = (slice(bisect_left(lines, a), bisect_left(lines, b)) for (a, b), lines in zip(box, edges, strict=True))
-        held[tuple(at)] += 1
-    return bool((held == 1).all())
+    spans: list[tuple[Sequence[int], Sequence[int]]] = []
+    edges = [{0, length} for length in shape]
+    for offsets, sizes in boxes:
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            return False
+        if not all(sizes):  # an empty box
+            continue
+        ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+        if any(end > length for end, length in zip(ends, shape, strict=True)):
+            return False
+        spans.append((offsets, ends))
+        for dim, lines in enumerate(edges):
+            lines.update((offsets[dim], ends[dim]))
+    grid = [sorted(lines) for lines in edges]
+    counts = np.zeros([len(lines) - 1 for lines in grid], dtype=np.int32)
+    for first, last in spans:
+        cells = []
+        for dim, ordered in enumerate(grid):
+            cells.append(slice(bisect_left(ordered, first[dim]), bisect_left(ordered, last[dim])))
+        counts[tuple(cells)] += 1
+    return bool((counts == 1).all())

@@ -1,18 +1,17 @@
 """Loading a checkpoint of any layout into this rank's tensors; only the boxes that the rank needs are read.
 
 A checkpoint that does not fit or is damaged is refused on all ranks, with the same words, before anything of the model
-or the optimizer has changed. In place of a damaged one the newest that is intact is taken, unless one was asked for by
-its iteration.
+or the optimizer has changed. The newest intact one takes the place of a damaged one, unless that was asked for by its
+iteration.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import reduce
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from operator import or_
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,23 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.checkpoint.folder import resolve
-from megasnn.checkpoint.format import (
-    AVERAGE,
-    AVERAGED_STEPS,
-    BESIDE,
-    OPTIMIZER,
-    Metadata,
-    SavedTensor,
-    config_differences,
-    read_metadata,
-)
+from megasnn.checkpoint.fit import RankFit, compare_tensors, optimizer_differences, require_fit
+from megasnn.checkpoint.folder import ChosenCheckpoint, choose_checkpoint, choose_older
+from megasnn.checkpoint.format import AVERAGE, AVERAGED_STEPS, BESIDE, OPTIMIZER, Metadata, SavedTensor
 from megasnn.checkpoint.optimizer_state import LocalState, OptimizerStates, allocate, describe_states, state_names
 from megasnn.checkpoint.save import PathLike, kind_of
-from megasnn.checkpoint.tensor_io import dtype_name, read_boxes, read_full, require_intact
+from megasnn.checkpoint.tensor_io import damage, dtype_name, read_boxes, read_full
 from megasnn.common.files import CheckpointError, DamagedError, raise_problems
-from megasnn.config.training import PRECISIONS
-from megasnn.parallel.agreement import broadcast_result, gather, run_on_all_ranks
+from megasnn.parallel.agreement import broadcast_result, gather, run_and_gather, run_on_all_ranks
 from megasnn.parallel.sharding import ShardedTensor
 
 _T = TypeVar("_T")
@@ -48,8 +38,9 @@ class LoadedState:
 
     Attributes:
         path: the checkpoint that was loaded.
-        remarks: why it is not the one that was to be expected; the user must see them.
-        averaged_steps: steps that the averages have followed which were loaded; None where none were.
+        remarks: for the user: newer checkpoints that were passed over, and why.
+        averaged_steps: steps that the loaded averages have followed; None where none were loaded.
+        left: names of tensors that have kept their values.
     """
 
     iteration: int
@@ -58,6 +49,11 @@ class LoadedState:
     path: Path
     remarks: tuple[str, ...] = ()
     averaged_steps: int | None = None
+    left: frozenset[str] = frozenset()
+
+
+def _no_problems(metadata: Metadata) -> tuple[str, ...]:
+    return ()
 
 
 def load_checkpoint(
@@ -66,62 +62,118 @@ def load_checkpoint(
     *,
     step: int | None = None,
     process_group: dist.ProcessGroup | None = None,
-    check: Callable[[Metadata], Iterable[str]] = lambda metadata: (),
-    leave: Callable[[Metadata], Collection[str]] = lambda metadata: (),
+    check: Callable[[Metadata], Iterable[str]] = _no_problems,
+    leave: Callable[[Metadata], Collection[str]] = _no_problems,
     average: bool = False,
 ) -> LoadedState:
     """Loads the checkpoint of iteration `step`, or the latest that is intact, into this rank's tensors and optimizer.
 
-    It may come from any layout. The optimizer's state is replaced; its hyperparameters are not touched.
-    Collective over `process_group` (the group of all ranks; None for a process on its own).
-
-    Args:
-        state: without an optimizer or averages, those of the checkpoint are left aside (--finetune);
-            averages are loaded where the checkpoint has them.
-        check: problems that the caller sees with a checkpoint, like `model_differences`.
-        leave: tensors that stay as they are, whatever the checkpoint has of their names; the same on every rank.
-        average: the average of the weights is loaded in their place, where there is one; without an optimizer.
+    It may come from any layout. The first rank's folder and step count. For the other arguments see `load_chosen`.
 
     Raises:
         NoCheckpointError: on every rank, when there is no checkpoint at all.
-        DamagedError: on every rank, when files of the checkpoint of this step, or of all, are missing, cut or altered.
-        CheckpointError: on every rank, when this step does not exist, `check` finds something, tensors do not fit, or
-            the optimizer is of another kind. Nothing has changed then.
+        CheckpointError: on every rank, when this step does not exist; and as `load_chosen`.
     """
+    chosen = broadcast_result(process_group, lambda: choose_checkpoint(Path(folder), step))
+    return load_chosen(chosen, state, process_group=process_group, check=check, leave=leave, average=average)
 
-    def load(path: Path) -> LoadedState:
-        metadata = broadcast_result(process_group, lambda: read_metadata(path))
-        title = f"the checkpoint {path} does not fit this run:"
-        left = leave(metadata)
-        has_average = any(name.startswith(AVERAGE) for name in metadata.tensors)
-        source = of_average(metadata.tensors) if average and has_average else metadata.tensors
-        saved = {name: described for name, described in source.items() if name not in left}
-        averaged = state.averages is not None and has_average
 
-        def prepare() -> tuple[list[ShardedTensor], OptimizerStates]:
-            if wrong := [*check(metadata), *_optimizer_difference(metadata, kind_of(state.optimizer))]:
-                raise CheckpointError(*wrong)
-            states = allocate(state.stepped, state.optimizer, saved) if state.optimizer is not None else {}
-            averages = (state.averages or ()) if averaged else ()
-            return [*state.tensors, *averages, *describe_states(state.stepped, states)], states
+def load_chosen(
+    chosen: ChosenCheckpoint,
+    state: LocalState,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    check: Callable[[Metadata], Iterable[str]] = _no_problems,
+    leave: Callable[[Metadata], Collection[str]] = _no_problems,
+    average: bool = False,
+) -> LoadedState:
+    """Loads a checkpoint, or where it is damaged the next older one, into this rank's tensors and optimizer.
 
-        entries, states = run_on_all_ranks(process_group, prepare, title)
+    The optimizer's state is replaced; its hyperparameters are not touched. Collective over `process_group`, the group
+    of all ranks (None for a process on its own).
+
+    Args:
+        chosen: the same on every rank.
+        state: without an optimizer or averages, those of the checkpoint are ignored (--finetune). Averages are loaded
+            if the checkpoint has them.
+        check: further problems of a checkpoint, such as `model_differences`.
+        leave: names of tensors that keep their values; the same on every rank.
+        average: load the average of the weights in their place if there is one; without an optimizer.
+    Raises:
+        DamagedError: on every rank, when files of the checkpoint of one step, or of all, are missing, cut or altered.
+        CheckpointError: on every rank, when `check` finds something, tensors do not fit, or the optimizer is of another
+            kind. Nothing has changed then.
+    """
+    load = partial(_load, state=state, group=process_group, check=check, leave=leave, average=average)
+    return _first_intact(chosen, process_group, load)
+
+
+def _first_intact(
+    chosen: ChosenCheckpoint, group: dist.ProcessGroup | None, load: Callable[[ChosenCheckpoint], _T]
+) -> _T:
+    """Result of `load` for the first checkpoint that is not damaged. It raises DamagedError on all ranks or on none."""
+    while True:
+        try:
+            return load(chosen)
+        except DamagedError as error:
+            chosen = broadcast_result(group, partial(choose_older, chosen, error))
+
+
+def _load(
+    chosen: ChosenCheckpoint,
+    state: LocalState,
+    group: dist.ProcessGroup | None,
+    check: Callable[[Metadata], Iterable[str]],
+    leave: Callable[[Metadata], Collection[str]],
+    average: bool,
+) -> LoadedState:
+    """Loads one checkpoint. Ranks agree twice: before anything changes, and after all of them have read."""
+    path = chosen.path
+    metadata = chosen.metadata
+    left = frozenset(leave(metadata))
+    has_average = any(name.startswith(AVERAGE) for name in metadata.tensors)
+    takes_average = average and has_average
+    continues_average = state.averages is not None and has_average
+    source = of_average(metadata.tensors) if takes_average else metadata.tensors
+    saved = {name: described for name, described in source.items() if name not in left}
+
+    def examine() -> tuple[tuple[list[ShardedTensor], OptimizerStates], tuple[RankFit, list[str]]]:
+        problems = [*check(metadata), *optimizer_differences(metadata, kind_of(state.optimizer))]
+        if problems:
+            raise CheckpointError(*problems)
+        states = {} if state.optimizer is None else allocate(state.stepped, state.optimizer, saved)
+        entries = list(state.tensors)
+        if continues_average:
+            entries += state.averages or ()
+        entries += describe_states(state.stepped, states)
         wanted = [entry for entry in entries if entry.name not in left]
-        frozen = {entry.name for entry in state.tensors if entry.is_parameter and not entry.tensor.requires_grad}
-        used = {entry.name for entry in wanted}
-        used |= {f"{OPTIMIZER}{kind}.{name}" for kind, name in state_names(saved) if name in frozen}  # left aside
-        aside = (OPTIMIZER,) * (state.optimizer is None) + (AVERAGE,) * (state.averages is None)
-        _require_fit(saved, wanted, used, aside, process_group, title)
-        share = (0, 1) if process_group is None else (process_group.rank(), process_group.size())
-        run_on_all_ranks(process_group, lambda: require_intact(path, metadata, *share), f"cannot load {path}:")
-        run_on_all_ranks(process_group, lambda: read_boxes(path, saved, wanted), f"cannot load {path}:")
-        if state.optimizer is not None:
-            state.optimizer.state.update(states)
-        steps = averaged_steps(metadata) if averaged or (average and has_average) else None
-        return LoadedState(metadata.iteration, metadata.consumed_samples, metadata.extra, path, (), steps)
+        fit = compare_tensors(saved, wanted, _used_names(saved, wanted, state))
+        # Checksums of large files take minutes: a rank that sees a misfit answers at once.
+        share = (0, 1) if group is None else (group.rank(), group.size())
+        damaged = [] if fit.problems else damage(path, metadata, *share)
+        return (wanted, states), (fit, damaged)
 
-    loaded, remarks = _first_intact(folder, step, process_group, load)
-    return replace(loaded, remarks=remarks)
+    title = f"the checkpoint {path} does not fit this run:"
+    (wanted, states), reports = run_and_gather(group, examine, title)
+    ignored = (OPTIMIZER,) * (state.optimizer is None) + (AVERAGE,) * (state.averages is None)
+    require_fit(saved, [fit for fit, _ in reports], ignored, title)
+    damaged = chain.from_iterable(problems for _, problems in reports)
+    raise_problems(f"cannot load {path}:", damaged, DamagedError)
+    run_on_all_ranks(group, lambda: read_boxes(path, saved, wanted), f"cannot load {path}:")
+    if state.optimizer is not None:
+        state.optimizer.state.update(states)
+    steps = averaged_steps(metadata) if continues_average or takes_average else None
+    return LoadedState(metadata.iteration, metadata.consumed_samples, metadata.extra, path, chosen.remarks, steps, left)
+
+
+def _used_names(saved: Mapping[str, SavedTensor], wanted: Iterable[ShardedTensor], state: LocalState) -> set[str]:
+    """Saved tensors that this rank has a use for; the optimizer's state of its frozen parameters is ignored."""
+    frozen = {entry.name for entry in state.tensors if entry.is_parameter and not entry.tensor.requires_grad}
+    used = {entry.name for entry in wanted}
+    for kind, name in state_names(saved):
+        if name in frozen:
+            used.add(f"{OPTIMIZER}{kind}.{name}")
+    return used
 
 
 def of_average(tensors: Mapping[str, _T]) -> dict[str, _T]:
@@ -135,101 +187,6 @@ def averaged_steps(metadata: Metadata) -> int:
     return steps if isinstance(steps, int) and steps >= 0 else metadata.iteration
 
 
-def _first_intact(
-    folder: PathLike, step: int | None, process_group: dist.ProcessGroup | None, load: Callable[[Path], _T]
-) -> tuple[_T, tuple[str, ...]]:
-    """Result of `load`, which raises DamagedError on all ranks or on none, for the first checkpoint that is intact; and
-    remarks for the user. Raises DamagedError when none is, and as `resolve`."""
-    remarks = list[str]()
-    for path in broadcast_result(process_group, lambda: resolve(Path(folder), step)):
-        try:
-            loaded = load(path)
-        except DamagedError as error:
-            if step is not None:
-                raise
-            remarks.append(f"{path} is damaged and was passed over: {error}")
-        else:
-            return loaded, tuple(remarks)
-    raise DamagedError(f"{folder} holds no checkpoint that is intact:", *remarks)
-
-
-def _require_fit(
-    saved: Mapping[str, SavedTensor],
-    entries: Iterable[ShardedTensor],
-    used: Collection[str],
-    aside: tuple[str, ...],
-    process_group: dist.ProcessGroup | None,
-    title: str,
-    rounds: bool = False,
-) -> None:
-    """Raises CheckpointError on every rank where a tensor is missing, of another shape or of a type that would lose
-    digits (unless it `rounds`), or where no rank has taken one that is saved and not left `aside` by its beginning."""
-    problems = []
-    for entry in entries:
-        described = saved.get(entry.name)
-        if described is None:
-            problems.append(f"{entry.name}: missing")
-        elif described.shape != entry.shard.global_shape:
-            problems.append(
-                f"{entry.name}: saved with shape {list(described.shape)}, now {list(entry.shard.global_shape)}"
-            )
-        elif not _keeps_values(getattr(torch, described.dtype), entry.tensor.dtype, rounds):
-            able = [name for name, precision in PRECISIONS.items() if precision.weights == described.dtype]
-            advice = f"; load it with --precision {' or '.join(able)}" if able else ""
-            problems.append(f"{entry.name}: saved as {described.dtype}, {entry.tensor.dtype} cannot hold it{advice}")
-    mine = sum(1 << bit for bit, name in enumerate(saved) if name in used)  # all names of thousands of ranks are long
-    reports = gather(process_group, (mine, problems))
-    anywhere = reduce(or_, (bits for bits, _ in reports))
-    unused = [
-        f"{name}: saved, but nothing here takes it"
-        for bit, name in enumerate(saved)
-        if not anywhere >> bit & 1 and not name.startswith(aside)
-    ]
-    raise_problems(title, [*chain(*(found for _, found in reports)), *unused])
-
-
-def _keeps_values(source: torch.dtype, target: torch.dtype, rounds: bool) -> bool:
-    """True when a conversion from one type to the other is exact, or may round: no numbers of floating point become
-    integers but counts."""
-    if rounds:
-        return source.is_floating_point == target.is_floating_point or target == torch.int64
-    return torch.promote_types(source, target) == target
-
-
-# --- another model
-
-
-def model_differences(metadata: Metadata, model: str | None, config: Mapping[str, Any] | None) -> Iterator[str]:
-    """Differences between the saved model and that of this run, in words.
-
-    Args:
-        model: its name; None accepts any.
-        config: what defines it; None accepts any model whose tensors fit (--finetune).
-    """
-    if model is not None and metadata.model not in (None, model):
-        yield f"it is a checkpoint of the model {metadata.model}, and this run trains {model}"
-    elif config is not None and metadata.config is None:
-        yield "it holds weights without a model configuration; load it with --finetune"
-    elif config is not None and metadata.config is not None:
-        found = list(config_differences(metadata.config, config))
-        yield from found + [
-            "leave the flags out to continue; for a last layer of another shape take --finetune"
-        ] * bool(found)
-
-
-def _optimizer_difference(metadata: Metadata, optimizer: str | None) -> Iterator[str]:
-    """Reason why this optimizer, by its class name, cannot take the saved state; nothing without an optimizer."""
-    if optimizer is None or metadata.optimizer == optimizer:
-        return
-    if metadata.optimizer is None:
-        yield "it holds no optimizer state; load it with --finetune"
-    else:
-        yield f"its optimizer state is of {metadata.optimizer}, this run uses {optimizer}; --finetune takes its weights"
-
-
-# --- full tensors
-
-
 def load_global_tensors(
     folder: PathLike, step: int | None = None, *, with_optimizer: bool = False
 ) -> dict[str, Tensor]:
@@ -241,11 +198,11 @@ def load_global_tensors(
         with_optimizer: the optimizer's state and the average of the weights too.
     """
 
-    def load(path: Path) -> dict[str, Tensor]:
-        metadata = read_metadata(path)
-        return read_full(path, metadata, (n for n in metadata.tensors if with_optimizer or not n.startswith(BESIDE)))
+    def load(chosen: ChosenCheckpoint) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+        names = [name for name in chosen.metadata.tensors if with_optimizer or not name.startswith(BESIDE)]
+        return read_full(chosen.path, chosen.metadata, names), chosen.remarks
 
-    tensors, remarks = _first_intact(folder, step, None, load)
+    tensors, remarks = _first_intact(choose_checkpoint(Path(folder), step), None, load)
     for remark in remarks:
         warnings.warn(remark, stacklevel=2)
     return tensors
@@ -265,7 +222,8 @@ def load_globals_into(
     global_tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     shapes = {name: SavedTensor(tuple(value.shape), dtype_name(value), ()) for name, value in global_tensors.items()}
     used = {entry.name for entry in entries}
-    _require_fit(shapes, entries, used, (), process_group, "these weights are not this model's:", rounds=True)
+    fits = gather(process_group, compare_tensors(shapes, entries, used, rounds=True))
+    require_fit(shapes, fits, (), "these weights are not this model's:")
     with torch.no_grad():
         for entry in entries:
             for piece in entry.shard.pieces():

@@ -1,7 +1,7 @@
-"""State of a run on one rank, the optimizer's included, as global tensors: moments are cut like their parameter.
+"""Optimizer state of one rank as global tensors: moments are cut like their parameter.
 
-The state `exp_avg` of the parameter `head.weight` becomes `optimizer.exp_avg.head.weight`. A single number
-(`step`) is a whole tensor that every tensor-parallel rank holds.
+The state `exp_avg` of the parameter `head.weight` becomes `optimizer.exp_avg.head.weight`. A single number (`step`) is
+a whole tensor on every tensor parallel rank.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class LocalState:
 
     Attributes:
         tensors: parameters and buffers.
-        optimizer: None where its state is neither saved nor loaded.
-        owned: the optimizer's part of the tensors, where replicas share them by rows; None: the tensors themselves.
-        averages: the running average of what is owned; None without one.
+        optimizer: None if its state is neither saved nor loaded.
+        owned: the optimizer's share of the tensors under ZeRO; None: the tensors themselves.
+        averages: moving average of the owned tensors; None without one.
     """
 
     tensors: Sequence[ShardedTensor]
@@ -39,12 +39,12 @@ class LocalState:
 
     @property
     def stepped(self) -> Sequence[ShardedTensor]:
-        """The optimizer's part of the tensors."""
+        """The optimizer's share of the tensors."""
         return self.tensors if self.owned is None else self.owned
 
     def entries(self) -> list[ShardedTensor]:
-        """Everything that a checkpoint takes from this rank. Raises CheckpointError as `describe_states`."""
-        states = self.optimizer.state if self.optimizer is not None else {}
+        """All tensors of this rank in a checkpoint. Raises CheckpointError as `describe_states`."""
+        states = {} if self.optimizer is None else self.optimizer.state
         return [*self.stepped, *(self.averages or ()), *describe_states(self.stepped, states)]
 
 
@@ -53,26 +53,33 @@ def describe_states(
 ) -> list[ShardedTensor]:
     """An optimizer's `state`, by parameter, as tensors with a name and a shard.
 
-    A state of None (SGD without momentum has that) is nothing to store. Raises CheckpointError for a value that is
-    neither a tensor of the parameter's local shape nor a single-number tensor.
+    A state of None, as in SGD without momentum, is not stored.
+
+    Raises:
+        CheckpointError: a value is neither a tensor of the parameter's local shape nor one of a single number.
     """
-    entry_of, found = {id(entry.tensor): entry for entry in tensors}, []
+    entry_of = {id(entry.tensor): entry for entry in tensors}
+    found = []
     for parameter, state in states.items():
         entry = entry_of[id(parameter)]
         for kind, value in state.items():
             if value is None:
                 continue
-            name, shape = f"{OPTIMIZER}{kind}.{entry.name}", getattr(value, "shape", None)
-            if shape not in (entry.tensor.shape, ()):
-                given = repr(value) if shape is None else list(shape)
-                raise CheckpointError(f"{name}: {given} cannot be saved, only tensors of its shape or of one number")
-            shard = entry.shard if shape == entry.tensor.shape else Shard((), coordinates=entry.shard.coordinates)
+            name = f"{OPTIMIZER}{kind}.{entry.name}"
+            shape = getattr(value, "shape", None)
+            if shape == entry.tensor.shape:
+                shard = entry.shard
+            elif shape == ():
+                shard = Shard((), coordinates=entry.shard.coordinates)
+            else:
+                got = repr(value) if shape is None else list(shape)
+                raise CheckpointError(f"{name}: {got} cannot be saved, only tensors of its shape or of one number")
             found.append(ShardedTensor(name, value, shard, is_parameter=False))
     return found
 
 
 def state_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Kind of state and name of the parameter, of those names that are an optimizer's."""
+    """Yields kind of state and parameter name for each name of optimizer state."""
     for name in names:
         if name.startswith(OPTIMIZER):
             kind, _, parameter = name.removeprefix(OPTIMIZER).partition(".")
@@ -82,9 +89,9 @@ def state_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 def allocate(
     tensors: Iterable[ShardedTensor], optimizer: torch.optim.Optimizer, saved: Mapping[str, SavedTensor]
 ) -> OptimizerStates:
-    """Allocates memory, without values, for the saved state of this rank's parameters; the optimizer is not touched.
+    """Allocates memory, without values, for the saved state of this rank's parameters.
 
-    A parameter without saved state (it was frozen, or nothing had been stepped yet) gets an empty one.
+    The optimizer is not touched. A parameter without saved state (frozen, or before the first step) gets an empty one.
     """
     kinds_of = defaultdict[str, list[str]](list)
     for kind, name in state_names(saved):
@@ -92,20 +99,23 @@ def allocate(
     entry_of = {id(entry.tensor): entry for entry in tensors}
     states: OptimizerStates = {}
     for group in optimizer.param_groups:
-        # These two variants of torch's optimizers keep `step` beside the parameter, all others on the CPU.
-        beside = bool(group.get("fused") or group.get("capturable"))
+        # Fused and capturable optimizers of torch keep `step` on the parameter's device, all others on the CPU.
+        step_on_device = bool(group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
             entry = entry_of[id(parameter)]
-            states[parameter] = {kind: _memory(entry, kind, saved, beside) for kind in kinds_of[entry.name]}
+            states[parameter] = {kind: _empty(entry, kind, saved, step_on_device) for kind in kinds_of[entry.name]}
     return states
 
 
-def _memory(entry: ShardedTensor, kind: str, saved: Mapping[str, SavedTensor], step_beside: bool) -> Tensor:
+def _empty(entry: ShardedTensor, kind: str, saved: Mapping[str, SavedTensor], step_on_device: bool) -> Tensor:
     state = saved[f"{OPTIMIZER}{kind}.{entry.name}"]
     dtype = getattr(torch, state.dtype)
-    device = entry.tensor.device if step_beside or kind != "step" else torch.device("cpu")
-    if kind == "step" or state.shape != entry.shard.global_shape:
+    if kind == "step":
+        device = entry.tensor.device if step_on_device else torch.device("cpu")
         return torch.empty((), dtype=dtype, device=device)
-    if state.dtype == saved.get(entry.name, state).dtype:  # moments that had their parameter's precision keep doing so
+    if state.shape != entry.shard.global_shape:
+        return torch.empty((), dtype=dtype, device=entry.tensor.device)
+    # Moments with the precision of their parameter keep to it when the run loads in another precision.
+    if state.dtype == saved.get(entry.name, state).dtype:
         dtype = entry.tensor.dtype
-    return torch.empty_like(entry.tensor, dtype=dtype, device=device, requires_grad=False)
+    return torch.empty_like(entry.tensor, dtype=dtype, requires_grad=False)

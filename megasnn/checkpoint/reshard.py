@@ -1,6 +1,6 @@
-"""A checkpoint laid out for the ranks of another grid, so that each of them reads one file.
+"""Rewriting of a checkpoint for the ranks of another grid, so that each of them reads one file.
 
-A rank's part follows from the description of the model in the checkpoint's configuration, without building it.
+A rank's part follows from the model description in the checkpoint's configuration. The model is not built.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from megasnn.schedule.partition import PLACEMENTS, layout_to_bounds, parse_layou
 
 @dataclass(frozen=True)
 class Target:
-    """Grid that a checkpoint is laid out for.
+    """Grid of the ranks that will load the checkpoint.
 
     Attributes:
-        tensor, pipeline, virtual: sizes of the target grid.
-        layout: layer groups or layers in each chunk, as `--pipeline-model-parallel-layout` takes them; None for the cut
-            that the checkpoint was written with, or with another number of chunks an even one.
-        shape: how the chunks of a pipeline rank are placed, by a name in PLACEMENTS.
+        tensor, pipeline, virtual: sizes of the grid.
+        layout: layer groups or layers of each chunk, as for `--pipeline-model-parallel-layout`. None: the layout of
+            the checkpoint, or chunks of even operations if their number has changed.
+        shape: placement of chunks on pipeline ranks, by its name in PLACEMENTS.
     """
 
     tensor: int = 1
@@ -49,8 +49,9 @@ class Target:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """Pipeline rank of each chunk. Raises ValueError for chunks that a placement does not have."""
-        if min(sizes := (self.tensor, self.pipeline, self.virtual)) < 1:
+        """Pipeline rank of each chunk. Raises ValueError if the placement cannot have this many chunks."""
+        sizes = (self.tensor, self.pipeline, self.virtual)
+        if min(sizes) < 1:
             raise ValueError(f"every size of the target must be at least 1, got {sizes}")
         return PLACEMENTS[self.shape](self.pipeline, self.virtual)
 
@@ -58,33 +59,31 @@ class Target:
         """Layers of each chunk. Raises ValueError for a layout that does not fit, or more chunks than layers.
 
         Args:
-            saved: layers in each chunk of the run that wrote the checkpoint.
+            saved: layout of the checkpoint, as layers in each chunk.
         """
-        chunks, layout, layer_groups = (
-            len(self.placement),
-            self.layout,
-            [layer.layer_group for layer in description.layers],
-        )
-        if layout is None and saved.count("|") + 1 != chunks:
-            return placed_bounds([layer.operations for layer in description.layers], self.placement)
-        if layout is None:
-            layout, layer_groups = saved or str(len(layer_groups)), [layer.name for layer in description.layers]
-        return layout_to_bounds(parse_layout(layout), layer_groups, chunks)
+        layers = description.layers
+        chunks = len(self.placement)
+        if self.layout is not None:
+            return layout_to_bounds(parse_layout(self.layout), [layer.layer_group for layer in layers], chunks)
+        if saved.count("|") + 1 != chunks:
+            return placed_bounds([layer.operations for layer in layers], self.placement)
+        layout = saved or str(len(layers))
+        return layout_to_bounds(parse_layout(layout), [layer.name for layer in layers], chunks)
 
 
 def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
     """Writes the source's checkpoint to `<save>/iter_<iteration>` with a file for each rank of the target.
 
-    Iteration, place in the data and optimizer state stay: a run goes on from it as from the source. A rank's file also
-    holds copies of the tensors that another rank of its tensor-parallel group answers for.
+    Iteration, data position and optimizer state stay: a run continues from it as from the source. Each file holds all
+    tensors of its rank, those replicated over the tensor parallel group too.
 
     Args:
-        source: without values.
+        source: opened without values.
     Returns:
-        the new checkpoint, and the layers of each chunk as `--pipeline-model-parallel-layout` takes them.
+        the new checkpoint, and its layers per chunk for `--pipeline-model-parallel-layout`.
     Raises:
-        CheckpointError: the source is of no model known here or damaged, or `save` holds checkpoints already.
-        ValueError: the model cannot be cut like this. Nothing is left behind then, nor where writing fails.
+        CheckpointError: the model is unknown, the source is damaged, or `save` holds checkpoints already.
+        ValueError: the model cannot be cut like this. Nothing is left behind then, nor when writing fails.
     """
     folders.require_empty(save)
     saved = source.metadata
@@ -95,12 +94,13 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
     layout = "|".join(str(len(span)) for span in bounds)
     sizes = {"tp": target.tensor, "pp": target.pipeline, "dp": 1, "virtual": target.virtual}
     metadata = replace(saved, model=name, layout={**sizes, "bounds": layout}, tensors={}, files={})
-    aside, written = folders.begin(save, saved.iteration), list[Written]()
+    aside = folders.begin(save, saved.iteration)
+    written = list[Written]()
     try:
-        for rank, entries in enumerate(ranks):
-            held = [replace(entry, tensor=torch.empty_like(entry.tensor, device="cpu")) for entry in entries]
-            read_boxes(source.path, saved.tensors, held)
-            written.append(write_file(aside, rank, boxes_of(held, file_name(rank))))
+        for rank, entries in enumerate(ranks):  # one rank's values are in memory at a time
+            filled = [replace(entry, tensor=torch.empty_like(entry.tensor, device="cpu")) for entry in entries]
+            read_boxes(source.path, saved.tensors, filled)
+            written.append(write_file(aside, rank, boxes_of(filled, file_name(rank))))
         return commit_checkpoint(save, metadata, written), layout
     except BaseException:
         folders.discard(save, saved.iteration)
@@ -111,9 +111,10 @@ def model_of_checkpoint(source: Source) -> tuple[str, ModelDescription]:
     """Name and description of the model of a checkpoint.
 
     Raises:
-        CheckpointError: it is none of the registry of models, its configuration is not there, or cannot be.
+        CheckpointError: the registry has no such model, or the configuration is missing or invalid.
     """
-    config, model = source.metadata.config, model_of(source.metadata.model, source.tensors)
+    config = source.metadata.config
+    model = model_of(source.metadata.model, source.tensors)
     if config is None or model is None:
         raise CheckpointError(
             f"{source.path} holds weights without the configuration of a model known here ({', '.join(MODELS)}): lay "
@@ -127,33 +128,43 @@ def target_ranks(
 ) -> list[list[ShardedTensor]]:
     """Tensors of each rank of the target, without memory, pipeline stage by pipeline stage.
 
-    Raises ValueError where the model cannot be cut like this, or the checkpoint does not hold exactly its tensors.
+    Raises:
+        ValueError: the model cannot be cut like this, or the checkpoint does not hold exactly its tensors.
     """
-    ranks, wrong = [], list[str]()
+    ranks = []
+    problems = []
     for stage in range(target.pipeline):
-        mine = [index for span, home in zip(bounds, target.placement, strict=True) if home == stage for index in span]
+        mine = list[int]()
+        for span, home in zip(bounds, target.placement, strict=True):
+            if home == stage:
+                mine += span
         for rank in range(target.tensor):
             state = ParallelState.without_process_groups(Grid(tp=target.tensor), rank)
             layers = description.named_layers(BuildContext(state))
-            entries = list(sharded_tensors([layers[index] for index in mine]))
-            for entry in entries:
+            saved_entries = list[ShardedTensor]()
+            for entry in sharded_tensors([layers[index] for index in mine]):
                 found = list(tensors[entry.name].shape) if entry.name in tensors else "missing"
-                if found != (needed := list(entry.shard.global_shape)):
-                    wrong.append(f"{entry.name}: {found}, the model needs {needed}")
-            ranks.append([saved for entry in entries for saved in _as_saved(entry, tensors)])
-    known = {entry.name for rank in ranks for entry in rank}
-    wrong += [f"{name}: saved, but its model has no such tensor" for name in tensors if name not in known]
-    raise_problems("the checkpoint is not of the model that it describes:", wrong)
+                needed = list(entry.shard.global_shape)
+                if found != needed:
+                    problems.append(f"{entry.name}: {found}, the model needs {needed}")
+                saved_entries += _as_saved(entry, tensors)
+            ranks.append(saved_entries)
+    known = {entry.name for entries in ranks for entry in entries}
+    problems += [f"{name}: saved, but its model has no such tensor" for name in tensors if name not in known]
+    raise_problems("the checkpoint is not of the model that it describes:", problems)
     return ranks
 
 
 def _as_saved(entry: ShardedTensor, tensors: Mapping[str, Tensor]) -> Iterator[ShardedTensor]:
-    """A tensor of the model with the type that it is saved in, its average and its optimizer state."""
-    kinds = sorted({f"{OPTIMIZER}{kind}." for kind, _ in state_names(tensors)}) if entry.is_parameter else []
-    for name in (entry.name, *(f"{prefix}{entry.name}" for prefix in (AVERAGE, *kinds))):
+    """Yields a tensor of the model in its saved type, its average and its optimizer state."""
+    prefixes = ["", AVERAGE]
+    if entry.is_parameter:
+        prefixes += sorted({f"{OPTIMIZER}{kind}." for kind, _ in state_names(tensors)})
+    for prefix in prefixes:
+        name = f"{prefix}{entry.name}"
         if name in tensors:
             shape = tuple(tensors[name].shape)
-            shard = (
-                entry.shard if shape == entry.shard.global_shape else Shard(shape, coordinates=entry.shard.coordinates)
-            )
+            shard = entry.shard
+            if shape != shard.global_shape:
+                shard = Shard(shape, coordinates=entry.shard.coordinates)
             yield ShardedTensor(name, tensors[name].new_empty(shard.local_shape), shard, False)

@@ -1,6 +1,6 @@
 """A checkpoint or a file of weights as tensors by name.
 
-A file of weights is a state_dict of torch.save or safetensors, bare or inside dictionaries of a training program.
+A file of weights holds a state_dict of torch.save or safetensors, bare or inside a training program's dictionaries.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megasnn.common.files import CheckpointError, in_message
 from megasnn.models.registry import dialect_of, model_of
 from megasnn.models.weight_names import NameMap
 
-_USUAL = ("", "state_dict", "model_state_dict", "model", "net")
-"""Keys under which programs keep a state_dict among other things, the commonest first."""
+_USUAL_KEYS = ("", "state_dict", "model_state_dict", "model", "net")
+"""Keys of a state_dict in files of other programs, the most common first."""
 _PREFIXES = ("module.", "_orig_mod.")
-"""Put in front of every name by DistributedDataParallel and torch.compile."""
+"""Name prefixes from DistributedDataParallel and torch.compile."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Source:
 
     Attributes:
         path: file or folder.
-        tensors: complete, on the CPU; of a checkpoint opened without values on the meta device.
-        metadata: of a checkpoint; empty for a file.
+        tensors: complete, on the CPU; on the meta device for a checkpoint opened without values.
+        metadata: empty for a file.
         is_checkpoint: False for a file.
     """
 
@@ -51,7 +51,7 @@ class Source:
 
     @property
     def dimensions(self) -> dict[str, Any] | None:
-        """The model's dimensions; None where they are not known."""
+        """The model's dimensions; None if unknown."""
         found = (self.metadata.config or {}).get("model")
         return found if isinstance(found, dict) else None
 
@@ -59,7 +59,10 @@ class Source:
 def open_source(path: Path, values: bool = True) -> Source:
     """Opens a file of torch.save or safetensors, a run's folder of checkpoints, or one checkpoint in it.
 
-    With `values` a checkpoint's files are read, too, and checked. Raises CheckpointError for what cannot be read.
+    Args:
+        values: read and check the files of a checkpoint as well.
+    Raises:
+        CheckpointError: it is missing or cannot be read.
     """
     if not path.is_dir():
         if not path.is_file():
@@ -77,24 +80,25 @@ def open_source(path: Path, values: bool = True) -> Source:
 
 
 def in_our_names(source: Source) -> Source:
-    """The same tensors under our global names. Raises CheckpointError for names of no program known here."""
+    """The same tensors under our global names. Raises CheckpointError if no known program uses their names."""
     if source.metadata.model or source.metadata.config is not None or model_of(None, source.tensors):
         return source
     return derived(source, dialect_of(source.tensors).to_ours(source.tensors))
 
 
 def derived(source: Source, recipe: NameMap) -> Source:
-    """Tensors made from those of another source. Raises CheckpointError where they do not fit together."""
-    tensors = {
-        name: made.of(source.tensors[each] for each in made.sources).contiguous() for name, made in recipe.items()
-    }
+    """Tensors made from another source. Raises CheckpointError if they do not fit together."""
+    tensors = {}
+    for name, made in recipe.items():
+        parts = [source.tensors[part] for part in made.sources]
+        tensors[name] = made.of(parts).contiguous()
     return replace(source, tensors=tensors)
 
 
 def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Reads a state_dict; nothing in the file is run. Values stay in the file until they are used.
+    """Reads a state_dict without running code from the file. Values stay in the file until they are used.
 
-    Norms whose `num_batches_tracked` is missing, as torch wrote them before 0.4.1, get a 0.
+    torch before 0.4.1 wrote norms without `num_batches_tracked`: they get a 0.
 
     Raises:
         CheckpointError: no such file, it cannot be read, or holds no state_dict, or several.
@@ -104,41 +108,57 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise CheckpointError(f"there is no file {path} to read weights from")
     try:
         content = load_file(path) if path.suffix == ".safetensors" else _load(path)
-    except Exception as error:  # which one depends on what is in the file
+    except Exception as error:  # its type depends on the content of the file
         raise CheckpointError(f"cannot read weights from {path}: {_reason(error)}") from None
+    values = dict(_only_state_dict(path, content))
+    for name, value in values.items():
+        kind = _unusable_kind(value)
+        if kind:
+            raise CheckpointError(f"{path}: {in_message(name)} is {kind}; save its values as a plain tensor")
+    for prefix in _PREFIXES:
+        if all(name.startswith(prefix) for name in values):
+            values = {name.removeprefix(prefix): value for name, value in values.items()}
+    for name in list(values):
+        if name.endswith("running_mean"):
+            values.setdefault(f"{name.removesuffix('running_mean')}num_batches_tracked", torch.tensor(0))
+    return values
+
+
+def _only_state_dict(path: Path, content: Any) -> Mapping[str, Tensor]:
+    """The state_dict in the content of a file. Raises CheckpointError for none, or several under unusual keys."""
     found = dict(_state_dicts(content))
-    usual = [name for name in _USUAL if name in found]
     if not found:
         others = type(content).__name__
         if isinstance(content, Mapping):
             others = ", ".join(map(in_message, sorted(map(str, content))[:5]))
         raise CheckpointError(f"{path} holds no state_dict: expected names with tensors, found {others}")
-    if not usual and len(found) > 1:
+    for key in _USUAL_KEYS:
+        if key in found:
+            return found[key]
+    if len(found) > 1:
         several = in_message(", ".join(sorted(found)))
         raise CheckpointError(
             f"{path} holds several state_dicts ({several}): save the one to take in a file of its own"
         )
-    values = dict(found[usual[0]] if usual else next(iter(found.values())))
-    for name, value in values.items():
-        if value.is_meta or value.is_quantized or value.layout != torch.strided:
-            kind = "without values" if value.is_meta else "quantized" if value.is_quantized else "sparse"
-            raise CheckpointError(f"{path}: {in_message(name)} is {kind}; save its values as a plain tensor")
-    for prefix in _PREFIXES:
-        if all(name.startswith(prefix) for name in values):
-            values = {name.removeprefix(prefix): value for name, value in values.items()}
-    for norm in [name.removesuffix("running_mean") for name in values if name.endswith("running_mean")]:
-        values.setdefault(f"{norm}num_batches_tracked", torch.tensor(0))
-    return values
+    return next(iter(found.values()))
+
+
+def _unusable_kind(value: Tensor) -> str:
+    if value.is_meta:
+        return "without values"
+    if value.is_quantized:
+        return "quantized"
+    return "" if value.layout == torch.strided else "sparse"
 
 
 def _load(path: Path) -> Any:
-    is_zip = zipfile.is_zipfile(path)  # not from before torch 1.6
-    with torch.serialization.safe_globals([argparse.Namespace]):  # the flags of the run, beside the weights
+    is_zip = zipfile.is_zipfile(path)  # since torch 1.6; older files cannot be mapped
+    with torch.serialization.safe_globals([argparse.Namespace]):  # many programs save their flags beside the weights
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
 
 
 def _reason(error: Exception) -> str:
-    """Our words for an error of `_load`: torch's own advise to let the file run code."""
+    """Description of an error of `_load`: torch's messages advise to let the file run code."""
     text = str(error)
     if isinstance(error, OSError | SafetensorError):
         return text
@@ -150,14 +170,16 @@ def _reason(error: Exception) -> str:
 
 
 def _state_dicts(content: Any) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """All dictionaries of tensors by names, and their keys; those of an optimizer have numbers."""
-    waiting, opened = deque([("", content)]), set[int]()
+    """Yields key and content of each dictionary of tensors by name. Optimizers have numbers for names: not these."""
+    waiting = deque([("", content)])
+    opened = set[int]()
     while waiting:
-        at, found = waiting.popleft()
+        key, found = waiting.popleft()
         if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
             continue
         if found and all(isinstance(value, Tensor) for value in found.values()):
-            yield at, found
+            yield key, found
         elif id(found) not in opened:  # a file may hold a dictionary within itself
             opened.add(id(found))
-            waiting += [(f"{at}.{name}" if at else name, value) for name, value in found.items()]
+            for name, value in found.items():
+                waiting.append((f"{key}.{name}" if key else name, value))

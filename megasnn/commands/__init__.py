@@ -1,1 +1,1 @@
-"""The programs beside training that are installed: one file for each."""
+"""Installed programs besides training, one file each."""

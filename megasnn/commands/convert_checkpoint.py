@@ -1,4 +1,4 @@
-"""Look into checkpoints, lay them out for other ranks, compare them, exchange weights. One process, no GPU needed.
+"""Inspect, verify, reshard and compare checkpoints, and exchange weights with other programs. One process, no GPU.
 
     megasnn-convert-checkpoint inspect checkpoints/run
     megasnn-convert-checkpoint verify checkpoints/run
@@ -9,8 +9,8 @@
     megasnn-convert-checkpoint nir --load checkpoints/run --output network.nir
     megasnn-convert-checkpoint diff checkpoints/run/iter_0000100 spikformer.pt --model-only
 
-A path may lead to a run's folder of checkpoints, which stands for its latest, to one checkpoint in it, or to a file of
-torch.save or safetensors. Nothing that exists is overwritten.
+A path is a run's folder (its latest checkpoint), one iter_... folder, or a file of torch.save or safetensors. Existing
+files are never overwritten.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from megasnn.export.trained_model import load_model
 from megasnn.schedule.partition import PLACEMENTS
 
 PathArgument = Annotated[Path, tyro.conf.Positional]
-Differs = bool  # what a command returns: whether to end with status 1
+HasFindings = bool  # result of a command: True ends the program with status 1
 
 
-def _inspect(path: PathArgument) -> Differs:
-    """Print what a checkpoint or file holds: progress, layout, and every tensor with type, size, shape and file.
+def _inspect(path: PathArgument) -> HasFindings:
+    """Print progress, layout and every tensor of a checkpoint or file, with type, size, shape and file.
 
     Args:
-        path: what to look into.
+        path: checkpoint or file.
     """
     print(as_text(open_source(path, values=False)))
     return False
 
 
-def _verify(path: PathArgument) -> Differs:
-    """Read every byte of a checkpoint and check it. Status 1 when something is wrong.
+def _verify(path: PathArgument) -> HasFindings:
+    """Read a checkpoint and verify every byte. Status 1 if it is damaged.
 
     Args:
         path: a run's folder, or one checkpoint in it.
@@ -67,7 +67,9 @@ def _verify(path: PathArgument) -> Differs:
     name = source.metadata.model
     title = f"{source.path}, of the model {name}" if name else str(source.path)
     total = size_text(sum(file.bytes for file in source.metadata.files.values()))
-    print("\n".join([*problems, f"{title}: {total} read, {len(problems) or 'no'} problem(s)"]))
+    for problem in problems:
+        print(problem)
+    print(f"{title}: {total} read, {len(problems) or 'no'} problem(s)")
     return bool(problems)
 
 
@@ -79,20 +81,20 @@ def _reshard(
     num_virtual_stages_per_pipeline_rank: int = 1,
     placement: Annotated[str, name_in(PLACEMENTS)] = "loop",
     pipeline_model_parallel_layout: str | None = None,
-) -> Differs:
-    """Write a checkpoint again with a file for each rank of another grid, optimizer state included.
+) -> HasFindings:
+    """Write a checkpoint with one file for each rank of another layout, optimizer state included.
 
-    Any layout loads any checkpoint without this; here each target rank finds all it needs in its own file.
+    Optional: any layout loads any checkpoint. After it, each rank of this layout opens one file only.
 
     Args:
         load: checkpoint to read.
-        save: folder without checkpoints to write to, under the same iteration.
-        tensor_model_parallel_size: of the target, as all that follow.
-        pipeline_model_parallel_size: of the target.
+        save: folder to write to, without checkpoints; the iteration stays the same.
+        tensor_model_parallel_size: tensor parallel size of the new layout.
+        pipeline_model_parallel_size: pipeline parallel size of the new layout.
         num_virtual_stages_per_pipeline_rank: chunks of layers on each pipeline rank.
-        placement: of these chunks: round and round, or a v (two chunks, schedule zbv).
-        pipeline_model_parallel_layout: layer groups or layers in each chunk, like "1|2|2|1", as the run on the target
-            will have it; by default as it was saved, or with another number of chunks even in multiply-adds.
+        placement: placement of the chunks: loop (round-robin) or v (two chunks a rank, as zbv).
+        pipeline_model_parallel_layout: layer groups or layers of each chunk, such as "1|2|2|1". By default the saved
+            layout, or chunks of equal multiply-adds if their number differs.
     """
     target = Target(
         tensor_model_parallel_size,
@@ -102,35 +104,38 @@ def _reshard(
         placement,
     )
     path, layout = reshard(open_source(load, values=False), save, target)
-    print(f"{path}: a file for each rank, {target.tensor * target.pipeline} in all")
+    ranks = target.tensor * target.pipeline
+    print(f"{path}: a file for each rank, {ranks} in all")
     if len(target.placement) > 1:
         print(f'train with --pipeline-model-parallel-layout "{layout}": then each rank opens its own file only')
     return False
 
 
-def _export(load: Path, output: Path, names: Names = "spikingjelly", ema: bool = True) -> Differs:
-    """Write a model's weights to a file for another program: safetensors where the file's name ends so, otherwise a
-    state_dict of torch.save.
+def _export(load: Path, output: Path, names: Names = "spikingjelly", ema: bool = True) -> HasFindings:
+    """Write a model's weights to a file for another program.
 
     Args:
         load: checkpoint or file to read.
-        output: file to write.
-        names: whose names the tensors get.
-        ema: write the average of the weights where the run kept one (--ema-decay); otherwise the weights.
+        output: file to write: safetensors if its name ends in .safetensors, otherwise a state_dict of torch.save.
+        names: program whose tensor names the file uses.
+        ema: write the average of the weights if the run kept one (--ema-decay).
     """
     source = open_source(load)
     averaged = ema and has_average(source)
-    of_what = ", the average of the weights (--no-ema: the weights)" if averaged else ""
-    print(f"{output}: {_counts(export_weights(source, output, names, averaged))}{of_what}")
+    note = ""
+    if averaged:
+        note = ", the average of the weights (--no-ema: the weights)"
+    counts = _counts(export_weights(source, output, names, averaged))
+    print(f"{output}: {counts}{note}")
     return False
 
 
-def _import(input: Path, save: Path) -> Differs:
-    """Make a checkpoint of weights only from another program's file; its names tell which program it is.
+def _import(input: Path, save: Path) -> HasFindings:
+    """Make a checkpoint of weights from another program's file. The tensor names identify the program.
 
     Args:
         input: state_dict of torch.save, or safetensors.
-        save: folder without checkpoints to write into, as iteration 0.
+        save: folder to write to, without checkpoints; the checkpoint is iteration 0.
     """
     path, title = import_weights(open_source(input), save)
     counts = _counts(open_source(path, values=False))
@@ -138,21 +143,21 @@ def _import(input: Path, save: Path) -> Differs:
     return False
 
 
-def _nir(load: Path, output: Path, dt: float = 1e-4, ema: bool = True) -> Differs:
-    """Write a model as a graph of NIR, which simulators and chips read: convolutions, linear layers, LIF and IF.
+def _nir(load: Path, output: Path, dt: float = 1e-4, ema: bool = True) -> HasFindings:
+    """Write a model as a NIR graph for simulators and neuromorphic chips.
 
     Args:
         load: checkpoint to read.
         output: file to write.
-        dt: seconds of a time step.
-        ema: write the average of the weights where the run kept one (--ema-decay); otherwise the weights.
+        dt: length of a time step in seconds.
+        ema: write the average of the weights if the run kept one (--ema-decay).
     """
     try:
         import nir
 
         from megasnn.export.to_nir import to_nir
     except ModuleNotFoundError as error:
-        raise CheckpointError("nir writes these graphs: pip install megasnn[nir]") from error
+        raise CheckpointError("NIR graphs need the package nir: pip install megasnn[nir]") from error
     if output.exists():
         raise CheckpointError(f"{output} exists already; remove it or give another --output")
     graph = to_nir(load_model(load, ema=ema), dt)
@@ -161,24 +166,32 @@ def _nir(load: Path, output: Path, dt: float = 1e-4, ema: bool = True) -> Differ
     return False
 
 
-def _diff(first: PathArgument, second: PathArgument, tolerance: float = 0.0, model_only: bool = False) -> Differs:
-    """Print for each tensor how far two checkpoints are apart, whatever their formats. Status 1 beyond the tolerance.
+def _diff(first: PathArgument, second: PathArgument, tolerance: float = 0.0, model_only: bool = False) -> HasFindings:
+    """Print the largest difference of each tensor between two checkpoints or files. Status 1 beyond the tolerance.
 
     Args:
         first: checkpoint or file.
         second: checkpoint or file.
-        tolerance: largest difference of two elements that still counts as equal.
-        model_only: leave optimizer state aside.
+        tolerance: largest allowed difference between two elements.
+        model_only: ignore optimizer state.
     """
-    found = list(tensor_differences(in_our_names(open_source(first)), in_our_names(open_source(second)), model_only))
-    if not found:
+    ours = in_our_names(open_source(first))
+    others = in_our_names(open_source(second))
+    tensors = list(tensor_differences(ours, others, model_only))
+    if not tensors:
         raise CheckpointError(f"{first} and {second} hold no tensor to compare")
-    width = max(len(entry.name) for entry in found)
-    for entry in found:
-        mark = "differs" if entry.largest > tolerance else "equal" if entry.largest == 0 else "close"
-        print(f"{entry.name:<{width}}  {mark:<7}  {entry.largest:<10.4g} {entry.note}".rstrip())
-    differing = sum(entry.largest > tolerance for entry in found)
-    print(f"{differing} of {len(found)} tensors differ by more than {tolerance:g}")
+    width = max(len(each.name) for each in tensors)
+    differing = 0
+    for each in tensors:
+        if each.largest > tolerance:
+            mark = "differs"
+            differing += 1
+        elif each.largest == 0:
+            mark = "equal"
+        else:
+            mark = "close"
+        print(f"{each.name:<{width}}  {mark:<7}  {each.largest:<10.4g} {each.note}".rstrip())
+    print(f"{differing} of {len(tensors)} tensors differ by more than {tolerance:g}")
     return differing > 0
 
 
@@ -187,7 +200,7 @@ def _counts(source: Source) -> str:
     return f"{len(source.tensors)} tensors, {elements:,} elements"
 
 
-COMMANDS: dict[str, Callable[..., Differs]] = {
+COMMANDS: dict[str, Callable[..., HasFindings]] = {
     "inspect": _inspect,
     "verify": _verify,
     "reshard": _reshard,
@@ -199,7 +212,7 @@ COMMANDS: dict[str, Callable[..., Differs]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand. Returns 0; 1 for a difference or damage that was found; 2 when it could not be done."""
+    """Runs a subcommand. Returns the exit status: 0; 1 for a difference or damage; 2 for an error."""
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
         return int(tyro.extras.subcommand_cli_from_dict(COMMANDS, description=__doc__, args=arguments))

@@ -1,10 +1,10 @@
-"""Show a pipeline schedule: how long it takes, how long each rank waits, what it holds, and who does what when.
+"""Simulate a pipeline schedule: time of a step, idle time and activations of each rank, and a Gantt chart.
 
     megasnn-draw-schedule zbv --stages 4 --micro-batches 8
     megasnn-draw-schedule auto --stages 4 --micro-batches 8 --weight-grad 0.8 --output g.svg
 
-Costs are for a whole stage and one micro-batch, in any unit of time; with v chunks on a rank a chunk costs a
-v-th, a transfer always as much as given. Activations count whole stages' micro-batches.
+Costs are for a whole stage and one micro-batch, in any unit of time. With v chunks on a rank each chunk costs 1/v; a
+transfer costs the same for every v. Activations are in micro-batches of a whole stage.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ class DrawOptions:
     """Draw a pipeline schedule."""
 
     schedule: Annotated[ScheduleName, tyro.conf.Positional]
-    """name of the schedule; auto is the fastest that a search finds."""
+    """Schedule; auto searches for the fastest."""
     stages: int = 4
-    """pipeline ranks."""
+    """Pipeline ranks."""
     micro_batches: int = 8
-    """micro-batches of a step."""
+    """Micro-batches of a step."""
     num_virtual_stages_per_pipeline_rank: int | None = None
-    """chunks on each rank; the schedule's own number when not given, 2 for interleaved."""
+    """Chunks on each rank. By default 2 for interleaved and the V schedules, otherwise 1."""
     forward: float = 1.0
-    """time of a stage's forward."""
+    """Time of a stage's forward."""
     input_grad: float = 1.0
-    """time of a stage's input gradient."""
+    """Time of a stage's input gradient."""
     weight_grad: float = 1.0
-    """time of a stage's weight gradient."""
+    """Time of a stage's weight gradient."""
     transfer: float = 0.0
-    """time of a transfer between two ranks."""
+    """Time of a transfer between two ranks."""
     output: Path | None = None
-    """write a Gantt chart here, .svg or .png."""
+    """File for a Gantt chart, .svg or .png."""
 
 
 def draw(options: DrawOptions) -> None:
-    """Prints and draws a schedule. Raises ValueError for what makes none."""
-    costs = options.forward, options.input_grad, options.weight_grad, options.transfer
-    if not all(0 <= cost < math.inf for cost in costs):
-        raise ValueError(f"costs must be finite and not negative, got {' '.join(f'{cost:g}' for cost in costs)}")
-    whole = ChunkCost(options.forward, options.input_grad, options.weight_grad, options.transfer, options.transfer)
-    costs_of = per_stage([whole] * options.stages)
+    """Prints and draws a schedule. Raises ValueError for impossible sizes or costs."""
+    for flag in ("forward", "input_grad", "weight_grad", "transfer"):
+        cost = getattr(options, flag)
+        if not 0 <= cost < math.inf:
+            raise ValueError(f"--{flag.replace('_', '-')} {cost:g}: a cost must be finite and not negative")
+    stage = ChunkCost(options.forward, options.input_grad, options.weight_grad, options.transfer, options.transfer)
+    costs_of = per_stage([stage] * options.stages)
     schedule = generate(
         options.schedule,
         options.stages,

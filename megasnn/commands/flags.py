@@ -1,4 +1,4 @@
-"""Choices of tools' flags, as tyro takes them, and exit status of a tool."""
+"""Flags with the choices of a table, and the exit status of a tool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megasnn.schedule.named import SCHEDULES
 
 
 def run_tool(name: str, call: Callable[[], object]) -> int:
-    """Exit status of a tool: 0; 1 for what cannot be done, after saying why on stderr; 130 when interrupted."""
+    """Runs a tool and returns its exit status: 0; 1 for an error, printed on stderr; 130 for Ctrl-C."""
     try:
         call()
     except (ValueError, OSError, ImportError) as error:
@@ -26,14 +26,17 @@ def run_tool(name: str, call: Callable[[], object]) -> int:
 
 
 def name_in(registry: Registry[Any]) -> Any:
-    """Choices of a tool's flag, `Annotated[str, name_in(SCHEDULES)]`; a configuration's has the registry itself."""
+    """Marks a flag of a tool as a name from a table: `Annotated[str, name_in(SCHEDULES)]`."""
 
     def choices() -> Any:
         return Literal[registry.choices]
 
-    def hint(default: str) -> str:  # tyro gives it as a list
-        default = default.strip("[']")
-        return f"(default: {default})" if default else "(required)"
+    def hint(default: str) -> str:
+        # With a constructor of one's own tyro formats the default as a list: "['auto']".
+        name = default.strip("[']")
+        if name:
+            return f"(default: {name})"
+        return "(required)"
 
     return tyro.conf.arg(constructor_factory=choices, help_behavior_hint=hint)
 

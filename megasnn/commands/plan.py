@@ -1,10 +1,10 @@
-"""Choose a layout for a model on given machines: which axes, which schedule, how long a step takes, whether it fits.
+"""Choose the layout and schedule of a run for given machines, with the time of a step and the memory of a rank.
 
     python tools/plan.py spikformer --image-size 224 --global-batch-size 512 --gpus 64 --memory 80GB
     torchrun --standalone --nproc-per-node 2 tools/plan.py spikformer --gpus 2 --measure --costs costs.json
 
-The model comes first; all flags of a run of it are taken, besides those below. Where neither a flag nor --config says
-the size of micro-batches, it is chosen, too. Nothing is trained.
+The model comes first. All flags of a run are accepted besides those below. Without --micro-batch-size and --config the
+planner also chooses the size of micro-batches. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -29,76 +29,93 @@ from megasnn.planner.machines import AUTO_DEVICE, DEVICES, Cluster, Machine
 from megasnn.planner.plan import apply, cuts, plan, problems, sizes_to_choose, table
 from megasnn.pretraining import configuration
 
-SAYS_SIZE = ("--micro-batch-size", "--config")
+SIZE_FLAGS = ("--micro-batch-size", "--config")  # with one of them the size of micro-batches is fixed
+ASSUMED_DEVICE = "h100"
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Choose a layout for a model on given machines; flags of a run (python -m megasnn MODEL --help) are taken too."""
+    """Choose a layout for a model on given machines. Flags of a run (python -m megasnn MODEL --help) work too."""
 
     gpus: int = 1
-    """Devices that there are: GPUs, or with --measure on a CPU processes."""
+    """Number of devices: GPUs, or processes with --measure on a CPU."""
     gpus_per_node: int = 8
-    """Of them on each node."""
+    """Devices on each node."""
     memory: str | None = None
-    """What each of them may need, as 80GB; by default what the device has."""
+    """Memory to use on each device, such as 80GB; by default all it has."""
     device_name: Annotated[str, name_in(DEVICES)] = AUTO_DEVICE
-    """The device, from the table; auto is the one that was measured, and h100 where none was."""
+    """Device of the table. auto is the measured device, or h100 without a measurement."""
     prefer: Prefer = "speed"
-    """The fastest step; the smallest peak of a rank's memory; or room for the largest micro-batches."""
+    """Goal: the fastest step, the smallest peak memory of a rank, or the largest possible micro-batches."""
     measure: bool = False
-    """Measure the layers on this device, and under torchrun its links."""
+    """Measure the layers on this device; under torchrun also the links between ranks."""
     costs: Path | None = None
-    """The costs file: read where it is there, otherwise written; with --measure always written."""
+    """Costs of the layers: read if the file exists, otherwise written; always written with --measure."""
     output: Path | None = None
-    """Write the configuration that --config takes here."""
+    """File for the configuration of the plan, for --config of a run."""
 
 
 def make_plan(arguments: Sequence[str] | None = None) -> None:
-    """Raises ValueError for what cannot be planned."""
-    options, theirs = tyro.cli(PlanOptions, args=arguments, return_unknown_args=True)
+    """Plans a run and prints the plan on the first rank.
+
+    Raises ValueError for flags that no run or no plan accepts, and ConfigError for several such flags at once.
+    """
+    options, run_flags = tyro.cli(PlanOptions, args=arguments, return_unknown_args=True)
     if wrong := at_least(options, 1, "gpus", "gpus_per_node"):
         raise ConfigError(wrong)
-    if not theirs or theirs[0].startswith("-"):
+    if not run_flags or run_flags[0].startswith("-"):
         raise ValueError(f"name a model first: {', '.join(MODELS)}")
-    model, flags = MODELS[theirs[0]], theirs[1:]
-    config = configuration(model, flags)
-    known = None if options.measure or options.costs is None or not options.costs.exists() else read(options.costs)
+    model, *flags = run_flags
+    config = configuration(MODELS[model], flags)
     sizes: tuple[int, ...] = ()
-    if options.prefer == "speed" and not any(word.partition("=")[0] in SAYS_SIZE for word in flags):
+    is_size_fixed = any(flag.partition("=")[0] in SIZE_FLAGS for flag in flags)
+    if options.prefer == "speed" and not is_size_fixed:
         sizes = sizes_to_choose(config, options.gpus)
         config = replace(config, training=replace(config.training, micro_batch_size=max(sizes)))
-    of_node = min(options.gpus, options.gpus_per_node)
-    if not options.measure:  # before a model is analysed, which takes long; with it the device is not known yet
-        machine = _machine(options, config, known)
-        if wrong := problems(config, Cluster(options.gpus, of_node, machine)):
+    analysis = _saved_analysis(options)
+    if not options.measure:
+        # Analysing a model takes long, so refuse before it. With --measure the device is not known yet.
+        if wrong := problems(config, _cluster(options, config, analysis)):
             raise ConfigError(wrong)
-    analysis = known or _analysis(options, config)
-    if os.environ.get("RANK", "0") != "0":
-        return
-    cluster = Cluster(options.gpus, of_node, _machine(options, config, analysis))
+    if analysis is None:
+        analysis = _new_analysis(options, config)
+    if os.environ.get("RANK", "0") == "0":
+        _print_plan(options, config, analysis, sizes)
+
+
+def _print_plan(options: PlanOptions, config: PretrainConfig, analysis: Analysis, sizes: tuple[int, ...]) -> None:
+    cluster = _cluster(options, config, analysis)
     found = plan(analysis, config, cluster, options.prefer, micro_batch_sizes=sizes)
     if options.device_name == AUTO_DEVICE and analysis.machine is None:
-        print(f"the devices are taken for {cluster.machine.name}: --device-name names others, --measure this one")
+        name = cluster.machine.name
+        print(f"the plan assumes {name} devices: give --device-name for others, or --measure for this one")
     print(cuts(analysis, options.gpus))
     print(table(found))
     if options.output is not None:
         print(f"run it: {apply(found, config, options.output)}")
     else:
-        print("run it: --output FILE writes the configuration of this plan, and tells the command that takes it")
+        print("run it: give --output FILE to write the configuration of this plan and print its command")
+
+
+def _cluster(options: PlanOptions, config: PretrainConfig, analysis: Analysis | None) -> Cluster:
+    machine = _machine(options, config, analysis)
+    return Cluster(options.gpus, min(options.gpus, options.gpus_per_node), machine)
 
 
 def _machine(options: PlanOptions, config: PretrainConfig, analysis: Analysis | None) -> Machine:
-    """Raises ValueError for a precision that the device has not, or a memory that is no size."""
+    """Raises ValueError for a precision without figures for the device, or a --memory that is no size."""
     if options.device_name == AUTO_DEVICE and analysis is not None and analysis.machine is not None:
         machine = analysis.machine
     else:
-        name = "h100" if options.device_name == AUTO_DEVICE else options.device_name
-        machine, precision = DEVICES[name], config.training.precision
+        name = ASSUMED_DEVICE if options.device_name == AUTO_DEVICE else options.device_name
+        machine = DEVICES[name]
+        precision = config.training.precision
         if precision not in machine.operations:
             known = ", ".join(machine.operations)
-            raise ValueError(f"--precision {precision}: {name} is known for {known}; take another --device-name")
-    return machine if options.memory is None else replace(machine, memory=_bytes(options.memory))
+            raise ValueError(f"--precision {precision}: {name} has figures for {known}; take another --device-name")
+    if options.memory is None:
+        return machine
+    return replace(machine, memory=_bytes(options.memory))
 
 
 def _bytes(text: str) -> float:
@@ -110,8 +127,15 @@ def _bytes(text: str) -> float:
         raise ValueError(f"--memory {text!r} is no size with a unit; it looks like 80GB or 500MB") from None
 
 
-def _analysis(options: PlanOptions, config: PretrainConfig) -> Analysis:
-    from megasnn.planner.analyze import analyze  # torch: the model has to be built
+def _saved_analysis(options: PlanOptions) -> Analysis | None:
+    if options.measure or options.costs is None or not options.costs.exists():
+        return None
+    return read(options.costs)
+
+
+def _new_analysis(options: PlanOptions, config: PretrainConfig) -> Analysis:
+    # Imported here because it needs torch, which a plan from a costs file does not.
+    from megasnn.planner.analyze import analyze
 
     analysis = analyze(config, options.measure)
     if options.costs is not None and os.environ.get("RANK", "0") == "0":

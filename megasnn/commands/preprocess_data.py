@@ -1,11 +1,11 @@
-"""Make webdataset shards for training from a data set as it is downloaded.
+"""Make webdataset shards for training from a downloaded data set.
 
     megasnn-preprocess-data cifar10-dvs --input RECORDINGS --output SHARDS --time-steps 10 --size 48
     megasnn-preprocess-data n-mnist --input N-MNIST --output SHARDS --keep-events
     megasnn-preprocess-data image-folder --input imagenet --output SHARDS --samples-per-shard 2000
     megasnn-preprocess-data cifar10-dvs --help
 
-The same input gives the same shards, for any number of processes. docs/data.md says more.
+The same input gives the same shards for any number of worker processes. docs/data.md has the details.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from megasnn.data.preprocess.options import Command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_tool("preprocess_data", lambda: print(tyro.cli(Command, args=arguments, description=__doc__).run()))
+    def preprocess() -> None:
+        command = tyro.cli(Command, args=arguments, description=__doc__)
+        print(command.run())
+
+    return run_tool("preprocess_data", preprocess)
 
 
 if __name__ == "__main__":

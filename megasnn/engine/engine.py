@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint.load import load_checkpoint, load_globals_into, model_differences
+from megasnn.checkpoint.fit import model_differences
+from megasnn.checkpoint.load import load_checkpoint, load_globals_into
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import save_checkpoint
 from megasnn.common.bundle import Bundle
@@ -275,12 +276,11 @@ class Engine:
         """
         self._begin("load")
         world, config = self.state.world.handle, self.config
-        path, iteration = broadcast_result(world, lambda: (Path(folder), step))
         into = LocalState(self.distributed.tensors) if weights_only else self.checkpoints.state
         expected = None if weights_only else config_identity(config)
         check = partial(model_differences, model=config.model.name, config=expected)
         loaded = load_checkpoint(
-            path, into, step=iteration, process_group=world, check=check, average=weights_only and ema
+            folder, into, step=step, process_group=world, check=check, average=weights_only and ema
         )
         if weights_only:
             self.step.loaded()

@@ -153,24 +153,30 @@ SURROGATES: Registry[Surrogate] = Registry(
 
 @dataclass(frozen=True)
 class NeuronSpec:
-    """A neuron with SpikingJelly's semantics (its LIFNode, IFNode and ParametricLIFNode in multi-step mode).
+    """Description of a neuron, with the semantics of SpikingJelly's multi-step neurons.
 
-    Charge, with ``r = v_reset`` or 0 for a soft reset:
-    ``if``: ``h = v + x``; ``lif``: ``h = v + (x - (v - r)) / tau``, or ``h = v - (v - r) / tau + x`` without
-    ``decay_input``; ``plif``: the same with a factor ``sigmoid(w)`` in place of the division by ``tau``.
-    Fire: ``s = 1`` where ``h >= v_threshold``. Reset: hard to ``v_reset``, or soft (``v_reset=None``) by subtracting
-    ``v_threshold``; with ``detach_reset`` no gradient flows through the spike of the reset.
+    A time step charges, fires and resets, for input x, potential v, and r = v_reset, or 0 with a soft reset:
 
-    ``ilif4`` (its ILIFNode, arXiv 2407.20708): ``h = v - v / tau + x``; ``s``, from 0 to 4, is ``h / v_threshold``
-    clipped and rounded half to even; the reset is soft; from 0 to 4 ``s`` has the gradient of ``h / v_threshold``.
-    ``psn`` and ``sliding_psn`` are layers of their own, whose learned threshold starts at ``v_threshold``.
+        if      h = v + x
+        lif     h = v + (x - (v - r)) / tau;  without decay_input  h = v - (v - r) / tau + x
+        plif    as lif, with a learned factor sigmoid(w) in place of 1 / tau
+        ilif4   h = v - v / tau + x  (arXiv 2407.20708)
+        fire    s = 1 where h >= v_threshold;  ilif4  s = h / v_threshold, clipped to 0 to 4, rounded half to even
+        reset   v = v_reset where s = 1;  with v_reset None  v = h - s * v_threshold
 
-    ``alpha=None`` takes SpikingJelly's default for the surrogate function. The learned time constant of ``plif`` starts
-    at ``tau``.
+    `psn` and `sliding_psn` (arXiv 2304.12760) are products over all time steps, in `megasnn.layers`.
 
+    Attributes:
+        kind: name in `megasnn.kernels.NEURONS`.
+        tau: time constant in time steps, above 1; the initial one of plif.
+        v_threshold: threshold; the initial one of psn and sliding_psn.
+        v_reset: potential after a spike; None subtracts the threshold (soft reset).
+        decay_input: divide the input by tau, too.
+        detach_reset: no gradient through the spike in the reset.
+        surrogate: name in `megasnn.kernels.SURROGATES`; ilif has the gradient of h / v_threshold from 0 to 4 instead.
+        alpha: sharpness of the surrogate; None for SpikingJelly's default.
     Raises:
-        ValueError: an unknown kind or surrogate name, ``tau`` not above 1 for a neuron that leaks, or a value that the
-            neuron does not allow.
+        ValueError: unknown kind or surrogate, tau of 1 or less with a leak, or a value that the kind does not allow.
     """
 
     kind: str = "lif"

@@ -9,13 +9,14 @@ import math
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from megasnn.common.files import CheckpointError, DamagedError, raise_problems
 
 _T = TypeVar("_T")
+_Report = TypeVar("_Report")
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:
@@ -78,16 +79,33 @@ def run_on_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], _T], ti
         DamagedError: on every rank, with all ranks' problems, if every failure is a DamagedError.
         CheckpointError: the same for all other failures.
     """
+    return run_and_gather(group, lambda: (work(), None), title)[0]
+
+
+def run_and_gather(
+    group: dist.ProcessGroup | None, work: Callable[[], tuple[_T, _Report]], title: str
+) -> tuple[_T, list[_Report]]:
+    """`run_on_all_ranks` of work with two results: the first stays on its rank, the second reaches every rank.
+
+    Returns:
+        this rank's first result; the second results in rank order.
+    """
     value, error = _attempt(work)
     failure = None if error is None else (isinstance(error, DamagedError), _problems(error))
-    failures = [each for each in gather(group, failure) if each is not None]
-    all_damaged = True
+    report = None if value is None else value[1]
+    failures = []
+    reports: list[Any] = []
+    for failed, reported in gather(group, (failure, report)):
+        reports.append(reported)
+        if failed is not None:
+            failures.append(failed)
+    all_damaged = all(is_damaged for is_damaged, _ in failures)
     problems: list[str] = []
-    for is_damaged, problems_of_rank in failures:
-        all_damaged = all_damaged and is_damaged
+    for _, problems_of_rank in failures:
         problems += problems_of_rank
     raise_problems(title, problems, DamagedError if all_damaged else CheckpointError)
-    return value  # type: ignore[return-value]
+    assert value is not None  # a failure here is among the problems
+    return value[0], reports
 
 
 def _attempt(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:

@@ -1,4 +1,4 @@
-"""Calls of a run to code of one's own, such as another tracker of experiments."""
+"""Hooks into a run, for experiment trackers and other user code."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from megasnn.telemetry.records import EvaluationRecord, IterationRecord, RunOutl
 
 
 class Callback:
-    """Methods that a run calls when something has happened; a subclass overrides those that it wants to know of.
+    """Base class for hooks into a run. Override the methods you need.
 
-    They are called on the first rank only, for what all ranks know alike: a method must not wait for other ranks. The
-    records are those of the log, the JSON log and TensorBoard. An exception ends no run: a warning tells it once, and
-    the method is called again the next time. SystemExit and KeyboardInterrupt end it on all ranks as a signal does:
-    after the next step, which is saved, with the exit status 0.
+    They run on the first rank only, and must not wait for other ranks. An exception becomes one warning; training goes
+    on, and the method is called again the next time. SystemExit and KeyboardInterrupt stop the run as a signal does:
+    all ranks finish the next step, save it, and exit with status 0.
     """
 
     def start(self, outline: RunOutline, flags: Mapping[str, bool | int | float | str]) -> None:
-        """Before the first step: how long the run is, and the flags by which runs are compared."""
+        """Called before the first step, with the run's length and the flags to compare runs by."""
 
     def step(self, iteration: int, result: StepResult) -> None:
-        """After each optimizer step."""
+        """Called after each optimizer step."""
 
     def log(self, record: IterationRecord, scalars: Mapping[str, float]) -> None:
-        """At each log line (--log-interval): the record, and all values of TensorBoard by the names of their cards."""
+        """Called at each log line (--log-interval). scalars: all TensorBoard values, such as "training/loss"."""
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """After each evaluation."""
+        """Called after each evaluation."""
 
     def save(self, iteration: int, path: Path) -> None:
-        """Called when a checkpoint is complete; with --async-save from another thread."""
+        """Called when the checkpoint in `path` is complete; with --async-save from another thread."""
 
     def end(self, iteration: int) -> None:
-        """At the end of the run, or when it was asked to stop; not after an error."""
+        """Called at the end, also after a signal; not after an error."""

@@ -1,4 +1,4 @@
-"""Outputs of a run that must never end it: the console and log.jsonl."""
+"""Console and log.jsonl. Their failures never end a run."""
 
 from __future__ import annotations
 
@@ -16,39 +16,38 @@ FILE_NAME = "log.jsonl"
 
 
 class BestEffort:
-    """Contexts around reporting: an error in one is told once for each name, and goes no further.
+    """Turns reporting errors into warnings: ``with best_effort("drawing"): ...``.
 
-    Nothing in which ranks wait for each other may stand in such a context: a rank would be missed there.
+    Each name warns once. The block must not contain a collective: the other ranks would wait for the failed one.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
         self._failed: set[str] = set()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """`name`: of what is tried, for the warning."""
         try:
             yield
         except Exception as error:
             if name not in self._failed:
                 self._failed.add(name)
-                self._tell(f"WARNING: {name} failed ({type(error).__name__}: {error}); training goes on")
+                self._warn(f"WARNING: {name} failed ({type(error).__name__}: {error}); training goes on")
 
 
 class JsonLog:
-    """Appends to `log.jsonl` beside a run: one JSON object a line; a run that continues another adds to its file.
+    """Appends JSON objects, one a line, to `log.jsonl` in a directory. None writes nothing.
 
-    Every line has `time` (ISO 8601 with the offset from UTC) and `kind`: "start" (all flags), "iteration" (figures of a
-    log line and the spikes of each layer), "validation", "memory_predicted", "memory" and "message". Values that are
-    not finite are the strings "nan", "inf" and "-inf". Without a directory nothing is written.
+    Every line has `time` (ISO 8601 with the UTC offset) and `kind`: "start" (all flags), "iteration" (log line and
+    layer spikes), "validation", "memory_predicted", "memory" or "message". nan and infinities are strings: "nan",
+    "inf", "-inf".
     """
 
     def __init__(self, directory: str | Path | None) -> None:
         self.path = None if directory is None else Path(directory) / FILE_NAME
 
     def add(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Writes a line. Raises OSError when that fails."""
+        """Appends a line. Raises OSError."""
         if self.path is None:
             return
         line = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "kind": kind, **values}
@@ -63,11 +62,13 @@ def _finite(value: Any) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value
 
 
 class Console:
-    """Lines on standard output. A closed pipe behind it silences them; it ends nothing."""
+    """Prints lines. A closed pipe silences the console and does not end the run."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet
@@ -77,6 +78,7 @@ class Console:
             return
         try:
             print(text, flush=True)
-        except OSError:  # a closed pipe; what Python flushes at exit must not fail on it either
+        except OSError:
+            # The pipe is closed. Python flushes stdout once more at exit, so that must not fail either.
             self._quiet = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,7 +1,8 @@
-"""Pictures for TensorBoard, drawn by matplotlib: samples and rasters of spikes."""
+"""Pictures for TensorBoard, drawn with matplotlib: samples and spike rasters."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,32 +12,30 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from megasnn.telemetry.spikes import Raster  # drawing a schedule needs no torch
+    from megasnn.telemetry.spikes import Raster  # imports torch, which drawing a schedule does not need
 
 Picture = NDArray[np.uint8]
-"""[height, width, 3]"""
+"""uint8 `[height, width, 3]`."""
 
 EVENT_LEGEND = "red: brighter, blue: darker, black: both; a frame for each time step"
+BORDER_GREY = 160
 DPI = 100
 
 
 def to_rgb(sample: NDArray[Any]) -> Picture:
-    """Converts a sample as the loader has it to uint8 `[H, W, 3]`.
+    """Converts a sample to uint8 `[H, W, 3]`.
 
-    Event frames `[T, 2, H, W]` stand side by side, on white, red where it became brighter (polarity 1) and blue where
-    darker; the darkest shade is the 99.5th percentile of what is not zero. Images are uint8 `[H, W]` or `[H, W, C]`, or
-    floats `[C, H, W]`, which are stretched from black to white. Raises ValueError for another shape.
+    Args:
+        sample: event frames `[T, 2, H, W]`, drawn side by side; or an image, uint8 `[H, W]` or `[H, W, C]`, or floats
+            `[C, H, W]`, stretched from black to white.
+
+    Raises ValueError for another shape.
     """
     if sample.ndim == 4 and sample.shape[1] == 2:
-        values = sample.astype(np.float32)
-        seen = values[values > 0]
-        shade = np.clip(values / np.percentile(seen, 99.5), 0, 1) if len(seen) else values
-        darker, brighter = shade[:, 0], shade[:, 1]
-        light = np.stack([1 - darker, 1 - np.maximum(darker, brighter), 1 - brighter], axis=-1)
-        framed = np.pad(np.rint(255 * light), ((0, 0), (0, 0), (0, 1), (0, 0)), constant_values=160)
-        return np.concatenate([*framed], axis=1).astype(np.uint8)
+        return _frames_to_rgb(sample.astype(np.float32))
     if sample.dtype != np.uint8 and sample.ndim == 3:
-        low, high = float(sample.min()), float(sample.max())
+        low = float(sample.min())
+        high = float(sample.max())
         sample = np.rint((sample - low) * (255 / max(high - low, 1e-12))).astype(np.uint8).transpose(1, 2, 0)
     image = sample[..., None] if sample.ndim == 2 else sample
     if image.ndim != 3 or image.shape[2] not in (1, 3):
@@ -44,23 +43,39 @@ def to_rgb(sample: NDArray[Any]) -> Picture:
     return np.broadcast_to(image, (*image.shape[:2], 3)).astype(np.uint8)
 
 
+def _frames_to_rgb(frames: NDArray[np.float32]) -> Picture:
+    """Event frames `[T, 2, H, W]` side by side on white: polarity 1 (brighter) red, polarity 0 (darker) blue."""
+    positive = frames[frames > 0]
+    shade = frames
+    if len(positive):
+        # Counts have a long tail: the full colour stands for the 99.5th percentile, not for the largest count.
+        shade = np.clip(frames / np.percentile(positive, 99.5), 0, 1)
+    darker, brighter = shade[:, 0], shade[:, 1]
+    light = np.stack([1 - darker, 1 - np.maximum(darker, brighter), 1 - brighter], axis=-1)
+    right_border = ((0, 0), (0, 0), (0, 1), (0, 0))
+    bordered = np.pad(np.rint(255 * light), right_border, constant_values=BORDER_GREY)
+    return np.concatenate([*bordered], axis=1).astype(np.uint8)
+
+
 def sample_sheet(samples: Sequence[NDArray[Any]], captions: Sequence[str]) -> Picture:
-    """Draws samples with captions on a sheet: recordings one below the other, images four in a row."""
-    is_events = any(sample.ndim == 4 for sample in samples)
-    return _sheet([to_rgb(sample) for sample in samples], captions, EVENT_LEGEND if is_events else "", is_events)
+    """Draws samples with captions: event frames one sample a row, images four a row."""
+    has_frames = any(sample.ndim == 4 for sample in samples)
+    title = EVENT_LEGEND if has_frames else ""
+    return _sheet([to_rgb(sample) for sample in samples], captions, title, one_a_row=has_frames)
 
 
 def raster_sheet(rasters: Mapping[str, Raster]) -> Picture:
-    """Draws rasters: a row of pixels for each neuron, a column for each time step, grey lines between samples."""
+    """Draws rasters: a row of pixels for each neuron, a column for each time step, grey between samples."""
     samples, neurons, time_steps = next(iter(rasters.values())).shape
     legend = f"black: a spike; up to {neurons} neurons of each layer, {time_steps} steps of each of {samples} samples"
-    return _sheet([raster_picture(raster) for raster in rasters.values()], list(rasters), legend)
+    pictures = [raster_picture(raster) for raster in rasters.values()]
+    return _sheet(pictures, list(rasters), legend)
 
 
 def raster_picture(raster: Raster) -> Picture:
-    """Draws one layer, uint8 `[neurons, samples * (T + 1) - 1, 3]`: 0 is a spike, 255 none, 160 a border."""
+    """Draws one layer as `[neurons, samples * (T + 1) - 1, 3]`: spikes black, borders grey, the rest white."""
     samples, neurons, time_steps = raster.shape
-    picture = np.full((neurons, samples, time_steps + 1), 160, np.uint8)
+    picture = np.full((neurons, samples, time_steps + 1), BORDER_GREY, np.uint8)
     picture[..., :time_steps] = np.where(raster, 0, 255).transpose(1, 0, 2)
     return np.repeat(picture.reshape(neurons, -1)[:, :-1, None], 3, axis=2)
 
@@ -68,11 +83,16 @@ def raster_picture(raster: Raster) -> Picture:
 def _sheet(pictures: Sequence[Picture], captions: Sequence[str], title: str, one_a_row: bool = False) -> Picture:
     from matplotlib.figure import Figure
 
-    columns = 1 if one_a_row else min(4, len(pictures))
-    rows = -(-len(pictures) // columns)
-    height = 12 * pictures[0].shape[0] / pictures[0].shape[1] if one_a_row else 12 / columns
-    size = 12, max(rows * (min(height, 4) + 0.3), 1.0) + 0.4
-    figure = Figure(size, DPI, layout="constrained")
+    width = 12.0  # inches, as all sizes here
+    if one_a_row:
+        columns = 1
+        height = width * pictures[0].shape[0] / pictures[0].shape[1]
+    else:
+        columns = min(4, len(pictures))
+        height = width / columns
+    rows = math.ceil(len(pictures) / columns)
+    with_captions = rows * (min(height, 4) + 0.3)
+    figure = Figure((width, max(with_captions, 1.0) + 0.4), DPI, layout="constrained")
     figure.suptitle(title, fontsize=9)
     for position, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
         axes = figure.add_subplot(rows, columns, position + 1)
@@ -83,7 +103,7 @@ def _sheet(pictures: Sequence[Picture], captions: Sequence[str], title: str, one
 
 
 def pixels(figure: Figure) -> Picture:
-    """Draws a figure of matplotlib's."""
+    """Draws a matplotlib figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)

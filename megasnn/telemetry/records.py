@@ -1,4 +1,4 @@
-"""Records of steps, log lines and evaluations, and how the console shows them."""
+"""Records of steps, log lines and evaluations, and their text on the console."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ _CARDS = {"top1": "accuracy_top1", "top5": "accuracy_top5"}
 
 @dataclass(frozen=True)
 class RunOutline:
-    """Facts about a run that its reports need beforehand.
+    """Length, folders and start of a run.
 
     Attributes:
-        iterations: of the whole run. epoch_samples: training samples of an epoch.
-        directory: of TensorBoard; log_directory: of log.jsonl. None writes nothing.
-        resumed: (iteration, consumed samples) from which the run continues.
+        iterations: total number.
+        epoch_samples: training samples in an epoch.
+        directory: TensorBoard folder; None writes none.
+        log_directory: folder for log.jsonl; None writes none.
+        resumed: (iteration, consumed samples) at the checkpoint, in a resumed run.
     """
 
     iterations: int
@@ -31,13 +33,15 @@ class RunOutline:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of an optimizer step, over all replicas.
+    """Result of an optimizer step, over all replicas.
 
     Attributes:
-        loss: mean over the `samples`.
-        sums: of metrics, over the samples, by name; "top1" of a classification.
-        grad_norm: of the gradient, before clipping. skipped: True when nothing was updated.
-        not_finite: the first place with a nan or an infinity; None where there is none, or it was not found.
+        loss: mean over the samples.
+        sums: metrics summed over the samples, by name; "top1" in a classification.
+        samples: number of samples.
+        grad_norm: gradient norm before clipping.
+        skipped: True if no parameter was updated.
+        not_finite: where the first nan or infinity arose, as a text for the log; None without one.
     """
 
     loss: float
@@ -50,28 +54,29 @@ class StepResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means of the metrics over the samples."""
+        """Metrics by name, means over the samples."""
         return {name: value / self.samples for name, value in self.sums.items()}
 
     @property
     def correct(self) -> float:
-        """Samples whose class had the highest logit."""
+        """Number of samples classified right. Raises KeyError without a "top1" metric."""
         return self.sums["top1"]
 
 
 @dataclass(frozen=True)
 class IterationRecord:
-    """Figures of the iterations since the last log line. A field's annotation is its card in TensorBoard.
+    """Figures since the last log line. Annotations name the TensorBoard cards.
 
     Attributes:
         epoch: passes through the training data so far.
-        elapsed_ms: milliseconds per iteration, mean.
-        loss: mean; nan when one iteration gave nan.
-        metrics: means over the training samples, by name; "accuracy", top-1, of a classification.
-        grad_norm, learning_rate, global_batch_size: of the last iteration.
-        samples_per_second: over all ranks. seconds_left: at the recent pace.
-        skipped_iterations, nan_iterations: since the last line, without an update and with a loss that is not finite.
-        skipped_samples: broken samples replaced by others since the run began, over all ranks.
+        elapsed_ms: mean milliseconds per iteration.
+        loss: mean; nan if one iteration had nan.
+        metrics: means by name; "accuracy" (top-1, 0 to 1) in a classification.
+        learning_rate, global_batch_size, grad_norm: values at the last iteration.
+        samples_per_second: throughput, all ranks together.
+        skipped_iterations: iterations without an update.
+        nan_iterations: iterations whose loss was not finite.
+        skipped_samples: broken samples replaced by others since the run began, on all ranks.
     """
 
     iteration: int
@@ -93,12 +98,13 @@ class IterationRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Result of one evaluation.
+    """Result of an evaluation.
 
     Attributes:
-        metrics: means over the `samples`, by name; "top1" of a classification, and "top5" of more than five classes.
-        top1, top5: those of `metrics`; an AttributeError where it has none.
-        skipped_samples: broken samples, which are not among the `samples`, over all ranks.
+        samples: evaluated samples.
+        loss: mean over the samples.
+        metrics: means by name; "top1" in a classification, and "top5" with more than five classes.
+        skipped_samples: broken samples, which are not among `samples`.
     """
 
     iteration: int
@@ -110,39 +116,45 @@ class EvaluationRecord:
 
     @property
     def top1(self) -> float:
+        """Share of samples classified right, 0 to 1. Raises AttributeError if it was not computed."""
         return self._metric("top1")
 
     @property
     def top5(self) -> float:
+        """Share of samples with the class among the five highest logits. Raises AttributeError like `top1`."""
         return self._metric("top5")
 
     def _metric(self, name: str) -> float:
         if name not in self.metrics:
-            raise AttributeError(f"no {name} was counted: `metrics` has {', '.join(self.metrics) or 'none'}")
+            known = ", ".join(self.metrics) or "nothing"
+            raise AttributeError(f"{name} was not computed; `metrics` has {known}")
         return self.metrics[name]
 
 
 def record_values(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
-    """Returns all values of a record, its metrics among them."""
-    values = {**vars(record)}
+    """Returns all values by name, with the metrics among them."""
+    values = dict(vars(record))
     metrics = values.pop("metrics")
     return {**values, **metrics}
 
 
 def scalars_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
-    """Returns the values of a record for TensorBoard, by the names of their cards."""
+    """Returns the TensorBoard values by name, such as "training/loss"."""
     hints = get_type_hints(type(record), include_extras=True)
     cards = {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
     group = cards.pop("metrics")
-    of_metrics = {f"{group}/{_CARDS.get(name, name)}": value for name, value in record.metrics.items()}
-    return {**{card: getattr(record, name) for name, card in cards.items()}, **of_metrics}
+    scalars = {card: getattr(record, name) for name, card in cards.items()}
+    for name, value in record.metrics.items():
+        scalars[f"{group}/{_CARDS.get(name, name)}"] = value
+    return scalars
 
 
 def format_iteration(record: IterationRecord, now: datetime | None = None) -> str:
-    """Formats the log line, in Megatron-LM's shape; counts of what went wrong only where there are some."""
+    """Formats the log line as Megatron-LM does. Failures are counted only if there are some."""
     width = len(str(record.train_iters))
-    parts = [f"{_stamp(now)} iteration {record.iteration:>{width}}/ {record.train_iters}", f"epoch: {record.epoch:.2f}"]
-    parts += [
+    parts = [
+        f"{_stamp(now)} iteration {record.iteration:>{width}}/ {record.train_iters}",
+        f"epoch: {record.epoch:.2f}",
         f"samples/s: {record.samples_per_second:.1f}",
         f"learning rate: {record.learning_rate:.2E}",
         f"loss: {record.loss:.4f}",
@@ -150,18 +162,19 @@ def format_iteration(record: IterationRecord, now: datetime | None = None) -> st
         f"grad norm: {record.grad_norm:.3f}",
         f"ETA: {format_duration(record.seconds_left)}",
     ]
-    for name, count in (
-        ("skipped iterations", record.skipped_iterations),
-        ("nan iterations", record.nan_iterations),
-        ("skipped samples", record.skipped_samples),
-    ):
+    failures = {
+        "skipped iterations": record.skipped_iterations,
+        "nan iterations": record.nan_iterations,
+        "skipped samples": record.skipped_samples,
+    }
+    for name, count in failures.items():
         if count:
             parts.append(f"number of {name}: {count}")
     return " | ".join(parts)
 
 
 def format_evaluation(record: EvaluationRecord, now: datetime | None = None) -> str:
-    """Formats an evaluation as one line; accuracies in per cent."""
+    """Formats an evaluation as one line, with accuracies in per cent."""
     parts = [
         f"{_stamp(now)} validation at iteration {record.iteration}",
         f"validation samples: {record.samples}",
@@ -174,17 +187,22 @@ def format_evaluation(record: EvaluationRecord, now: datetime | None = None) -> 
 
 
 def _metrics(record: IterationRecord | EvaluationRecord, digits: int) -> list[str]:
-    """Accuracies of classes in per cent, and a model's own metrics as they are."""
-    return [
-        f"{_ACCURACIES[name]}: {100 * value:.{digits}f} %" if name in _ACCURACIES else f"{name}: {value:.4f}"
-        for name, value in record.metrics.items()
-    ]
+    """Accuracies in per cent; a model's own metrics as they are."""
+    parts = []
+    for name, value in record.metrics.items():
+        if name in _ACCURACIES:
+            parts.append(f"{_ACCURACIES[name]}: {100 * value:.{digits}f} %")
+        else:
+            parts.append(f"{name}: {value:.4f}")
+    return parts
 
 
 def format_duration(seconds: float) -> str:
-    """Formats seconds as "2:03", from an hour on as "1:02:03", from a day on as "2 days, 1:02:03"."""
+    """Formats seconds as "2:03"; from an hour on as "1:02:03", from a day on as "2 days, 1:02:03"."""
     whole = round(seconds)
-    return f"{whole // 60}:{whole % 60:02}" if whole < 3600 else str(timedelta(seconds=whole))
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02}"
+    return str(timedelta(seconds=whole))
 
 
 def _stamp(now: datetime | None) -> str:

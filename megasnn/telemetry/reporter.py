@@ -1,4 +1,4 @@
-"""Reports of a run, from rank 0: console, log.jsonl, TensorBoard and callbacks."""
+"""Reports on the first rank: console, log.jsonl, TensorBoard and callbacks."""
 
 from __future__ import annotations
 
@@ -26,57 +26,69 @@ from megasnn.telemetry.records import (
 from megasnn.telemetry.spikes import LayerSpikes, mean_spikes
 from megasnn.telemetry.tensorboard import TensorBoard
 
-_NAMES = {"top1": "accuracy"}  # of training
+_TRAINING_NAMES = {"top1": "accuracy"}
 
 
 class Reporter:
     """Reports a run while it trains.
 
     Args:
-        is_writer: True on the one rank that writes; the others keep quiet.
-        callbacks: are told the same on that rank.
+        is_writer: False on all ranks but the first: they report nothing.
+        callbacks: hooks that this rank calls.
 
     Attributes:
-        best_effort: contexts for other code that only reports.
-        board: takes texts and pictures for TensorBoard.
-        asked_to_stop: True once a callback has asked for the end of the run.
-        multiply_adds: of the model in a sample's forward, told beside the operations of an evaluation.
+        best_effort: contexts for other reporting code.
+        board: TensorBoard, for texts and pictures.
+        asked_to_stop: True once a callback has raised SystemExit or KeyboardInterrupt.
+        multiply_adds: per sample, forward only; for the evaluation's log line.
     """
 
     def __init__(self, outline: RunOutline, is_writer: bool, callbacks: Sequence[Callback] = ()) -> None:
-        self._outline, self._callbacks = outline, callbacks if is_writer else ()
-        done, _ = outline.resumed or (0, 0)
+        self._outline = outline
         self._console = Console(quiet=not is_writer)
-        self._log = JsonLog(outline.log_directory if is_writer else None)
-        self.best_effort, self.asked_to_stop = BestEffort(self._console.line), False
-        directory = outline.directory if is_writer else None
-        self.board = TensorBoard(directory, self.best_effort, done if outline.resumed else None)
-        self._done = self._iteration = done
+        self.best_effort = BestEffort(self._console.line)
+        self.asked_to_stop = False
         self.multiply_adds = 0
+        self._done = 0
+        resumed_iteration = None
+        if outline.resumed is not None:
+            self._done, _ = outline.resumed
+            resumed_iteration = self._done
+        self._iteration = self._done
+        if is_writer:
+            self._callbacks = callbacks
+            self._log = JsonLog(outline.log_directory)
+            self.board = TensorBoard(outline.directory, self.best_effort, resumed_iteration)
+        else:
+            self._callbacks = ()
+            self._log = JsonLog(None)
+            self.board = TensorBoard(None, self.best_effort)
         self.begin()
 
     def begin(self) -> None:
-        """Starts the clocks: time before this counts for no iteration."""
+        """Starts the clocks; earlier time counts for no iteration."""
         now = time.perf_counter()
-        self._interval_start, self._steps = now, list[StepResult]()
-        self._pace, self._has_logged = (now, self._done), False  # from when and where the time left is estimated
+        self._interval_start = now
+        self._steps: list[StepResult] = []
+        self._pace_start = (now, self._done)  # time and iteration from which the time left is estimated
+        self._has_logged = False
 
     def line(self, text: str) -> None:
-        """Prints a line; log.jsonl has it as a message."""
+        """Prints a line, and writes it to log.jsonl as a message."""
         self._console.line(text)
         self.entry("message", {"text": text})
 
     def entry(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Writes a line of log.jsonl only; `JsonLog` lists the kinds."""
+        """Writes a line to log.jsonl only; `JsonLog` lists the kinds."""
         with self.best_effort(f"writing {self._log.path}"):
             self._log.add(kind, values)
 
     def flags(self, values: Mapping[str, bool | int | float | str]) -> None:
-        """Tells callbacks, once and before the first step, the flags by which runs are compared."""
+        """Calls `Callback.start`, before the first step. values: the flags to compare runs by."""
         self._call("start", self._outline, values)
 
     def step(self, result: StepResult) -> None:
-        """Takes the result of each iteration."""
+        """Adds an iteration."""
         self._steps.append(result)
         self._iteration += 1
         self._call("step", self._iteration, result)
@@ -89,15 +101,20 @@ class Reporter:
         layers: Sequence[LayerSpikes] = (),
         skipped_samples: int = 0,
     ) -> None:
-        """Writes the log line and the scalars of the iterations since the last one.
+        """Writes the log line and scalars, for the iterations since the last one.
 
         Args:
-            samples: consumed up to here.
-            more: scalars for TensorBoard and log.jsonl only. layers: spikes, for the same.
+            samples: samples consumed so far.
+            more: further scalars by name, for TensorBoard and log.jsonl.
+            layers: spike statistics, for TensorBoard and log.jsonl.
+            skipped_samples: broken samples replaced by others so far.
         """
         record = self._record(iteration, samples, skipped_samples)
         self._console.line(format_iteration(record))
-        spikes = {layer.name: {k: v for k, v in asdict(layer).items() if k != "name"} for layer in layers}
+        spikes = {}
+        for layer in layers:
+            statistics = asdict(layer)
+            spikes[statistics.pop("name")] = statistics
         self.entry("iteration", {**record_values(record), **more, "layers": spikes})
         scalars = {**scalars_of(record), **mean_spikes(layers), **more}
         self.board.scalars(scalars, iteration)
@@ -106,10 +123,15 @@ class Reporter:
 
     def _record(self, iteration: int, samples: int, skipped_samples: int) -> IterationRecord:
         now = time.perf_counter()
-        steps, self._steps = self._steps, []
-        elapsed = (now - self._interval_start) / len(steps)
+        elapsed = (now - self._interval_start) / len(self._steps)
         self._interval_start = now
-        last, trained = steps[-1], sum(step.samples for step in steps)
+        steps = self._steps
+        self._steps = []
+        last = steps[-1]
+        trained = sum(step.samples for step in steps)
+        metrics = {}
+        for name in last.sums:
+            metrics[_TRAINING_NAMES.get(name, name)] = sum(step.sums[name] for step in steps) / trained
         return IterationRecord(
             iteration=iteration,
             train_iters=self._outline.iterations,
@@ -118,8 +140,8 @@ class Reporter:
             elapsed_ms=1000 * elapsed,
             learning_rate=last.learning_rate,
             global_batch_size=last.samples,
-            loss=sum(step.loss for step in steps) / len(steps),  # nan stays nan
-            metrics={_NAMES.get(name, name): sum(step.sums[name] for step in steps) / trained for name in last.sums},
+            loss=sum(step.loss for step in steps) / len(steps),
+            metrics=metrics,
             grad_norm=last.grad_norm,
             samples_per_second=trained / (len(steps) * elapsed),
             seconds_left=self._seconds_left(iteration),
@@ -129,14 +151,16 @@ class Reporter:
         )
 
     def _seconds_left(self, iteration: int) -> float:
-        """Estimates the time left from all that the run has done since its first log line, whose steps compile."""
-        now, (then, before) = time.perf_counter(), self._pace
+        now = time.perf_counter()
+        began, first = self._pace_start
         if not self._has_logged:
-            self._pace, self._has_logged = (now, iteration), True
-        return (self._outline.iterations - iteration) * (now - then) / max(iteration - before, 1)
+            # The first steps compile kernels. Later estimates start at the first log line, without them.
+            self._has_logged = True
+            self._pace_start = (now, iteration)
+        return (self._outline.iterations - iteration) * (now - began) / max(iteration - first, 1)
 
     def evaluation(self, record: EvaluationRecord, operations: Sequence[LayerOperations] = ()) -> None:
-        """Writes an evaluation, and the operations of each layer, in the model's order."""
+        """Writes an evaluation. operations: synaptic operations by layer, in model order."""
         self._console.line(format_evaluation(record))
         if operations:
             self._console.line(describe_operations(operations, self.multiply_adds))
@@ -148,12 +172,12 @@ class Reporter:
         self._call("evaluation", record)
 
     def saved(self, iteration: int, path: Path) -> None:
-        """Tells callbacks that a checkpoint is complete."""
+        """Calls `Callback.save` for a complete checkpoint."""
         self._call("save", iteration, path)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves the time inside (evaluation, saving) out of the time of an iteration."""
+        """Excludes the time inside, such as a save, from iteration times."""
         began = time.perf_counter()
         yield
         self._interval_start += time.perf_counter() - began

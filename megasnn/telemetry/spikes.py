@@ -1,8 +1,8 @@
-"""Spikes of each layer: firing rate, shares of silent and saturated neurons, and rasters of a few neurons.
+"""Spike statistics by layer: firing rate, silent and saturated neurons, rasters.
 
-A neuron is silent only if no presentation makes it fire. So the spikes of ranks that hold the same neurons (replicas,
-and ranks that share micro-batches by samples) are added up neuron by neuron; then the neurons of ranks that hold others
-(tensor parallel ones, and those that share images by rows) are counted.
+A neuron is silent if no sample on any rank makes it fire. So spikes are first added neuron by neuron, over ranks with
+the same neurons (data parallel, context parallel by samples). Then neurons are counted, over ranks with other neurons
+(tensor parallel, context parallel by rows).
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-RASTER_NEURONS, RASTER_SAMPLES = 32, 4
+RASTER_NEURONS = 32
+RASTER_SAMPLES = 4
 
 Raster = NDArray[np.bool_]
-"""[samples, neurons, T]: which neurons fired when."""
+"""`[samples, neurons, T]`: True for a spike."""
 
 
 @dataclass(frozen=True)
 class LayerSpikes:
-    """Statistics of a layer; a neuron is one channel at one place.
+    """Spike statistics of a layer; a neuron is one channel at one pixel.
 
     Attributes:
-        firing_rate: spikes per neuron and time step; above 1 where neurons fire counts. silent: share of neurons that
-            never fired.
-        saturated: share of neurons that fired a spike a step, or more in the mean: of 0 and 1, at every step.
+        firing_rate: spikes per neuron and time step; may exceed 1 with integer neurons.
+        silent: share of neurons that never fired.
+        saturated: share of neurons with a firing rate at or above 1.
     """
 
     name: str
@@ -40,45 +41,51 @@ class LayerSpikes:
 
 
 class SpikeRecorder:
-    """Counts spikes while `enabled`, those of recomputed forwards once; `reduce` merges the counts of all ranks."""
+    """Counts spikes by layer while `enabled`; `reduce` merges all ranks."""
 
     def __init__(self) -> None:
         self.enabled = False
-        self._counts: dict[str, Tensor] = {}  # spikes of each neuron, and behind them the presentations of one
+        self._counts: dict[str, Tensor] = {}  # spikes of each neuron; the last entry is samples x time steps
 
     @torch.no_grad()
     def observe(self, name: str, spikes: Tensor) -> None:
-        """Adds spikes or counts `[T, N, C_local, ...]` of one layer and micro-batch, where enabled."""
+        """Adds one micro-batch: spikes or counts `[T, N, C_local, ...]`."""
         if not self.enabled:
             return
+        # bfloat16 counts exactly up to 256 only, float32 up to 2^24.
         fired = spikes.sum(dim=(0, 1), dtype=torch.float32).to(torch.int32).reshape(-1)
         count = F.pad(fired, (0, 1), value=spikes.shape[0] * spikes.shape[1])
-        self._counts[name] = self._counts[name] + count if name in self._counts else count
+        if name in self._counts:
+            count = self._counts[name] + count
+        self._counts[name] = count
 
     def reduce(self, same: dist.ProcessGroup | None, others: Sequence[dist.ProcessGroup | None]) -> list[LayerSpikes]:
-        """Returns the statistics of this stage's layers, the same on all its ranks, and forgets the counts. Collective.
+        """Returns statistics for this stage on all its ranks, and resets the counts. Collective.
 
         Args:
-            same: ranks that hold the same neurons; others: groups of ranks that hold other neurons of the same layers.
-                None: a group of one rank.
+            same: group of ranks with the same neurons; None for one rank.
+            others: groups of ranks with other neurons of the layer; None for one rank.
         """
-        counts, self._counts = self._counts, {}
+        counts = self._counts
+        self._counts = {}
         if not counts:
             return []
-        if same is not None:  # in one all-reduce; all have observed the same layers
+        if same is not None:
+            # One all-reduce for all layers: every rank of the group has observed the same ones in the same order.
             flat = torch.cat([*counts.values()])
             dist.all_reduce(flat, group=same)
-            counts = dict(zip(counts, flat.split([len(count) for count in counts.values()]), strict=True))
+            sizes = [len(count) for count in counts.values()]
+            counts = dict(zip(counts, flat.split(sizes), strict=True))
         sums = torch.stack([_sums(count) for count in counts.values()])
         for group in others:
             if group is not None:
                 dist.all_reduce(sums, group=group)
-        shares = (sums[:, 1:] / sums[:, :1]).tolist()
-        return [LayerSpikes(name, *share) for name, share in zip(counts, shares, strict=True)]
+        rates = (sums[:, 1:] / sums[:, :1]).tolist()
+        return [LayerSpikes(name, *of_layer) for name, of_layer in zip(counts, rates, strict=True)]
 
 
 class RasterRecorder:
-    """Keeps the spikes of a few neurons of each layer, of the first micro-batch that passes while `enabled`."""
+    """Records a few neurons by layer while `enabled`, in the first micro-batch."""
 
     def __init__(self) -> None:
         self.enabled = False
@@ -86,34 +93,45 @@ class RasterRecorder:
 
     @torch.no_grad()
     def observe(self, name: str, spikes: Tensor) -> None:
-        """Takes spikes `[T, N, C_local, ...]` of one layer, where enabled."""
+        """Records spikes `[T, N, C_local, ...]`."""
         if not self.enabled or name in self._rasters:
             return
         few = spikes[:, :RASTER_SAMPLES].flatten(2)
-        chosen = torch.linspace(0, few.shape[2] - 1, min(RASTER_NEURONS, few.shape[2]), device=few.device).long()
-        self._rasters[name] = (few[..., chosen] != 0).permute(1, 2, 0)  # read when the step is over
+        neurons = few.shape[2]
+        chosen = torch.linspace(0, neurons - 1, min(RASTER_NEURONS, neurons), device=few.device).long()
+        # Stays on the device: a copy to the host here would wait in the middle of a step.
+        self._rasters[name] = (few[..., chosen] != 0).permute(1, 2, 0)
 
     def take(self) -> dict[str, Raster]:
-        """Returns the rasters of this stage, and forgets them."""
-        found, self._rasters = self._rasters, {}
-        return {name: raster.cpu().numpy() for name, raster in found.items()}
+        """Returns this stage's rasters and resets them."""
+        rasters = self._rasters
+        self._rasters = {}
+        return {name: raster.cpu().numpy() for name, raster in rasters.items()}
 
 
 def mean_spikes(layers: Sequence[LayerSpikes]) -> dict[str, float]:
-    """Returns the means over the layers as scalars `spikes/firing_rate`, ...; empty without layers."""
-    names = ("firing_rate", "silent", "saturated") if layers else ()
-    return {f"spikes/{name}": sum(getattr(layer, name) for layer in layers) / len(layers) for name in names}
+    """Returns the means over the layers by TensorBoard name; empty without layers."""
+    if not layers:
+        return {}
+    scalars = {}
+    for name in ("firing_rate", "silent", "saturated"):
+        scalars[f"spikes/{name}"] = sum(getattr(layer, name) for layer in layers) / len(layers)
+    return scalars
 
 
-def position_in_model(neuron: str, order: Sequence[str]) -> int:
-    """Returns the place of the layer that a neuron belongs to by its global name; behind all where it has none."""
-    fits = (position for position, layer in enumerate(order) if neuron == layer or neuron.startswith(f"{layer}."))
-    return next(fits, len(order))
+def position_in_model(module: str, order: Sequence[str]) -> int:
+    """Returns the index in `order` of the layer that contains a module; len(order) without one."""
+    for position, layer in enumerate(order):
+        if module == layer or module.startswith(f"{layer}."):
+            return position
+    return len(order)
 
 
 def _sums(count: Tensor) -> Tensor:
-    """Returns float64 `[4]`: neurons, sum of their rates, silent neurons, saturated neurons."""
-    spikes, presentations = count[:-1].double(), count[-1].double()
+    """Returns float64 `[4]`: number of neurons, sum of their rates, silent neurons, saturated neurons."""
+    spikes = count[:-1].double()
+    presentations = count[-1].double()
     number = torch.full_like(presentations, len(spikes))
-    silent, saturated = (spikes == 0).sum(), (spikes >= presentations).sum()
+    silent = (spikes == 0).sum()
+    saturated = (spikes >= presentations).sum()
     return torch.stack([number, spikes.sum() / presentations, silent.double(), saturated.double()])

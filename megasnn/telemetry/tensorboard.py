@@ -1,6 +1,6 @@
-"""TensorBoard: cards in the order in which they are looked at, and charts of several lines.
+"""TensorBoard: ordered cards, and charts with several lines.
 
-TensorBoard sorts cards by name and unfolds the first two groups, so groups and their first cards have numbers.
+TensorBoard sorts cards by name and unfolds two groups. Numbers in the names put the important ones first.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "communication": (),
     "data": (),
 }
-"""Group -> its first cards; others follow by name."""
+"""Maps each group to its first cards; other cards follow in alphabetical order."""
 
 
 def card(name: str) -> str:
-    """Returns the tag of a scalar: "training/loss" -> "1_training/1_loss". Raises ValueError for an unknown group."""
+    """Returns a scalar's tag: "1_training/1_loss" for "training/loss". Raises ValueError for an unknown group."""
     group, _, rest = name.partition("/")
     if group not in GROUPS or not rest:
         raise ValueError(f"scalar {name!r} belongs to none of the groups {', '.join(GROUPS)}")
-    known = GROUPS[group]
-    position = f"{known.index(rest) + 1}_" if rest in known else ""
-    return f"{list(GROUPS).index(group) + 1}_{group}/{position}{rest}"
+    number = list(GROUPS).index(group) + 1
+    first_cards = GROUPS[group]
+    if rest in first_cards:
+        rest = f"{first_cards.index(rest) + 1}_{rest}"
+    return f"{number}_{group}/{rest}"
 
 
 def charts() -> dict[str, dict[str, list[object]]]:
-    """Returns the tab "Custom Scalars", as `SummaryWriter.add_custom_scalars` takes it."""
+    """Returns charts for `SummaryWriter.add_custom_scalars`."""
 
     def chart(*names: str) -> list[object]:
-        return ["Multiline", [f"^({'|'.join(map(card, names))})$"]]
+        tags = "|".join(card(name) for name in names)
+        return ["Multiline", [f"^({tags})$"]]
 
     return {
         "Training and validation": {
@@ -63,18 +66,20 @@ def charts() -> dict[str, dict[str, list[object]]]:
 
 
 class TensorBoard:
-    """Writes scalars, texts and pictures of a run. Scalars that were only ever zero are not shown.
+    """Writes scalars, texts and pictures. A scalar has no card until it is not zero.
 
-    After an error, such as a full disk, nothing more is written; without a directory, nothing is.
+    After the first error, such as a full disk, nothing more is written.
 
     Args:
-        resumed_iteration: last iteration of the run that this one continues; later points of it are hidden.
+        directory: folder for event files; None writes nothing.
+        resumed_iteration: where the run continues; hides later points.
     """
 
     def __init__(
         self, directory: str | Path | None, best_effort: BestEffort, resumed_iteration: int | None = None
     ) -> None:
-        self._best_effort, self._name = best_effort, f"writing TensorBoard's files in {directory}"
+        self._best_effort = best_effort
+        self._name = f"writing TensorBoard's files in {directory}"
         self._shown: set[str] = set()
         self._writer: Any = None
         if directory is None:
@@ -88,25 +93,37 @@ class TensorBoard:
         self.flush()
 
     def _write(self, act: Callable[[Any], object]) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with self._best_effort(self._name):
-                act(writer)
-                self._writer = writer
+        writer = self._writer
+        if writer is None:
+            return
+        self._writer = None  # stays None if `act` fails
+        with self._best_effort(self._name):
+            act(writer)
+            self._writer = writer
 
     def scalars(self, values: Mapping[str, float], iteration: int) -> None:
-        """Writes each `name: value` on the card of that name; nan and infinities as they are."""
-        cards = {card(name): value for name, value in values.items()}
-        self._shown |= {tag for tag, value in cards.items() if value != 0}
-        shown = {tag: value for tag, value in cards.items() if tag in self._shown}
-        self._write(lambda writer: [writer.add_scalar(tag, value, iteration) for tag, value in shown.items()])
+        """Writes values by name, such as "training/loss"; nan and infinities as they are."""
+        shown = {}
+        for name, value in values.items():
+            tag = card(name)
+            # Cards with nothing but zeros, such as skipped samples, would only fill the page.
+            if value != 0:
+                self._shown.add(tag)
+            if tag in self._shown:
+                shown[tag] = value
+
+        def add_shown(writer: Any) -> None:
+            for tag, value in shown.items():
+                writer.add_scalar(tag, value, iteration)
+
+        self._write(add_shown)
 
     def text(self, tag: str, markdown: str) -> None:
-        """Writes a text, which TensorBoard renders as Markdown."""
+        """Writes a text in Markdown."""
         self._write(lambda writer: writer.add_text(tag, markdown))
 
     def picture(self, tag: str, draw: Callable[[], NDArray[np.uint8]], iteration: int) -> None:
-        """Writes uint8 `[height, width, 3]`; `draw` makes it, and is called only where it is written."""
+        """Writes a picture. draw: returns uint8 `[height, width, 3]`; not called where nothing is written."""
         self._write(lambda writer: writer.add_image(tag, draw(), iteration, dataformats="HWC"))
 
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""Named stopwatches of the work of a device, and names of actions in the traces of torch.profiler."""
+"""Device timers, and named ranges for torch.profiler traces."""
 
 from __future__ import annotations
 
@@ -10,48 +10,54 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.autograd import profiler
 
-Mark = float | torch.cuda.Event
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class Timers:
-    """Times that a device takes for parts of a program, by name: ``with timers("forward"): ...``. No waiting.
+    """Measures device time by name: ``with timers("forward"): ...``. Never waits for the device.
 
-    On a CPU a mark is the time; on a GPU it is an event among its work, which has a time when the GPU has come to it.
-    Of parts that nobody asks for, the last ones are kept.
+    A GPU part has a time once the GPU has passed its end. The last 10,000 parts are kept.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._timed: deque[tuple[str, Mark, Mark]] = deque(maxlen=10_000)
+        self._is_cuda = device.type == "cuda"
+        self._parts: deque[tuple[str, float | Events]] = deque(maxlen=10_000)  # milliseconds on a CPU
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        started = self._mark()
+        if not self._is_cuda:
+            began = time.perf_counter()
+            yield
+            self._parts.append((name, 1e3 * (time.perf_counter() - began)))
+            return
+        # Events are marks among the device's work: a clock on the host would only measure the launches.
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        begin.record()
         yield
-        self._timed.append((name, started, self._mark()))
+        end.record()
+        self._parts.append((name, (begin, end)))
 
     def mean_ms(self) -> dict[str, float]:
-        """Mean milliseconds of each part that was timed since the last call, as far as the device has ended it."""
-        parts: dict[str, list[float]] = {}
-        while self._timed and (isinstance(self._timed[0][2], float) or self._timed[0][2].query()):
-            name, start, end = self._timed.popleft()
-            if isinstance(start, float) or isinstance(end, float):
-                milliseconds = 1e3 * (end - start)  # type: ignore[operator]
+        """Returns the mean milliseconds of each part that ended since the last call."""
+        times: dict[str, list[float]] = {}
+        while self._parts:
+            name, part = self._parts[0]
+            if isinstance(part, float):
+                milliseconds = part
             else:
-                milliseconds = start.elapsed_time(end)
-            parts.setdefault(name, []).append(milliseconds)
-        return {name: sum(each) / len(each) for name, each in parts.items()}
-
-    def _mark(self) -> Mark:
-        """A place behind all work of the device so far."""
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+                begin, end = part
+                if not end.query():
+                    break
+                milliseconds = begin.elapsed_time(end)
+            self._parts.popleft()
+            times.setdefault(name, []).append(milliseconds)
+        return {name: sum(each) / len(each) for name, each in times.items()}
 
 
 def named(name: object) -> AbstractContextManager[object]:
-    """Names what runs inside, in a trace that is being taken; otherwise it costs nothing."""
-    # torch.profiler, or `torch.autograd.profiler.emit_nvtx`, records this process
-    return profiler.record_function(str(name)) if profiler._is_profiler_enabled else nullcontext()
+    """Names a range in a trace that is being recorded; otherwise costs nothing."""
+    # True while torch.profiler or torch.autograd.profiler.emit_nvtx records this process.
+    if profiler._is_profiler_enabled:
+        return profiler.record_function(str(name))
+    return nullcontext()

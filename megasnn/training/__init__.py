@@ -1,11 +1,11 @@
-"""A training run: the loop around an Engine, with data, log and checkpoints; the only part that sees everything.
+"""A training run: the loop around an Engine, with data, log and checkpoints.
 
-main.py         the run as a program: ranks join, errors end all of them, exit status
+main.py         the run as a program: ranks join, errors end all of them, exit status. signals.py: requests to stop
 loop.py         iterations, exit conditions, evaluation
-data.py         samples that it trains and evaluates on, and how long it is by them
-resume.py       where it starts from. saving.py: its checkpoints
-startup_log.py  what it prints before the first step. memory.py: the forecast of memory
-metrics.py      spikes, memory, time and traffic for log and TensorBoard. profiling.py: charts, traces, pictures
+data.py         training and validation samples, and the length of the run
+start.py        which checkpoint it starts from. resume.py: loads it. saving.py: the checkpoints it saves
+startup_log.py  lines before the first step. memory.py: the forecast of memory
+metrics.py      spikes, time and traffic, pictures and traces. operations.py: synaptic operations of an evaluation
 """
 
 from megasnn.training.main import run as run

@@ -1,20 +1,11 @@
-"""The loop of a run: iterations, exit conditions, signals, evaluation, saving.
-
-After SIGTERM, SIGINT or SIGUSR1 a run saves at the end of its step and ends; a second signal ends it at once.
-"""
+"""The loop of a run: iterations, exit conditions, evaluation, saving."""
 
 from __future__ import annotations
 
-import atexit
-import os
-import signal
-import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from types import FrameType, TracebackType
 
 from megasnn.common.checks import error_context
 from megasnn.common.memory import memory_scalars
@@ -33,26 +24,27 @@ from megasnn.training.data import RunData
 from megasnn.training.memory import announce, compare, forecast_memory
 from megasnn.training.metrics import Metrics, Pictures, StepTrace
 from megasnn.training.operations import Operations
-from megasnn.training.resume import Saves, claim, load_start, require_checkpoint
+from megasnn.training.resume import load_start
+from megasnn.training.saving import Saves
+from megasnn.training.signals import StopSignals
+from megasnn.training.start import agree_on_start
 from megasnn.training.startup_log import introduce, log_folder
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-SAME_REQUEST_SECONDS = 1.0
-"""A launcher passes on what the terminal has sent to all processes already: that is one request, not two."""
 
 
 class TrainingRun:
-    """One rank's side of a run. Making one builds the model, loads what the run starts from, and introduces it in the
-    log; `train` and `close` follow.
+    """One rank's side of a run.
+
+    The constructor builds the model, loads the state that the run starts from, and introduces the run in the log. Then
+    call `train`, then `close`. All of them are collective.
 
     Args:
-        stop: signals that ask for the end.
-        callbacks: are called with what happens, on the first rank.
+        stop: signals that ask the run to end.
+        callbacks: called on the first rank.
 
     Attributes:
         engine: the model, its optimizer, and the steps.
-        saved: False when the last checkpoint that should be there is not.
-        has_evaluated: False when the last evaluation was left, since the run was asked to stop in it.
+        saved: False when the last checkpoint could not be written.
+        has_evaluated: False when a stop request interrupted the last evaluation.
     """
 
     def __init__(
@@ -62,63 +54,70 @@ class TrainingRun:
         stop: StopSignals | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        self.config, self.state, self.stop = config, state, stop or StopSignals()
-        self._started, self._in_evaluation = time.monotonic(), False
-        self.saved = self.has_evaluated = True
-        self._skipped_samples = self._skipped_steps = self._skipped_in_a_row = 0  # steps: since the last save
-        require_checkpoint(config, state)
-        self.data = RunData(config, state)
-        self.engine = engine = Engine(config, length=self.data.length, wants_to_stop=self._wants_to_stop)
-        with ExitStack() as undo, error_context("while starting the run"):
+        self.config = config
+        self.state = state
+        self.stop = stop or StopSignals()
+        self._started = time.monotonic()
+        self._in_evaluation = False
+        self.saved = True
+        self.has_evaluated = True
+        self._skipped_samples = 0
+        self._skipped_steps = 0  # since the last save
+        self._skipped_in_a_row = 0
+        start, lock = agree_on_start(config, state)
+        with ExitStack() as undo:
+            if lock is not None:
+                undo.callback(lock.release)
+            self.data = data = RunData(config, state)
+            self.engine = engine = Engine(config, length=data.length, wants_to_stop=self._wants_to_stop)
             undo.callback(engine.close)
-            claimed = claim(config, state)
-            if claimed is not None:
-                undo.callback(claimed.release)
-            begin = load_start(config, engine, self.data, claimed is not None and claimed.resumes)
-            epoch = self.data.length.epoch_samples
-            engine.length = config.training.length(epoch, engine.iteration, engine.consumed_samples)
-            engine.step.iterations = engine.length.iterations
-            self.iterations = engine.length.iterations
-            self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
-            self.saves = Saves(config, engine, claimed, self.data, begin, reporter)
-            self.metrics = Metrics(engine)
-            self.operations = Operations(engine.distributed)
-            self.pictures = Pictures(config, engine, self.data.datasets, self.metrics.rasters, reporter)
-            introduce(config, engine, reporter)
-            self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
-            announce(self._memory, reporter)
-            of_folder = claimed.notice if claimed is not None else ""
-            self._introduce_start(begin.averaged, [of_folder, begin.notice, *self.data.notices])
+            with error_context("while starting the run"):
+                loaded = load_start(config, engine, data, start, lock)
+                # A run by epochs counts its remaining steps from the samples consumed so far.
+                epoch = data.length.epoch_samples
+                engine.length = config.training.length(epoch, engine.iteration, engine.consumed_samples)
+                engine.step.iterations = engine.length.iterations
+                self.iterations = engine.length.iterations
+                self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
+                self.saves = Saves(config, engine, data, reporter, lock, loaded.best, loaded.saved)
+                self.metrics = Metrics(engine)
+                self.operations = Operations(engine.distributed)
+                self.pictures = Pictures(config, engine, data.datasets, self.metrics.rasters, reporter)
+                introduce(config, engine, reporter)
+                self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
+                announce(self._memory, reporter)
+                self._introduce_start(loaded.averaged, [*start.notices, *loaded.notices, *data.notices])
             undo.pop_all()
 
     def _outline(self) -> RunOutline:
-        # An evaluation only continues no log, and removes nothing of one.
-        position = self.engine.iteration, self.engine.consumed_samples
-        resumed = position if 0 < position[0] and self.iterations else None
-        folders = self.config.logging.tensorboard_dir, log_folder(self.config)
-        return RunOutline(self.iterations, self.data.length.epoch_samples, *folders, resumed)
+        iteration = self.engine.iteration
+        # An evaluation alone has no iterations: it neither continues the log of a training nor removes lines of it.
+        resumes = iteration > 0 and self.iterations > 0
+        return RunOutline(
+            self.iterations,
+            self.data.length.epoch_samples,
+            self.config.logging.tensorboard_dir,
+            log_folder(self.config),
+            (iteration, self.engine.consumed_samples) if resumes else None,
+        )
 
     def _introduce_start(self, averaged: bool, notices: Sequence[str]) -> None:
         for notice in filter(None, notices):
             self.reporter.line(notice)
+        iteration = self.engine.iteration
         if self.config.training.evaluate_only:
-            what = "average of the weights" if averaged else "weights"
-            self.reporter.line(f"evaluating the {what} of iteration {self.engine.iteration}")
+            weights = "average of the weights" if averaged else "weights"
+            self.reporter.line(f"evaluating the {weights} of iteration {iteration}")
             return
-        iteration, samples = self.engine.iteration, self.engine.consumed_samples
         if iteration >= self.iterations:
-            self.reporter.line(
-                f"iteration {self.engine.iteration} of {self.iterations} is reached already: evaluating only"
-            )
+            self.reporter.line(f"iteration {iteration} of {self.iterations} is reached already: evaluating only")
         if iteration:
-            self.reporter.line(f"continuing at iteration {iteration}, {samples} samples consumed")
+            self.reporter.line(f"continuing at iteration {iteration}, {self.engine.consumed_samples} samples consumed")
 
     @property
     def has_diverged(self) -> bool:
-        """True when so many steps in a row were skipped that the run ends."""
+        """Whether the last --max-skipped-steps steps were all skipped, which ends the run."""
         return 0 < self.config.training.max_skipped_steps <= self._skipped_in_a_row
-
-    # --- training
 
     def train(self) -> None:
         """Trains until the last iteration, an exit condition or a signal; evaluates and saves at the end.
@@ -130,7 +129,7 @@ class TrainingRun:
                 self.evaluate()
                 return
             self._compare_replicas_if(True)
-            traffic.reset()  # traffic and time until here belong to no iteration
+            traffic.reset()  # traffic before the first step belongs to no iteration
             self.reporter.begin()
             trace = StepTrace(self.config, self.state, (self.engine.iteration, self.iterations), self.reporter)
             with closing(self.data.loader(self.engine).batches(self.engine.consumed_samples)) as batches:
@@ -142,23 +141,8 @@ class TrainingRun:
                         break
             self._end()
 
-    def _end(self) -> None:
-        if self.has_diverged:
-            self.reporter.line(
-                f"WARNING: the last {self._skipped_in_a_row} steps were skipped, since loss or gradient were not "
-                f"finite (--max-skipped-steps): the run ends at iteration {self.engine.iteration} and saves nothing"
-            )
-        elif self.engine.distributed.stop_votes:
-            self.reporter.line(f"asked to stop: the run ends at iteration {self.engine.iteration} of {self.iterations}")
-        elif self._evaluates:
-            self.evaluate()
-        if not self.has_diverged:
-            self._save_if(True)
-        self.saved = self.saves.finish()
-        if not self.has_diverged:
-            compare(self._memory, self.state, self.reporter)
-
     def _iterate(self, batch: GlobalBatch, trace: StepTrace) -> None:
+        """Takes one step and logs it; evaluates, compares replicas and saves if due."""
         number = self.engine.iteration + 1
         logs = self._logs(number)
         self.metrics.spikes.enabled = logs
@@ -178,42 +162,60 @@ class TrainingRun:
         if self.engine.iteration < self.iterations and not self._should_exit():  # else `_end` evaluates and saves
             self._between_steps()
 
+    def _logs(self, number: int) -> bool:
+        """Whether iteration `number` has a log line."""
+        ends = number == self.iterations or _due(number, self.config.training.exit_interval)
+        return ends or _due(number, self.config.logging.log_interval)
+
+    def _log(self) -> None:
+        engine = self.engine
+        measured, layers = self.metrics.since_last(engine.iteration)
+        predicted = memory_scalars([each.total for each in self._memory], "predicted")
+        skipped = self.data.skipped_over_replicas(engine, self._skipped_samples, training=True)
+        self.reporter.log(engine.iteration, engine.consumed_samples, {**measured, **predicted}, layers, skipped)
+
     def _between_steps(self) -> None:
-        """Evaluates, compares replicas and saves where that is due."""
-        number, logging = self.engine.iteration, self.config.logging
-        if self._evaluates and _due(number, logging.eval_interval):
+        number = self.engine.iteration
+        if self._evaluates and _due(number, self.config.logging.eval_interval):
             self.evaluate()
             if self.engine.distributed.stop_votes:
                 return
         saves = _due(number, self.config.checkpoint.save_interval) or self.saves.at_best(number)
+        # A save compares replicas as well.
         self._compare_replicas_if(_due(number, self.config.parallel.check_replicas_interval) and not saves)
         self._save_if(saves)
 
-    def _log(self) -> None:
-        measured, layers = self.metrics.since_last(self.engine.iteration)
-        predicted = memory_scalars([each.total for each in self._memory], "predicted")
-        skipped = self.data.skipped_over_replicas(self.engine, self._skipped_samples, training=True)
-        engine = self.engine
-        self.reporter.log(engine.iteration, engine.consumed_samples, {**measured, **predicted}, layers, skipped)
-
-    def _logs(self, number: int) -> bool:
-        """Returns True where iteration `number` has a log line."""
-        ends = number == self.iterations or _due(number, self.config.training.exit_interval)
-        return ends or _due(number, self.config.logging.log_interval)
+    def _end(self) -> None:
+        """Evaluates and saves after the last step, and reports why the run ends."""
+        if self.has_diverged:
+            self.reporter.line(
+                f"WARNING: the last {self._skipped_in_a_row} steps were skipped, since loss or gradient were not "
+                f"finite (--max-skipped-steps): the run ends at iteration {self.engine.iteration} and saves nothing"
+            )
+        elif self.engine.distributed.stop_votes:
+            self.reporter.line(f"asked to stop: the run ends at iteration {self.engine.iteration} of {self.iterations}")
+        elif self._evaluates:
+            self.evaluate()
+        if not self.has_diverged:
+            self._save_if(True)
+        self.saved = self.saves.finish()
+        if not self.has_diverged:
+            compare(self._memory, self.state, self.reporter)
 
     def _should_exit(self) -> bool:
         at_interval = _due(self.engine.iteration, self.config.training.exit_interval)
         return at_interval or self.engine.distributed.stop_votes > 0 or self.has_diverged
 
     def _wants_to_stop(self) -> bool:
-        """Returns True after a signal to this rank, or when a callback has asked for it; after so many minutes by the
-        first rank's clock, since clocks differ, but not within an evaluation: a long one would never be finished."""
+        """Whether this rank asks for the end: after a signal, a callback's request, or --exit-duration-in-mins.
+
+        The time is that of the first rank, since clocks differ. It does not end an evaluation: a long one would never
+        be finished.
+        """
         minutes = self.config.training.exit_duration_in_mins
         late = minutes is not None and time.monotonic() - self._started > 60 * minutes
         late = late and self.state.rank == 0 and not self._in_evaluation
         return self.stop.requested is not None or self.reporter.asked_to_stop or late
-
-    # --- evaluation
 
     @property
     def _evaluates(self) -> bool:
@@ -221,13 +223,14 @@ class TrainingRun:
 
     @error_context("while evaluating")
     def evaluate(self) -> None:
-        """Evaluates and logs; an evaluation that is left does not count. Collective."""
-        engine, reporter, data = self.engine, self.reporter, self.data
+        """Evaluates and logs. An interrupted evaluation does not count. Collective."""
+        engine = self.engine
+        data = self.data
         loader = data.loader(engine, training=False)
-        self._in_evaluation = True
         batches = loader.batches(limit=self.config.logging.eval_iters)
-        of_training = traffic.counting(False)  # the log has the traffic of training
-        with of_training, reporter.pause(), closing(batches):
+        self._in_evaluation = True
+        # The log shows the traffic of training only.
+        with traffic.counting(False), self.reporter.pause(), closing(batches):
             with self.operations.counting():
                 record = engine.evaluate_on(self._until_asked_to_stop(batches))
             operations = self.operations.of_sample(record.samples)
@@ -236,22 +239,20 @@ class TrainingRun:
         due = data.samples_to_evaluate
         self.has_evaluated = record.samples + skipped == due
         if not self.has_evaluated:
-            reporter.line(
+            self.reporter.line(
                 f"asked to stop: the evaluation at iteration {engine.iteration} was left after {record.samples} of "
                 f"{due} samples, and does not count"
             )
             return
         self.saves.found(engine.iteration, record.metrics.get("top1", 0.0))
-        reporter.evaluation(replace(record, skipped_samples=skipped), operations)
+        self.reporter.evaluation(replace(record, skipped_samples=skipped), operations)
 
     def _until_asked_to_stop(self, batches: Iterable[GlobalBatch]) -> Iterator[GlobalBatch]:
-        """Ends after the same batch on all ranks: the request travels with what they exchange of each batch."""
+        """Yields batches until a stop request, which all ranks see after the same batch: it travels with its sums."""
         for batch in batches:
             yield batch
             if self.engine.distributed.stop_votes:
                 return
-
-    # --- saving
 
     @error_context("while saving")
     def _save_if(self, due: bool) -> None:
@@ -264,7 +265,7 @@ class TrainingRun:
         self._skipped_steps = 0
 
     def _require_finite(self) -> None:
-        """Raises ValueError on every rank where state that is to be saved is not finite on one of them. Collective."""
+        """Raises ValueError on every rank if a tensor to be saved is not finite on any of them. Collective."""
         if not self.config.checkpoint.save:
             return
         found = first_non_finite((entry.name, entry.tensor) for entry in self.engine.checkpoints.entries())
@@ -274,7 +275,6 @@ class TrainingRun:
             raise ValueError(f"iteration {self.engine.iteration} is not saved, since it is not finite: {where}")
 
     def _compare_replicas_if(self, due: bool) -> None:
-        """Ends the run where replicas differ, once the checkpoint that is being written is complete: it is good."""
         has_replicas = self.state.world.size > self.state.pp.size
         if not (due and self.config.parallel.check_replicas_interval and has_replicas):
             return
@@ -282,7 +282,7 @@ class TrainingRun:
             with self.engine.step.timers("compare_replicas"):
                 compare_replicas(self.engine.checkpoints.entries(), self.state, self.engine.iteration)
         except ReplicaError:
-            self.saves.finish()
+            self.saves.finish()  # a save in the background began before the replicas differed
             raise
 
     def close(self) -> None:
@@ -293,52 +293,3 @@ class TrainingRun:
 
 def _due(iteration: int, interval: int | None) -> bool:
     return interval is not None and interval > 0 and iteration % interval == 0
-
-
-class StopSignals:
-    """Context manager: within it the signals ask the run to stop; `requested` names the first one that came.
-
-    Only the main thread of a program can handle signals; anywhere else nothing is ever requested.
-    """
-
-    def __init__(self) -> None:
-        self.requested: str | None = None
-        self._requested_at = 0.0
-        self._handlers = ExitStack()
-
-    @property
-    def status(self) -> int:
-        """The exit status of this rank where the request leaves nothing that counts."""
-        return 1 if self.requested is None else 128 + signal.Signals[self.requested]
-
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-                    self._handlers.callback(signal.signal, number, signal.signal(number, self._take))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._handlers.close()
-        if threading.current_thread() is threading.main_thread():
-            atexit.register(_ignore_signals)
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        if self.requested is None:
-            self.requested, self._requested_at = name, time.monotonic()
-            # torchrun sends SIGTERM when another rank has failed: then nothing can be saved, and nothing is promised.
-            if number != signal.SIGTERM and os.environ.get("LOCAL_RANK", "0") == "0":
-                text = f"{name}: the run ends after this step or evaluated batch; once more ends it at once\n"
-                sys.stderr.write(text)
-        elif time.monotonic() - self._requested_at > SAME_REQUEST_SECONDS:
-            sys.stderr.write(f"{name} after {self.requested}: ending at once; what was saved before stays\n")
-            os._exit(128 + number)
-
-
-def _ignore_signals() -> None:
-    """The run is over, and only the interpreter still ends: its exit status stands."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""A training run as a program: the ranks join, an error on one ends all of them, and the exit status tells."""
+"""A training run as a program: ranks join, an error on one ends all of them; errors and results set the exit status."""
 
 from __future__ import annotations
 
@@ -18,27 +18,33 @@ from megasnn.parallel.faults import claim_fault, end_process, in_full
 from megasnn.parallel.process_group import join_ranks
 from megasnn.parallel.replica_check import ReplicaError
 from megasnn.telemetry.callback import Callback
-from megasnn.training.loop import StopSignals, TrainingRun
+from megasnn.training.loop import TrainingRun
+from megasnn.training.signals import StopSignals
 
-SAVE_FAILED, DIVERGED, INTERRUPTED = 3, 4, 130
+SAVE_FAILED = 3
+DIVERGED = 4
+INTERRUPTED = 130
 SAVING_SECONDS = 5.0
-"""How long an error of one of several ranks waits for a checkpoint that is being written."""
-MISTAKES = ValueError, OSError, CheckpointError, ReplicaError
-"""Errors of flags, data and files, whose message says what to change: reported without a traceback."""
+"""Longest wait of an error, on one of several ranks, for a checkpoint in writing."""
+MISTAKES = (ValueError, OSError, CheckpointError, ReplicaError)
+"""Errors of flags, data and files. Their message says what to change: no traceback is shown."""
 
 
 def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
-    """Runs a whole training as a program, and returns the exit status; errors go to standard error, or to torchrun.
+    """Runs a whole training as a program; errors go to standard error, or to torchrun.
 
-    0: the run has come to its end, or was asked to stop by a signal, and what it should save is saved. 1: an error.
-    3: it has come to its end, but the last checkpoint could not be written. 4: it has ended early, since too many steps
-    in a row were skipped (--max-skipped-steps). 128 and a signal's number: that signal to this rank has ended an
-    evaluation that was all there was to do, in which case the other ranks have 1, or Ctrl-C has ended the run before
-    its first step. Mistakes in flags, data and checkpoints and replicas that differ are reported without a traceback.
+    Returns:
+        the exit status:
+        0: the run has reached its end, or a signal has stopped it, and its last checkpoint is saved.
+        1: an error.
+        3: the run has reached its end, but the last checkpoint could not be written.
+        4: too many steps in a row were skipped (--max-skipped-steps).
+        128 + a signal's number: the signal has ended an evaluation on this rank, with nothing else to do (other ranks
+        return 1); or Ctrl-C has ended the run before its first step.
 
     Args:
         config: validated (megasnn.config.validate).
-        callbacks: are called with what happens.
+        callbacks: called on the first rank during the run.
     """
     try:
         return _recorded(config, callbacks) or 0
@@ -57,33 +63,35 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
 
 @record
 def _recorded(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
-    """Leaves torchrun the error of the rank that has failed first. Errors that follow from it are not reported."""
+    """Runs the training; `record` writes the error of the rank that failed first for torchrun, and no later ones."""
     try:
         return _train(config, callbacks)
     except Exception as error:
         if not claim_fault(error):
             end_process()
         if isinstance(error, MISTAKES):
-            raise error.with_traceback(None) from None  # `record` writes down the traceback
+            raise error.with_traceback(None) from None  # `record` would write the traceback down
         raise
 
 
 def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
     """Joins the ranks, builds, loads, trains, evaluates, saves; returns the exit status."""
     state, leave = join_ranks(config)
-    stage, stop, is_alone = f"pipeline stage {state.pp.rank}", StopSignals(), state.world.size == 1
-    handled = ExitStack()
+    stage = f"pipeline stage {state.pp.rank}"
+    is_alone = state.world.size == 1
+    stop = StopSignals()
+    handlers = ExitStack()
     try:
         with error_context(f"on {stage}"):
             run = TrainingRun(config, state, stop, callbacks)
-        handled.enter_context(stop)  # until the ranks have left each other: a rank that is gone would break their end
+        handlers.enter_context(stop)
         with error_context(lambda: f"on {stage}, after iteration {run.engine.iteration}"):
             try:
                 run.train()
             except Exception:
-                # A save in the background may be nearly complete. The other ranks still work on it: they hear of the
+                # A save in the background may be nearly complete. The other ranks still work on it: they learn of the
                 # error after this, and their processes end.
-                with suppress(Exception):  # the first error is the one to be reported
+                with suppress(Exception):  # the first error is the one to report
                     run.saves.finish(None if is_alone else SAVING_SECONDS)
                     if is_alone:
                         run.close()
@@ -91,9 +99,10 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
             run.close()
         gather(state.world.handle, None)  # an error of another rank at its end still ends all
     finally:
-        if is_alone or sys.exc_info()[0] is None:  # else nothing that waits for other ranks may run
+        # After an error, nothing that waits for other ranks may run.
+        if is_alone or sys.exc_info()[0] is None:
             leave()
-        handled.close()
+        handlers.close()  # not before the ranks have left: a rank lost to a signal would break the others' leaving
     if config.training.evaluate_only and not run.has_evaluated:
         return stop.status
     if run.has_diverged:

@@ -1,4 +1,4 @@
-"""Measurements of a run for its log and TensorBoard: spikes, memory, time, traffic, traces and pictures."""
+"""Measurements for the log and TensorBoard: spikes, memory, time, traffic, traces and pictures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megasnn.telemetry.reporter import Reporter
 from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder, SpikeRecorder, position_in_model
 from megasnn.training.startup_log import log_folder
 
-PROFILED_SAMPLES = 8
+DRAWN_SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -48,31 +48,38 @@ class Metrics:
 
     Attributes:
         spikes: statistics of this rank's neurons, while `spikes.enabled`.
-        rasters: which of them fire when, while `rasters.enabled`.
+        rasters: firing times of this rank's neurons, while `rasters.enabled`.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._distributed, self._state, self._timers = engine.distributed, engine.state, engine.step.timers
+        self._distributed = engine.distributed
+        self._state = state = engine.state
+        self._timers = engine.step.timers
         self._counted_from = 0
         self._order = [layer.name for layer in self._distributed.description.layers]
-        self.spikes, self.rasters = SpikeRecorder(), RasterRecorder()
+        self.spikes = SpikeRecorder()
+        self.rasters = RasterRecorder()
         for name, neuron in self._distributed.neurons():
             neuron.observer = _Observer(self.spikes, self.rasters, name)
-        state = self._state  # a group of one rank sends nothing
+        # A group of one rank sends nothing.
         groups = {"tp": state.tp, "cp": state.cp, "dp": state.dp_cp}
         self._groups = [name for name, group in groups.items() if group.size > 1]
-        self._groups += ["pp", "backward"] if state.pp.size > 1 else []
+        if state.pp.size > 1:
+            self._groups += ["pp", "backward"]
 
     def since_last(self, iteration: int) -> tuple[dict[str, float], list[LayerSpikes]]:
-        """Returns scalars since the last call, and the spikes of each layer in the model's order. Collective.
+        """Scalars since the last call, by name, and the spikes of each layer in the model's order. Collective.
 
-        Scalars are memory, and per iteration time and traffic, by name.
+        Scalars are memory, and time and traffic per iteration.
         """
-        state, by_samples = self._state, self._distributed.context.cut == "samples"
-        # Ranks that share micro-batches by samples have the same neurons, and by rows other ones of a layer.
-        same, rows = (state.dp_cp, None) if by_samples else (state.dp, state.cp.handle)
-        others = state.tp.handle, rows
-        of_stages = gather(state.pp.handle, self.spikes.reduce(same.handle, others))
+        state = self._state
+        tp = state.tp.handle
+        # Ranks that cut micro-batches by samples see the same neurons; by rows, each sees other neurons of a layer.
+        if self._distributed.context.cut == "samples":
+            mine = self.spikes.reduce(state.dp_cp.handle, (tp, None))
+        else:
+            mine = self.spikes.reduce(state.dp.handle, (tp, state.cp.handle))
+        of_stages = gather(state.pp.handle, mine)
         layers = sorted(chain(*of_stages), key=lambda layer: position_in_model(layer.name, self._order))
         peaks = gather(state.world.handle, peak_memory_mb(state.device))
         iterations = max(iteration - self._counted_from, 1)
@@ -81,48 +88,55 @@ class Metrics:
         return {**memory_scalars(peaks), **times, **self._traffic(iterations)}, layers
 
     def _traffic(self, iterations: int) -> dict[str, float]:
-        """MB that all ranks together received per iteration, by group, and what they were unpacked. Collective.
+        """Received MB per iteration over all ranks, by group, as sent and as if unpacked. Collective.
 
-        "pp" is what stages send in forward, "backward" the gradients that come back; "dp" also counts the
-        gradients that replicas sum with the ranks that share their micro-batches.
+        "pp" counts activations between stages, "backward" their gradients. "dp" includes the gradient sums over
+        context parallel ranks.
         """
         mine = [traffic.by_group[group] for group in self._groups]
         traffic.reset()
         if not self._groups:
             return {}
-        sizes = [float(counts.bytes) for counts in mine] + [float(counts.dense_bytes) for counts in mine]
-        sums = sum_over_ranks(self._distributed.state.world.handle, sizes)
-        names = [f"communication/{group}_mb{form}" for form in ("", "_if_dense") for group in self._groups]
+        sizes = [float(counts.bytes) for counts in mine]
+        sizes += [float(counts.dense_bytes) for counts in mine]
+        sums = sum_over_ranks(self._state.world.handle, sizes)
+        names = [f"communication/{group}_mb" for group in self._groups]
+        names += [f"{name}_if_dense" for name in names]
         return {name: value / (1e6 * iterations) for name, value in zip(names, sums, strict=True)}
 
 
 class StepTrace:
-    """Traces the iteration of --profile-step on the ranks of the first replica. An error in it ends no run.
+    """torch.profiler trace of the iteration of --profile-step, on the ranks of the first replica.
+
+    An error in it does not end the run.
 
     Args:
-        span: iterations that were done before, and those of the whole run.
+        span: iterations done before, and iterations of the whole run.
     """
 
     def __init__(self, config: PretrainConfig, state: ParallelState, span: tuple[int, int], reporter: Reporter) -> None:
-        step, (done, iterations) = config.logging.profile_step, span
+        step = config.logging.profile_step
+        done, iterations = span
         if step is not None and not done < step <= iterations:
             reporter.line(f"WARNING: --profile-step {step}, and the run has iterations {done + 1} to {iterations}")
-        self._step, self._reporter = step if state.dp.rank == 0 else None, reporter
-        gpu = [ProfilerActivity.CUDA] if state.device.type == "cuda" else []
-        self._activities = [ProfilerActivity.CPU, *gpu]
+        self._step = step if state.dp.rank == 0 else None
+        self._reporter = reporter
+        self._activities = [ProfilerActivity.CPU]
+        if state.device.type == "cuda":
+            self._activities.append(ProfilerActivity.CUDA)
         self._path = (log_folder(config) or Path()) / "traces" / f"rank{state.rank}-{step}.pt.trace.json"
 
     @contextmanager
     def around(self, number: int) -> Iterator[None]:
-        """Traces iteration `number` in the block, where it is due."""
+        """Traces the block if `number` is the iteration to trace."""
         if number != self._step:
             yield
             return
-        trace, tried = profile(activities=self._activities), self._reporter.best_effort
-        with tried("the trace of --profile-step"):
+        trace = profile(activities=self._activities)
+        with self._reporter.best_effort("the trace of --profile-step"):
             trace.start()
         yield
-        with tried("the trace of --profile-step"):
+        with self._reporter.best_effort("the trace of --profile-step"):
             trace.stop()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(self._path))
@@ -130,24 +144,27 @@ class StepTrace:
 
 
 class Pictures:
-    """Shows samples and spikes as pictures in TensorBoard.
+    """Pictures of samples and spikes in TensorBoard.
 
     Args:
-        rasters: filled by this rank's neurons.
+        rasters: firing times of this rank's neurons.
     """
 
     def __init__(
         self, config: PretrainConfig, engine: Engine, datasets: Datasets, rasters: RasterRecorder, reporter: Reporter
     ) -> None:
-        self._interval, self._reporter, self._state = config.logging.picture_interval, reporter, engine.state
+        self._interval = config.logging.picture_interval
+        self._reporter = reporter
+        self._state = engine.state
         self._layers = [layer.name for layer in engine.distributed.description.layers]
-        self._labels, self._rasters = datasets.train.labels, rasters
-        # The pipeline of the rank that writes; its other stages send theirs.
+        self._labels = datasets.train.labels
+        self._rasters = rasters
+        # Rank 0 draws, for the pipeline that it belongs to.
         self._draws = engine.state.dp_cp.rank == 0 and engine.state.tp.rank == 0
         self._shown = False
 
     def begin(self, batch: GlobalBatch, iteration: int) -> None:
-        """Shows samples of the run's first batch before a step, and observes the neurons where that is due.
+        """Before a step: draws samples of the run's first batch; observes the neurons if rasters are due.
 
         Args:
             iteration: steps done before this one.
@@ -157,19 +174,25 @@ class Pictures:
         self._rasters.enabled = self._draws and (iteration + 1) % self._interval == 0
         micro = batch.micro_batches[0]
         if not self._shown and self._state.rank == 0 and isinstance(micro.inputs, Tensor):  # not arrays by name
-            samples = list(micro.inputs[:PROFILED_SAMPLES].cpu().numpy())
+            samples = list(micro.inputs[:DRAWN_SAMPLES].cpu().numpy())
             classes = self._labels[micro.sample_ids[: len(samples)].numpy()].tolist()
             captions = [f"class {label}" for label in classes]
             self._reporter.board.picture("samples", lambda: sample_sheet(samples, captions), iteration)
         self._shown = True
 
     def end(self, iteration: int) -> None:
-        """Draws rasters after a step, with that one counted, where they are due. Collective over the pipeline."""
+        """After a step: draws rasters if they are due. Collective over the pipeline.
+
+        Args:
+            iteration: steps done, this one included.
+        """
         if not self._rasters.enabled:
             return
         self._rasters.enabled = False
-        of_stages = gather(self._state.pp.handle, self._rasters.take())
-        found = {name: raster for stage in of_stages for name, raster in stage.items()}
-        rasters = {name: found[name] for name in sorted(found, key=lambda name: position_in_model(name, self._layers))}
-        if self._state.rank == 0 and rasters:
+        found = {}
+        for of_stage in gather(self._state.pp.handle, self._rasters.take()):
+            found.update(of_stage)
+        if self._state.rank == 0 and found:
+            names = sorted(found, key=lambda name: position_in_model(name, self._layers))
+            rasters = {name: found[name] for name in names}
             self._reporter.board.picture("spikes/raster", lambda: raster_sheet(rasters), iteration)

@@ -1,4 +1,4 @@
-"""Synaptic operations of an evaluation: observes the convolutions and linear layers of all ranks while it runs."""
+"""Synaptic operations of an evaluation, counted in the convolutions and linear layers of all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 class Operations:
-    """Counts the operations of the products on this rank, inside `counting`."""
+    """Counts the synaptic operations of this rank's layers, inside `counting`."""
 
     def __init__(self, distributed: DistributedModel) -> None:
         self._state = distributed.state
@@ -31,18 +31,18 @@ class Operations:
         for chunk in distributed.chunks.values():
             for layer_name, layer in chunk.named_layers():
                 for name, module in layer.named_modules(prefix=layer_name):
-                    self._modules.setdefault(module, name)  # of one that two layers share, the first name
+                    self._modules.setdefault(module, name)  # layers may share a module: the first name stays
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Around an evaluation."""
+        """Observes the layers inside the block."""
         hooks = []
         for module, name in self._modules.items():
             if isinstance(module, WeightedLayer):
-                module.observer = partial(self._of_ours, name, module)
-            # A module of torch's is whole on every tensor parallel rank.
+                module.observer = partial(self._observe_weighted, name, module)
+            # A torch module is whole on every tensor parallel rank: the first one counts.
             elif isinstance(module, nn.Linear | Convolution) and self._state.tp.rank == 0:
-                hooks.append(module.register_forward_pre_hook(partial(self._of_torch, name)))
+                hooks.append(module.register_forward_pre_hook(partial(self._observe_torch, name)))
         try:
             yield
         finally:
@@ -53,17 +53,17 @@ class Operations:
                     module.observer = None
 
     def of_sample(self, samples: int) -> list[LayerOperations]:
-        """Returns the operations of each product, means over so many samples, in the model's order. Collective."""
+        """Operations of each layer in the model's order: the mean over a number of samples. Collective."""
         of_ranks = gather(self._state.world.handle, self._counter.take())
         found = add_ranks(of_ranks, samples)
         return sorted(found, key=lambda each: position_in_model(each.name, self._order))
 
-    def _of_ours(self, name: str, layer: WeightedLayer, images: Tensor, steps: int) -> None:
+    def _observe_weighted(self, name: str, layer: WeightedLayer, images: Tensor, steps: int) -> None:
         are_spikes = layer.options.content is Content.SPIKES and layer.options.pool == 1
         self._counter.observe(name, images, layer.times_used, steps, are_spikes)
 
-    def _of_torch(self, name: str, module: Any, inputs: tuple[Tensor, ...]) -> None:
-        """Observes one of torch's modules, or of SpikingJelly's, which take all time steps too."""
+    def _observe_torch(self, name: str, module: Any, inputs: tuple[Tensor, ...]) -> None:
+        """Observes a module of torch, or of SpikingJelly with an input of all time steps."""
         x = inputs[0].detach()
         if isinstance(module, nn.Linear):
             rows = x.reshape(-1, x.shape[-1], 1)
@@ -74,11 +74,19 @@ class Operations:
 
 
 def _times_used(module: Convolution, space: Sequence[int]) -> Tensor:
-    """Number of outputs that a value at each pixel goes into, in a convolution of torch's."""
+    """Number of outputs that each input pixel contributes to, in a torch convolution; of shape `space`."""
     kinds: dict[int, Callable[..., Convolution]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-    options = module.kernel_size, module.stride, module.padding, module.dilation
-    of_a_channel = kinds[len(space)](
-        1, 1, *options, bias=False, padding_mode=module.padding_mode, dtype=torch.float64, device="cpu"
+    one_channel = kinds[len(space)](
+        1,
+        1,
+        module.kernel_size,
+        module.stride,
+        module.padding,
+        module.dilation,
+        bias=False,
+        padding_mode=module.padding_mode,
+        dtype=torch.float64,
+        device="cpu",
     )
-    nn.init.ones_(of_a_channel.weight)
-    return times_used(of_a_channel, space) * (module.out_channels // module.groups)
+    nn.init.ones_(one_channel.weight)
+    return times_used(one_channel, space) * (module.out_channels // module.groups)

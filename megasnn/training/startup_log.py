@@ -1,4 +1,4 @@
-"""Lines that a run prints before the first step, and writes about itself to files and TensorBoard."""
+"""Introduction of a run: lines before the first step, its configuration in files and in TensorBoard."""
 
 from __future__ import annotations
 
@@ -28,110 +28,139 @@ from megasnn.telemetry.reporter import Reporter
 
 
 def log_folder(config: PretrainConfig) -> Path | None:
-    """Folder of a run's configuration and JSON log: that of its checkpoints, otherwise that of its event files."""
+    """Folder of the configuration and the JSON log: the checkpoints' folder, otherwise TensorBoard's."""
     folder = config.checkpoint.save or config.logging.tensorboard_dir
     return None if folder is None else Path(folder)
 
 
 def introduce(config: PretrainConfig, engine: Engine, reporter: Reporter) -> None:
-    """Logs what is about to be trained and how. Collective."""
-    original, config = config, _without_secrets(config)
-    distributed, plan, state = engine.distributed, engine.plan, engine.state
-    context = distributed.context
-    lines = [
-        *_summary(config, engine),
-        *_unread(config, distributed.description.neurons),
-    ]
-    reporter.multiply_adds = sum(each.operations for each in distributed.description.layers)
-    if state.cp.size > 1:
-        lines.append(f"context parallel: {state.cp.size} ranks share each micro-batch by {context.cut}")
-    for line in (*lines, *_flags(config), *_model(config, distributed, plan)):
+    """Logs the model, the layout and the flags. Collective."""
+    original = config
+    config = _without_secrets(config)
+    layers = engine.distributed.description.layers
+    reporter.multiply_adds = sum(layer.operations for layer in layers)
+    lines = [*_summary(config, engine), *_unused_neuron_flags(config, engine.distributed.description.neurons)]
+    if engine.state.cp.size > 1:
+        cut = engine.distributed.context.cut
+        lines.append(f"context parallel: {engine.state.cp.size} ranks share each micro-batch by {cut}")
+    lines += _flags(config)
+    lines += _model(config, engine.distributed, engine.plan)
+    for line in lines:
         reporter.line(line)
+    _record_configuration(config, engine, reporter)
+    _draw_schedule(engine, reporter)
+    file = _config_file(config)
+    if file is not None and engine.state.rank == 0:
+        with reporter.best_effort(f"writing {file}"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, to_json(original))
+
+
+def _record_configuration(config: PretrainConfig, engine: Engine, reporter: Reporter) -> None:
+    """Gives flags and start position to TensorBoard, callbacks and log.jsonl."""
+    plan = engine.plan
+    description = engine.distributed.description
     reporter.board.text("configuration", textwrap.indent(to_json(config), "    "))
-    grid = {"data_parallel_size": state.dp.size, "parameters": distributed.parameters}
-    flat = {name: value for of_part in to_dict(config).values() for name, value in of_part.items()}
-    reporter.flags({**{name: "none" if value is None else value for name, value in flat.items()}, **grid})
+    grid = {"data_parallel_size": engine.state.dp.size, "parameters": engine.distributed.parameters}
+    flags = {}
+    for part in to_dict(config).values():
+        for name, value in part.items():
+            flags[name] = "none" if value is None else value
+    reporter.flags({**flags, **grid})
     costs = None
     if plan.costs is not None:
-        costs = {
-            layer.name: asdict(cost)
-            for layer, cost in zip(distributed.description.layers, plan.costs.layers, strict=True)
-        }
+        by_layer = zip(description.layers, plan.costs.layers, strict=True)
+        costs = {layer.name: asdict(cost) for layer, cost in by_layer}
     start = {
-        **{"iteration": engine.iteration, "iterations": engine.length.iterations, "ranks": state.world.size},
+        "iteration": engine.iteration,
+        "iterations": engine.length.iterations,
+        "ranks": engine.state.world.size,
         **grid,
         "layout": layers_per_chunk(plan.bounds),
         "costs": costs,
         "config": with_model_name(config),
     }
     reporter.entry("start", start)
-    simulation = plan.simulation(plan.micro_batches) if state.pp.size * state.dp_shard.size > 1 else None
+
+
+def _draw_schedule(engine: Engine, reporter: Reporter) -> None:
+    plan = engine.plan
+    if engine.state.pp.size * engine.state.dp_shard.size == 1:
+        return
+    simulation = plan.simulation(plan.micro_batches)
     if simulation is not None:
         schedule = plan.schedules.training(plan.micro_batches)
         draw = partial(raster, schedule, simulation, "simulated")
         reporter.board.picture("pipeline/simulated", draw, engine.iteration)
-    file = _config_file(config)
-    if file is not None and state.rank == 0:
-        with reporter.best_effort(f"writing {file}"):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, to_json(original))
 
 
 def _without_secrets(config: PretrainConfig) -> PretrainConfig:
-    """The configuration for logs, which more people read than config.json."""
+    """The configuration for logs: more people read them than config.json, and URLs of data may hold passwords."""
     data = config.data
     valid = None if data.valid_data_path is None else shown_path(data.valid_data_path)
     return replace(config, data=replace(data, data_path=shown_path(data.data_path), valid_data_path=valid))
 
 
 def _config_file(config: PretrainConfig) -> Path | None:
-    """File of the configuration: a run that only evaluates leaves that of the training alone."""
+    """File of the configuration. An evaluation does not replace that of the training."""
     folder = log_folder(config)
     name = "evaluation_config.json" if config.training.evaluate_only else "config.json"
     return None if folder is None else folder / name
 
 
 def _summary(config: PretrainConfig, engine: Engine) -> list[str]:
-    distributed, length, done = engine.distributed, engine.length, engine.iteration
-    training, state = config.training, distributed.state
-    to_go = length.iterations - done
-    epochs = engine.consumed_samples / length.epoch_samples + float(to_go / length.epoch)
-    ranks, name = state.world.size, type(config.model).__name__.removesuffix("Config")
-    where = f"{ranks} rank{'s' * (ranks > 1)} ({state.grid}), {_device(state.device, config.parallel)}"
-    still = distributed.parameters - distributed.trained_parameters
-    frozen = f" ({still:,} of them frozen)" if still else ""
-    what = (
-        "evaluating only"
-        if training.evaluate_only
-        else f"{length.iterations} iterations of {training.global_batch_size} samples ({training.micro_batches} "
-        f"micro-batches of {training.micro_batch_size}): {epochs:.1f} epochs of {length.epoch_samples} samples"
-        + (f"; {done} iterations are done, {to_go} to go" if done else "")
-        + (f"; the last {length.left_over} samples fill no global batch and are left out" if length.left_over else "")
-    )
-    data = (training.evaluate_only and config.data.valid_data_path) or config.data.data_path
+    """Model and hardware, length, data, neurons: one line each."""
+    distributed = engine.distributed
+    description = distributed.description
+    state = distributed.state
+    name = type(config.model).__name__.removesuffix("Config")
+    frozen = distributed.parameters - distributed.trained_parameters
+    frozen_text = f" ({frozen:,} of them frozen)" if frozen else ""
+    ranks = f"{state.world.size} rank{'s' * (state.world.size > 1)} ({state.grid})"
+    data = config.data.data_path
+    if config.training.evaluate_only and config.data.valid_data_path:
+        data = config.data.valid_data_path
     if data == SAMPLE:
         data = "scikit-learn's digits, because there is no --data-path"
-    spec = config.neuron.spec
     sample = torch.empty(1, 1, 1, dtype=distributed.context.numerics.compute_dtype, device=state.device)
-    backend = backend_for(config.neuron.neuron_backend, sample, spec)
-    kinds = ", ".join(sorted({each.kind for each in distributed.description.neurons})) or "of the model's own"
-    layers, parameters = len(distributed.description.layers), distributed.parameters
+    backend = backend_for(config.neuron.neuron_backend, sample, config.neuron.spec)
+    kinds = ", ".join(sorted({each.kind for each in description.neurons})) or "of the model's own"
     return [
-        f"{name} with {parameters:,} parameters{frozen} in {layers} layers on {where}",
-        what,
+        f"{name} with {distributed.parameters:,} parameters{frozen_text} in {len(description.layers)} layers on "
+        f"{ranks}, {_device(state.device, config.parallel)}",
+        _length(config, engine),
         f"data: {data}",
         f"neurons: {kinds} by {backend.summary}",
     ]
 
 
-def _unread(config: PretrainConfig, neurons: Set[NeuronSpec]) -> list[str]:
-    """Warns of flags of the neuron that no neuron of the model follows: those of converted modules keep their own."""
-    wanted, usual = config.neuron.spec, config.model.neuron().spec
-    names = {"kind": "neuron", "alpha": "surrogate_alpha"}
+def _length(config: PretrainConfig, engine: Engine) -> str:
+    training = config.training
+    if training.evaluate_only:
+        return "evaluating only"
+    length = engine.length
+    done = engine.iteration
+    to_go = length.iterations - done
+    epochs = engine.consumed_samples / length.epoch_samples + float(to_go / length.epoch)
+    text = (
+        f"{length.iterations} iterations of {training.global_batch_size} samples ({training.micro_batches} "
+        f"micro-batches of {training.micro_batch_size}): {epochs:.1f} epochs of {length.epoch_samples} samples"
+    )
+    if done:
+        text += f"; {done} iterations are done, {to_go} to go"
+    if length.left_over:
+        text += f"; the last {length.left_over} samples fill no global batch and are left out"
+    return text
+
+
+def _unused_neuron_flags(config: PretrainConfig, neurons: Set[NeuronSpec]) -> list[str]:
+    """Warnings of neuron flags without effect: neurons of converted modules keep their own values."""
+    default = config.model.neuron().spec
+    flags = {"kind": "neuron", "alpha": "surrogate_alpha"}
     lines = []
-    for name, value in vars(wanted).items():
-        if value != getattr(usual, name) and all(getattr(each, name) != value for each in neurons):
-            flag = f"--{names.get(name, name).replace('_', '-')} {value}"
+    for name, value in vars(config.neuron.spec).items():
+        if value != getattr(default, name) and all(getattr(each, name) != value for each in neurons):
+            flag = f"--{flags.get(name, name).replace('_', '-')} {value}"
             theirs = ", ".join(sorted({str(getattr(each, name)) for each in neurons})) or "neurons of its own"
             lines.append(f"WARNING: {flag}: no neuron of {config.model.name} follows it; the model has {theirs}")
     return lines
@@ -140,18 +169,20 @@ def _unread(config: PretrainConfig, neurons: Set[NeuronSpec]) -> list[str]:
 def _device(device: torch.device, parallel: ParallelConfig) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    threads, (_, why) = torch.get_num_threads(), choose_device(parallel.device)
-    return f"CPU with {threads} thread{'s' * (threads > 1)} a rank{f' ({why})' if why else ''}"
+    threads = torch.get_num_threads()
+    text = f"CPU with {threads} thread{'s' * (threads > 1)} a rank"
+    _, reason = choose_device(parallel.device)
+    return f"{text} ({reason})" if reason else text
 
 
 def _flags(config: PretrainConfig) -> list[str]:
     file = _config_file(config)
-    kept = f"; all are in {file}" if file is not None else ""
+    where = f"; all are in {file}" if file is not None else ""
     changed = changed_flags(config)
     if not changed:
-        return [f"all flags have their defaults{kept}"]
-    parts = (f"  {part:<12}{' '.join(flags)}" for part, flags in changed.items())
-    return [f"flags that differ from their defaults{kept}:", *parts]
+        return [f"all flags have their defaults{where}"]
+    parts = [f"  {part:<12}{' '.join(flags)}" for part, flags in changed.items()]
+    return [f"flags that differ from their defaults{where}:", *parts]
 
 
 def _operations(layers: Sequence[LayerDescription]) -> str:
@@ -159,14 +190,20 @@ def _operations(layers: Sequence[LayerDescription]) -> str:
 
 
 def _model(config: PretrainConfig, distributed: DistributedModel, plan: PipelinePlan) -> list[str]:
-    """Content of each chunk, and the schedule; without a pipeline, what the whole model computes."""
-    layers, placement = distributed.description.layers, plan.schedules.placement
+    """Layers of each chunk, and the schedule; without a pipeline, operations of the whole model."""
+    layers = distributed.description.layers
+    placement = plan.schedules.placement
     if len(placement) == 1:
         return [_operations(layers), *plan.describe(config.parallel)]
     lines = [f"pipeline layout {layers_per_chunk(plan.bounds)}; chunks"]
     for index, (span, rank) in enumerate(zip(plan.bounds, placement, strict=True)):
-        content = f"{layers[span.start].name} .. {layers[span.stop - 1].name}" if span else "empty"
+        if not span:
+            lines.append(f"  {index} on pipeline rank {rank}: empty")
+            continue
         mine = layers[span.start : span.stop]
-        sizes = f", {sum(each.parameters for each in mine):,} parameters, {_operations(mine)}" if mine else ""
-        lines.append(f"  {index} on pipeline rank {rank}: {content}{sizes}")
+        parameters = sum(each.parameters for each in mine)
+        lines.append(
+            f"  {index} on pipeline rank {rank}: {mine[0].name} .. {mine[-1].name}, {parameters:,} parameters, "
+            f"{_operations(mine)}"
+        )
     return lines + plan.describe(config.parallel)

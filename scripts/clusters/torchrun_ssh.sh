@@ -4,13 +4,13 @@
 #     HOSTS="node0 node1" GPUS=8 bash scripts/clusters/torchrun_ssh.sh -m megasnn spikformer \
 #         --config spikformer/imagenet --data-path "/data/train-{00000..01023}.tar" --save /shared/run
 #
-# It uses the active `python` and the current folder, which must be at the same path on all hosts. The first of HOSTS has
-# the rendezvous. Without GPUs, GPUS is the number of ranks on a host. Ctrl-C and SIGTERM reach all ranks, which save and end.
-# When a host fails, the others are stopped.
+# It uses the active `python` and the current folder, which must have the same path on all hosts. The first host has the
+# rendezvous. Without GPUs, GPUS is the number of ranks on a host. After Ctrl-C or SIGTERM all ranks save and end. When a
+# host fails, the others are stopped.
 set -euo pipefail
 read -ra hosts <<<"${HOSTS:?the hosts, between spaces}"
 job=${JOB:-$$-$(date +%s)}
-port=${PORT:-$((20000 + $(cksum <<<"$job" | cut -d " " -f 1) % 10000))} # of the job: two jobs on a host do not meet
+port=${PORT:-$((20000 + $(cksum <<<"$job" | cut -d " " -f 1) % 10000))} # derived from the job, so that two jobs on a host differ
 torchrun=("$(command -v python)" -m torch.distributed.run --nnodes "${#hosts[@]}"
     --nproc-per-node "${GPUS:?GPUs on each host}" --max-restarts "${RESTARTS:-0}" --rdzv-id "$job"
     --rdzv-backend c10d --rdzv-endpoint "${hosts[0]}:$port")
@@ -20,8 +20,8 @@ for name in PYTHONPATH OMP_NUM_THREADS MEGASNN_CACHE NCCL_SOCKET_IFNAME GLOO_SOC
 done
 command="cd $(printf %q "$PWD") && exec $(printf '%q ' env "${passed[@]}" "${torchrun[@]}" "$@")"
 
-# Each torchrun has a terminal (-tt). What is typed there, such as Ctrl-C, comes from a pipe of this script; when the
-# connection ends, the system of that host hangs up on its ranks.
+# Each torchrun has a terminal (-tt), whose keyboard is a pipe of this script: it types Ctrl-C there. When the connection
+# ends, the host closes the terminal, and its ranks get SIGHUP.
 pipes=$(mktemp -d)
 trap 'rm -rf "$pipes"' EXIT
 keyboards=()

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint.folder import LATEST, FolderLock, go_back, list_checkpoints, name_best, prune
+from megasnn.checkpoint.folder import LATEST, go_back, list_checkpoints, name_best, prune
 from megasnn.checkpoint.load import load_global_tensors
+from megasnn.checkpoint.lock import FolderLock
 from megasnn.checkpoint.save import save_global_tensors
 from megasnn.common.files import CheckpointError, NoCheckpointError
 
@@ -178,8 +179,13 @@ def test_a_second_run_is_refused_until_the_first_has_ended_however(tmp_path):
         FolderLock(tmp_path / "file")
 
 
-def claims(monkeypatch, folder: Path, name: str, restarts: int = 0, continues: bool = False) -> bool | None:
-    """Whether a job of this name, restarted so often, goes on with its own checkpoints; None where it is refused."""
+def claims(
+    monkeypatch, folder: Path, name: str, restarts: int = 0, continues: bool = False, adopts: bool = True
+) -> bool | None:
+    """Whether a job of this name, restarted so often, goes on with its own checkpoints; None where it is refused.
+
+    Without `adopts` it ends before it has loaded the checkpoint that it continues from.
+    """
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
     try:
@@ -187,6 +193,8 @@ def claims(monkeypatch, folder: Path, name: str, restarts: int = 0, continues: b
     except CheckpointError as error:
         assert "--load" in str(error) and "--save" in str(error)
         return None
+    if adopts:
+        lock.adopt()
     lock.release()
     return lock.resumes
 
@@ -199,6 +207,9 @@ def test_a_restarted_job_goes_on_with_its_own_checkpoints_only(tmp_path, monkeyp
     assert claims(monkeypatch, tmp_path, "none") is None
     assert claims(monkeypatch, tmp_path, "none", restarts=1) is None  # torchrun starts the refused job again
     assert claims(monkeypatch, tmp_path, "a") is None
+    assert claims(monkeypatch, tmp_path, "a", restarts=1) is None
+    for _ in range(2):  # until it has loaded, --load and --ckpt-step hold again
+        assert claims(monkeypatch, tmp_path, "a", continues=True, adopts=False) is False
     assert claims(monkeypatch, tmp_path, "a", restarts=1) is None
     assert claims(monkeypatch, tmp_path, "a", continues=True) is False  # by --load
     save(tmp_path, 6)

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megasnn.checkpoint.fit import model_differences
 from megasnn.checkpoint.folder import LATEST
 from megasnn.checkpoint.format import Progress
-from megasnn.checkpoint.load import load_checkpoint, load_globals_into, model_differences
+from megasnn.checkpoint.load import load_checkpoint, load_globals_into
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import save_checkpoint
 from megasnn.common.files import CheckpointError, NoCheckpointError

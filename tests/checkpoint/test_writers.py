@@ -16,7 +16,7 @@ from megasnn.checkpoint import save
 from megasnn.checkpoint.folder import BEST, LATEST, list_checkpoints
 from megasnn.checkpoint.format import Progress
 from megasnn.checkpoint.load import load_global_tensors
-from megasnn.checkpoint.save import Writer
+from megasnn.checkpoint.writer import Writer
 from megasnn.common.grid import Grid
 from tests.checkpoint.fake_model import CONFIG, Rank, known
 from tests.small_disk import fill, small_disk

@@ -247,7 +247,7 @@ def installed(reader: Reader) -> dict[str, str] | None:
 
 
 def page_rows(table: dict[str, Any]) -> list[str]:
-    """The table of docs/checkpoints.md, a line for each graph."""
+    """The table of docs/nir.md, a line for each graph."""
     names = [*table]
     kinds = {"same": "same", "scaled": "scaled", "other": "**other**", "refused": "refused"}
     head = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
@@ -261,7 +261,7 @@ def page_rows(table: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="keep the outcomes of the installed readers")
-    parser.add_argument("--page", action="store_true", help="print the table for docs/checkpoints.md alone")
+    parser.add_argument("--page", action="store_true", help="print the table for docs/nir.md alone")
     options = parser.parse_args()
     logging.disable()
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}

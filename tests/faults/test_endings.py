@@ -44,7 +44,7 @@ def test_a_signal_after_the_last_step_changes_nothing(tmp_path) -> None:
 
 ENDED_RUN = """
 import atexit, time
-from megasnn.training.loop import StopSignals
+from megasnn.training.signals import StopSignals
 
 def slowly():
     print("ending", flush=True)

@@ -6,7 +6,8 @@ import os
 import platform
 import re
 
-from megasnn.checkpoint.folder import LOCK, NOTE, FolderLock, list_checkpoints
+from megasnn.checkpoint.folder import list_checkpoints
+from megasnn.checkpoint.lock import LOCK, NOTE, FolderLock
 from tests.faults.launch import ENDLESS, PP2, TINY, Ranks, Torchrun, refused
 from tests.training.runs import same, saved
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import weakref
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -55,10 +56,16 @@ def test_bytes_of_tensors_are_counted_and_circles_from_before_stay() -> None:
 
 
 class _Event:
-    """Of a device: `passed` is when it came there in milliseconds, None before."""
+    """Event of a device, which has passed it at `passed` milliseconds; None before that."""
 
-    def __init__(self) -> None:
+    recorded: ClassVar[list[_Event]] = []
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
         self.passed: float | None = None
+
+    def record(self) -> None:
+        self.recorded.append(self)
 
     def query(self) -> bool:
         return self.passed is not None
@@ -69,12 +76,6 @@ class _Event:
 
 
 def test_means_of_an_interval_and_a_device_by_its_own_clock_that_is_never_waited_for(monkeypatch):
-    events: list[_Event] = []
-
-    def mark(_: Timers) -> _Event:
-        events.append(_Event())
-        return events[-1]
-
     timers, clock = Timers(torch.device("cpu")), iter((0.0, 1.0, 1.0, 4.0, 4.0))
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
     for _ in range(2):
@@ -85,7 +86,8 @@ def test_means_of_an_interval_and_a_device_by_its_own_clock_that_is_never_waited
     assert timers.mean_ms() == {"forward": 2000.0} and timers.mean_ms() == {}
 
     monkeypatch.setattr(module.torch.cuda, "Event", _Event)
-    monkeypatch.setattr(Timers, "_mark", mark)
+    timers = Timers(torch.device("cuda"))
+    events = _Event.recorded
     for _ in range(2):
         with timers("step"):
             pass

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from megasnn.data.shards import Index, ShardRecord, scan
 from megasnn.export.trained_model import load_model
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
+from megasnn.parallel import agreement
 from megasnn.pretraining import configuration, pretrain
 from tests.checkpoint.saved import MODELS as SAVED
 from tests.checkpoint.saved import save_whole
@@ -194,6 +197,28 @@ def test_a_folder_named_by_mistake_is_refused_and_a_first_start_is_not(cache, tm
     first = train(cache, "--train-iters", "2", "--exit-interval", "1", "--load", f"{folder}/", "--save", folder)
     second = train(cache, "--train-iters", "2", "--load", folder, "--save", folder, "--exit-on-missing-checkpoint")
     assert (first.iteration, second.iteration) == (1, 2)
+
+
+def test_ranks_agree_once_on_a_start_and_twice_on_a_load(cache, tmp_path) -> None:
+    """Each agreement makes all ranks wait. What files decide, the first rank tells once."""
+    train(cache, "--train-iters", "1", "--save", str(tmp_path))
+    ways = (agreement.gather, agreement.broadcast_result, agreement.run_on_all_ranks, agreement.run_and_gather)
+    codes = [way.__code__ for way in ways]
+    callers = []
+
+    def profile(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and frame.f_code in codes and frame.f_back is not None:
+            callers.append(Path(frame.f_back.f_code.co_filename).stem)
+
+    sys.setprofile(profile)
+    try:
+        train(cache, "--train-iters", "2", "--load", str(tmp_path), "--save", str(tmp_path), only_load=True)
+    finally:
+        sys.setprofile(None)
+    found = [caller for caller in callers if caller != "agreement"]
+    # Folder and checkpoint, and that hosts share the folder; flags; plan; the checkpoint fits, and is read; memory.
+    expected = ["start", "start", "build", "plan", "load", "load", "memory"]
+    assert found[: len(expected)] == expected and set(found[len(expected) :]) == {"checkpoint"}, found
 
 
 def test_what_a_resumed_run_does_otherwise_is_told_or_refused(cache, tmp_path, capsys) -> None:

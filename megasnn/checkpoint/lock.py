@@ -1,0 +1,93 @@
+"""Lock of a folder of checkpoints, and the note of the job that wrote them.
+
+The note tells a restarted job that checkpoints in the folder are its own. torchrun starts all ranks anew when one is
+lost (--max-restarts) or when nodes come and go, with the same command line. The job then continues from its own
+checkpoints, not from the one of --load.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from megasnn.checkpoint.folder import clean, list_checkpoints
+from megasnn.common.files import CheckpointError, read_regular, write_whole
+
+LOCK = ".lock"
+NOTE = ".job"
+_PATIENCE_SECONDS = 20.0  # a restarted run may be faster than the end of the one before
+
+
+class FolderLock:
+    """Lock of a folder of checkpoints by the first rank of a run, until `release` or the end of the process.
+
+    Args:
+        continues: the run loads a checkpoint of this folder.
+    Attributes:
+        resumes: the folder holds checkpoints of this job from before a restart.
+        notice: for the user; may be empty.
+    Raises:
+        CheckpointError: another run holds the lock (names its process), the folder cannot be written, or it holds
+            checkpoints of other runs and this run does not continue them.
+    """
+
+    def __init__(self, folder: Path, continues: bool = True) -> None:
+        self._note = folder / NOTE
+        self._job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._lock = FileLock(folder / LOCK, timeout=_PATIENCE_SECONDS * (restarts > 0), thread_local=False)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / LOCK).touch()
+        except OSError as error:
+            raise CheckpointError(f"cannot write into the folder {folder}, check --save: {error}") from None
+        holder, job = _read(self._note)
+        notices = []
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise CheckpointError(
+                f"another run ({holder}) saves its checkpoints in {folder}: end it, or choose another --save"
+            ) from None
+        except (OSError, NotImplementedError):  # of file systems without flock
+            notices.append(f"WARNING: no locks on the file system of {folder}: use it for one run")
+        else:
+            clean(folder)  # only where no other run can be writing
+        there = list_checkpoints(folder)
+        # With a rendezvous of fixed addresses torchrun calls every job "none".
+        is_own = bool(self._job) and job == self._job and (job != "none" or restarts > 0)
+        self.resumes = is_own and bool(there)
+        # torchrun starts a refused job once more, and a job may end before it has loaded its checkpoint. Then nothing
+        # here is its own: --load and --ckpt-step hold again.
+        self._write_note(self._job if self.resumes or not there else "")
+        if there and not self.resumes and not continues:
+            self.release()
+            raise CheckpointError(
+                f"{folder} holds checkpoints up to iteration {there[-1]} that this run does not continue: give --load "
+                f"{folder}, or another folder to --save"
+            )
+        if self.resumes:
+            notices.insert(0, f"the job was here before: it goes on from its own latest checkpoint in {folder}")
+        self.notice = "\n".join(notices)
+
+    def adopt(self) -> None:
+        """Makes the checkpoints of the folder this job's own: it has loaded one, and continues from it if restarted."""
+        self._write_note(self._job)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def _write_note(self, job: str) -> None:
+        write_whole(self._note, f"process {os.getpid()} on {socket.gethostname()}\n{job}\n")
+
+
+def _read(file: Path) -> tuple[str, str]:
+    """Last holder of the lock, and torchrun's name of the job; empty where nothing in the folder is its own."""
+    try:
+        holder, job = read_regular(file).decode().splitlines()
+        return holder, job
+    except (OSError, ValueError):  # there is none
+        return "unknown", ""

@@ -1,0 +1,188 @@
+"""Saves of a run, one after the other: at once, or by a thread from a copy. A failed save does not end the run."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megasnn.checkpoint.folder import name_best, prune
+from megasnn.checkpoint.format import Progress
+from megasnn.checkpoint.optimizer_state import LocalState
+from megasnn.checkpoint.save import file_content, kind_of, write_checkpoint
+from megasnn.checkpoint.tensor_io import FileContent
+from megasnn.common.files import CheckpointError
+from megasnn.parallel.agreement import broadcast_result, rank_in
+from megasnn.parallel.sharding import ShardedTensor
+
+# Ranks wait for the slowest disk. megasnn.parallel.faults ends them when one is lost.
+_PATIENCE = datetime.timedelta(days=7)
+_SAVING_PRIORITY = 10
+"""Nice value of the saving thread: about a tenth of a core when training needs all of them."""
+
+
+class Writer:
+    """Writes a run's checkpoints, on one rank. The constructor, `save` and `finish` are collective.
+
+    Args:
+        process_group: all ranks; None for a process on its own.
+        background: a thread writes a copy of the tensors, in memory of the CPU, while training continues.
+        keep_last, keep_every: checkpoints to keep; see `prune`.
+        report: receives lines for the user, on the first rank, maybe from another thread.
+        complete: receives iteration and path of each complete checkpoint, like `report`.
+        saved: iteration of a checkpoint in the folder with the current state.
+    Attributes:
+        saved: iteration of the last save; None before the first.
+        failed: whether the last save failed. The same on every rank after `finish`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        process_group: dist.ProcessGroup | None,
+        background: bool = False,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        report: Callable[[str], None] = print,
+        complete: Callable[[int, Path], None] = lambda iteration, path: None,
+        saved: int | None = None,
+    ) -> None:
+        if background and process_group is not None:
+            # The thread's collectives run beside those of training, so they need another group.
+            ranks = dist.get_process_group_ranks(process_group)
+            process_group = dist.new_group(ranks, _PATIENCE, backend="gloo")
+            dist.barrier(process_group)  # new_group does not wait for the other members
+        self._folder = folder
+        self._group = process_group
+        self._background = background
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        self._report = report
+        self._complete = complete
+        self.saved = saved
+        self.failed = False
+        self._thread = threading.Thread()
+        self._tensors = list[tuple[int, int]]()
+        self._entries = list[ShardedTensor]()
+        self._planned = FileContent()
+        self._layout: object = None
+        self._copies = list[Tensor]()
+
+    def save(self, progress: Progress, state: LocalState, best: bool = False) -> None:
+        """Saves, unless this iteration is saved already and has not become the best since.
+
+        Tensors may change after it returns. A failure is reported and remembered; the next save tries again.
+        """
+        if self.busy:
+            self._tell("the checkpoint before is still being written: waiting for it")
+        self.finish()
+        if self.saved == progress.iteration and not best:
+            return
+        kind = kind_of(state.optimizer)
+        if not self._background:
+            self._attempt(progress, kind, lambda: self._content(state), best)
+            return
+        staged = Future[FileContent]()
+        try:
+            staged.set_result(self._staged(state))
+        except Exception as error:  # fails the save on all ranks
+            staged.set_exception(error)
+
+        def write() -> None:
+            _lower_priority()
+            self._attempt(progress, kind, staged.result, best)
+
+        self._thread = threading.Thread(target=write, name="megasnn-save", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save in the background is not complete."""
+        return self._thread.is_alive()
+
+    def finish(self, seconds: float | None = None) -> None:
+        """Waits for a save in the background, at most the given time."""
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+
+    def close(self) -> None:
+        """Frees the group of the saving thread. A save in progress is lost."""
+        if self._background and self._group is not None and not self.busy:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _content(self, state: LocalState) -> FileContent:
+        """Content of this rank's file. It is reused while the tensors are the same objects in the same memory."""
+        entries = state.entries()
+        tensors = [(id(each.tensor), each.tensor.data_ptr()) for each in entries]
+        if tensors != self._tensors:
+            self._planned = file_content(entries, self._group)
+            self._tensors = tensors
+            self._entries = entries  # keeps the objects alive: an id is not given to another one
+        return self._planned
+
+    def _staged(self, state: LocalState) -> FileContent:
+        """`_content` with copies of the values in memory of the CPU, which the next save reuses.
+
+        Copies from a GPU are pinned.
+        """
+        content = self._content(state)
+        values = [value for _, _, value in content]
+        layout = [(each.shape, each.dtype, each.stride()) for each in values]
+        if layout != self._layout:
+            # With the strides of the values: a copy into another memory order takes several times as long.
+            self._copies = [torch.empty_like(each, device="cpu", pin_memory=each.is_cuda) for each in values]
+            self._layout = layout
+        if values:
+            torch._foreach_copy_(self._copies, values, non_blocking=True)
+        if any(each.is_cuda for each in values):
+            torch.cuda.current_stream().synchronize()  # training may overwrite the values after this
+        return [(name, saved, copy) for (name, saved, _), copy in zip(content, self._copies, strict=True)]
+
+    def _attempt(self, progress: Progress, kind: str | None, make: Callable[[], FileContent], best: bool) -> None:
+        began = time.monotonic()
+        try:
+            path = write_checkpoint(self._folder, progress, kind, make, self._group)
+            if best:
+                broadcast_result(self._group, lambda: name_best(self._folder, progress.iteration))
+        except Exception as error:
+            self.failed = True
+            reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            self._tell(
+                f"WARNING: the checkpoint of iteration {progress.iteration} was NOT SAVED; the run goes on and tries "
+                f"again at the next interval. {reason}"
+            )
+            return
+        self.failed = False
+        self.saved = progress.iteration
+        self._tell(f"saved {path} in {time.monotonic() - began:.1f} s")
+        if rank_in(self._group) == 0:
+            self._complete(progress.iteration, path)
+            self._prune()
+
+    def _prune(self) -> None:
+        try:
+            for path in prune(self._folder, self._keep_last, self._keep_every):
+                self._tell(f"removed {path} (--keep-last {self._keep_last})")
+        except OSError as error:
+            self._tell(f"WARNING: cannot remove checkpoints that are no longer kept: {error}")
+
+    def _tell(self, text: str) -> None:
+        if rank_in(self._group) == 0:
+            self._report(text)
+
+
+def _lower_priority() -> None:
+    """Leaves the cores to training: lowers the priority of this thread and of those that it starts."""
+    if sys.platform == "linux":  # elsewhere a thread has no priority apart from its process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _SAVING_PRIORITY)

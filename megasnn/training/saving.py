@@ -1,0 +1,119 @@
+"""Checkpoints that a run saves, and the best of them by validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megasnn.checkpoint.lock import FolderLock
+from megasnn.checkpoint.writer import Writer
+from megasnn.config import PretrainConfig
+from megasnn.config.values import SAMPLES_KEY, samples
+from megasnn.engine import Engine
+from megasnn.telemetry.reporter import Reporter
+from megasnn.training.data import RunData
+
+
+@dataclass(frozen=True)
+class Best:
+    """Best evaluation so far, as a checkpoint keeps it.
+
+    Attributes:
+        evaluation: identity of the evaluation (`RunData.evaluation`). Accuracies of different ones are not compared.
+    """
+
+    iteration: int
+    accuracy_top1: float
+    evaluation: Mapping[str, object]
+
+    @classmethod
+    def read(cls, saved: object) -> Best | None:
+        """Reads the entry of a checkpoint; None without one. Old checkpoints do not identify the evaluation."""
+        match saved:
+            case {"iteration": int(iteration), "accuracy_top1": float(accuracy), **others}:
+                evaluation = others.get("evaluation")
+                return cls(iteration, accuracy, evaluation if isinstance(evaluation, dict) else {})
+        return None
+
+
+class Saves:
+    """Checkpoints of one run. Making one is collective.
+
+    Args:
+        lock: of the folder of --save, on the first rank; released at the end.
+        best: best evaluation before this run.
+        saved: the folder of --save has a checkpoint of this very state already.
+    """
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        engine: Engine,
+        data: RunData,
+        reporter: Reporter,
+        lock: FolderLock | None,
+        best: Best | None,
+        saved: bool,
+    ) -> None:
+        options = config.checkpoint
+        self._keeps_best = options.keep_best
+        self._engine = engine
+        self._lock = lock
+        self._extra = {**data.data_position, SAMPLES_KEY: samples(config)}
+        self._evaluation = data.evaluation
+        self._best = best
+        self._saved_best = best if saved else None
+        self._writer: Writer | None = None
+        if options.save and not config.training.evaluate_only:
+            self._writer = Writer(
+                Path(options.save),
+                process_group=engine.state.world.handle,
+                background=options.async_save,
+                keep_last=options.keep_last,
+                keep_every=options.keep_every,
+                report=reporter.line,
+                complete=reporter.saved,
+                saved=engine.iteration if saved else None,
+            )
+
+    def save(self, skipped_steps: int) -> None:
+        """Saves unless this iteration is saved already. A failure is reported, and the run continues. Collective.
+
+        Args:
+            skipped_steps: steps since the last save that were not finite.
+        """
+        if self._writer is None:
+            return
+        best = {} if self._best is None else {"best": asdict(self._best)}
+        progress = self._engine.checkpoints.progress({**self._extra, **best}, skipped_steps)
+        is_best = self.at_best(self._engine.iteration) and self._best != self._saved_best
+        if is_best:
+            self._saved_best = self._best
+        self._writer.save(progress, self._engine.checkpoints.state, is_best)
+
+    def found(self, iteration: int, accuracy: float) -> None:
+        """Compares the top-1 accuracy of an evaluation, the same on every rank, with the best so far."""
+        if self._keeps_best and (self._best is None or accuracy > self._best.accuracy_top1):
+            self._best = Best(iteration, accuracy, self._evaluation)
+
+    def at_best(self, iteration: int) -> bool:
+        """Whether this iteration is the best so far, and is to be kept as that."""
+        return self._best is not None and self._best.iteration == iteration
+
+    def finish(self, seconds: float | None = None) -> bool:
+        """Waits for a save in the background; False when the last save has failed. Collective.
+
+        Args:
+            seconds: longest wait, after which nothing more can be saved.
+        """
+        if self._writer is None:
+            return True
+        self._writer.finish(seconds)
+        return not self._writer.failed
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        if self._lock is not None:
+            self._lock.release()
