@@ -40,7 +40,7 @@ from megasnn.pipeline.profile_layers import (
     profile_layers,
     profile_pipeline,
 )
-from megasnn.planner.costs import Analysis, Counted, CutAxis, LayerFacts, ResidentTensor, Timed, cost_identity
+from megasnn.planner.costs import Analysis, Counted, CutAxis, PlannedLayer, ResidentTensor, Timed, cost_identity
 from megasnn.planner.machines import DEVICES, Machine
 
 TENSOR_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -109,10 +109,10 @@ def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu:
     )
 
 
-def _facts(layer: LayerDescription) -> LayerFacts:
+def _facts(layer: LayerDescription) -> PlannedLayer:
     # Outputs with five dimensions are images, [T, N, C, H, W].
     rows = [each.shape[3] for each in layer.entries.values() if len(each.shape) == 5]
-    return LayerFacts(layer.name, layer.layer_group, layer.parameters, layer.operations, max(rows, default=1))
+    return PlannedLayer(layer.name, layer.layer_group, layer.parameters, layer.operations, max(rows, default=1))
 
 
 def count_layers(

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import with_config
+from pydantic import AliasChoices, Field, with_config
 
 from megasnn.checkpoint.format import config_differences
 from megasnn.common.files import STRICT, DescriptionError, FreeForm, described, read_regular, write_whole
@@ -69,18 +69,18 @@ class ResidentTensor:
 
 @with_config(STRICT)
 @dataclass(frozen=True)
-class LayerFacts:
+class PlannedLayer:
     """A layer on a rank that shares none.
 
     Attributes:
-        layer_group: see `Layer`.
+        layer_group: see `Layer`. Files of development versions call it `unit`.
         parameters: number of elements.
         operations: multiply-adds in one sample's forward.
         rows: output image height; 1 for other outputs.
     """
 
     name: str
-    layer_group: str
+    layer_group: Annotated[str, Field(validation_alias=AliasChoices("layer_group", "unit"))]
     parameters: int
     operations: int
     rows: int
@@ -138,7 +138,7 @@ class Analysis:
 
     model: str
     about: dict[str, FreeForm]
-    layers: tuple[LayerFacts, ...]
+    layers: tuple[PlannedLayer, ...]
     sizes: tuple[int, ...]
     alone: Counted
     shared: dict[CutAxis, Counted]

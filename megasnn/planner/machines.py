@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import with_config
+from pydantic import AliasChoices, Field, with_config
 
 from megasnn.common.files import STRICT
 from megasnn.common.grid import AXES, Axis, Grid
@@ -52,7 +52,7 @@ class Machine:
     between: LinkCost
     program: float
     rest: float
-    source: str
+    source: Annotated[str, Field(validation_alias=AliasChoices("source", "told"))]
     start: float = 0.0
 
 
