@@ -29,12 +29,12 @@ FORWARD, BACKWARD = (4, 9), (7, 13)  # fewest and most launches
 # Of a step of two micro-batches of the VGG 50 look whether statistics are finite, and 10 make keys. docs/gpu.md and
 # planner/machines.py reckon with Spikformer's.
 LAUNCHES = {
-    "vgg_dvs": (VggDvs(), 128, 2, 448),
+    "vgg_dvs": (VggDvs(), 128, 2, 440),
     "spikformer-8-512": (Spikformer(embed_dim=512, depth=8, num_heads=8, patch_size=16, image_size=224), 8, 1, 759),
 }
 # Of a forward of four samples, and which of them pack bits: those of products of spikes with spikes.
 OF_NEURONS_ALONE = {
-    "spikformer": (Spikformer(image_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=4, time_steps=2), 131, 0),
+    "spikformer": (Spikformer(image_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=4, time_steps=2), 129, 0),
     "spike_driven": (CASES["spike_driven"].model, 218, 3),
 }
 
@@ -92,12 +92,12 @@ def test_launches_of_a_step(name: str) -> None:
     positions = partial(torch.zeros, samples, dtype=torch.int64)  # in memory that stays, as graphs have them
     given = list[list[tuple[Any, ...]]]()
     with opened(model, samples, micro_batches) as engine, fake_gpu() as found, drawing_for(positions()):
-        for number in range(2):
+        for number in range(3):
             for counts in (found.forward, found.backward, found.numbers):
                 counts.clear()
             step(engine, number)
             given.append(list(found.numbers))
-    assert given[0] == given[1]
+    assert given[1] == given[2]  # the first step makes the copies of weights that later ones fill
     assert sum(work.total() for of in (found.forward, found.backward) for work in of.values()) == launches
 
 
