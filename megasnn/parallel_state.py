@@ -47,7 +47,7 @@ class Group:
         name: key in the communication statistics.
         ranks: global ranks.
         rank: index of this process in `ranks`.
-        process_group: torch's group; None for a single rank, and after `destroy_model_parallel`.
+        process_group: torch's group; None for a single rank, and if freed or never created.
         sizes: sizes of the group's axes, slowest first.
     """
 
@@ -63,12 +63,12 @@ class Group:
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
-        """Torch's process group; None when the size is 1. Raises RuntimeError after `destroy_model_parallel`."""
+        """Torch's process group; None when the size is 1. Raises RuntimeError if freed or never created."""
         # torch takes None for the whole world.
         if self.process_group is None and self.size > 1:
             raise RuntimeError(
-                f"the process group {self.name} over {self.size} ranks was freed by destroy_model_parallel; call "
-                "initialize_model_parallel again"
+                f"the group {self.name} of {self.size} ranks has no process group: it was freed by "
+                "destroy_model_parallel, or never created; call initialize_model_parallel"
             )
         return self.process_group
 

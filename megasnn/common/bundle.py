@@ -28,7 +28,7 @@ def entries_of(output: Any) -> dict[EntryKey, Tensor]:
         raise ValueError(f"a layer must return one tensor or more, not an empty {kind}")
     for key, entry in entries.items():
         if not isinstance(entry, Tensor):
-            raise ValueError(f"entry {key!r} of a layer's output must be a tensor, not a {type(entry).__name__}")
+            raise ValueError(f"entry {key!r} of a layer's output must be a tensor, not {type(entry).__name__}")
     return entries
 
 

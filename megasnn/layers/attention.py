@@ -254,14 +254,14 @@ class Attend(torch.autograd.Function):
         finish = None
         if options.group is not None:
             finish = start_all_reduce_sum(of_kv, options.group)
-        parts = empty(spikes.shape, dtype, grad.device)
-        of_q, of_k, of_v = parts.unbind()
-        torch.matmul(grad, kv.transpose(-2, -1), out=of_q)
+        # The gradients of q and v take the memory of q and v, which are not needed any more.
+        torch.matmul(grad, kv.transpose(-2, -1), out=q)
         if finish is not None:
             finish()
-        torch.matmul(v, of_kv.transpose(-2, -1), out=of_k)
-        torch.matmul(k, of_kv, out=of_v)
-        return rearrange(parts, "part f h l d -> (f l) (part h d)").to(ctx.dtype), None, None
+        of_k = torch.matmul(v, of_kv.transpose(-2, -1))
+        torch.matmul(k, of_kv, out=v)
+        of_rows = torch.stack([each.transpose(1, 2) for each in (q, of_k, v)], dim=2)
+        return of_rows.view(ctx.shape).to(ctx.dtype), None, None
 
 
 def exact_type(values: Tensor, tokens: int) -> torch.dtype:

@@ -141,6 +141,10 @@ class CastWeights:
         """Bytes of the copies. A weight that needs no cast has none."""
         return sum(each.nbytes for each in self._copies.values())
 
+    def free(self) -> None:
+        """Frees the copies; the next forward makes new ones."""
+        self._copies = {}
+
     def give(self, weight: Tensor, values: Tensor) -> None:
         """Replaces a weight in products from now on, by values in their type."""
         self._given[weight] = values

@@ -108,6 +108,7 @@ def profile_layers(
                 # Sharded weights are gathered in the type of the products, so they need no cast.
                 if context.state.dp_shard.size == 1:
                     cost = replace(cost, cast=casts.resident_bytes)
+            casts.free()
             known[kind] = cost, trial.output
         cost, entering = known[kind]
         costs.append(cost)

@@ -188,5 +188,5 @@ def test_a_rank_without_process_groups_has_its_groups_and_cannot_communicate() -
     found = {name: (group.ranks, group.rank) for name, group in vars(state).items() if isinstance(group, Group)}
     assert found["tp"] == ((6, 7), 0) and found["dp"] == ((4, 6), 1) and found["pp"] == ((2, 6), 1)
     assert found["cp"] == ((6,), 0) and state.cp.handle is None
-    with pytest.raises(RuntimeError, match="group tp has no process group"):
+    with pytest.raises(RuntimeError, match="group tp of 2 ranks has no process group"):
         _ = state.tp.handle

@@ -254,7 +254,7 @@ def meet() -> Layer:
         ([gives(lambda y: [y])], "a, given .*list"),
         ([gives(lambda y: {1: y})], "a, given .*dict"),
         ([gives(lambda y: ())], "a, given .*empty tuple"),
-        ([gives(lambda y: (y, 1))], "entry 1 is of type int"),
+        ([gives(lambda y: (y, 1))], "entry 1 of a layer's output must be a tensor, not int"),
         ([lambda: layer("a", Reads())], r"a, given .*: in inner: .*test_bundles.py, line \d+\)"),
         ([gives(ConvNormNeuron(5, 4))], "a, .*: in make.conv: .* 5 input channels is given 4"),
         ([lambda: layer("a", ConvNormNeuron(4, 4), takes=())], r"a: takes=\(\)"),
