@@ -1,12 +1,12 @@
-"""E-SpikeFormer (Spike-driven Transformer V3, arXiv 2411.16061) as in the published code: dimensions and layers.
+"""E-SpikeFormer (Spike-driven Transformer V3, arXiv 2411.16061) as published: dimensions and layers.
 
 Published: github.com/BICLab/Spike-Driven-Transformer-V3, `Classification/Model_Base/models.py`.
 
 Equal weights give equal logits and gradients with one time step. The authors' neuron has no memory and rounds its input
 to 0 to 4, like an integer LIF in its first step. Over several time steps potentials go on here.
 
-Left out: the larger models pretrained by an autoencoder (`Model_Large`), distillation from a teacher, and conversion of
-counts to single spikes for chips. The published blocks take stochastic depth and layer scale, but apply neither.
+Left out: the larger autoencoder-pretrained models (`Model_Large`), distillation, and conversion of counts to single
+spikes for chips. The published blocks take stochastic depth and layer scale, but apply neither.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ESpikeFormer(Model):
         return wrong
 
     def layers(self) -> Iterable[Layer]:
-        """For each stage a downsampling and the two or three parts of each block; then the head."""
+        """By stage a downsampling and each block's two or three parts; then the head."""
         from megasnn.layers.layer import layer
         from megasnn.models.e_spikeformer import blocks as e
 

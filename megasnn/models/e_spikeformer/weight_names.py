@@ -1,4 +1,4 @@
-"""Names of E-SpikeFormer's tensors in the published code. Shapes are equal.
+"""E-SpikeFormer's tensor names in the published code. Shapes are equal.
 
 Published: arXiv 2411.16061, github.com/BICLab/Spike-Driven-Transformer-V3.
 """

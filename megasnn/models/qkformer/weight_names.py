@@ -1,4 +1,4 @@
-"""Names of QKFormer's tensors in SpikingJelly. Shapes are equal."""
+"""QKFormer's tensor names in SpikingJelly. Shapes are equal."""
 
 from __future__ import annotations
 

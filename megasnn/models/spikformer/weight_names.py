@@ -55,7 +55,7 @@ _IN_BLOCK = {
 
 
 def _conv_norms(names: Collection[str]) -> dict[str, list[tuple[str, str]]]:
-    """Our path of each ConvNormNeuron -> their convolutions and norms: one pair, or three for q, k and v."""
+    """Our ConvNormNeuron path -> their convolutions and norms: one pair, or three for q, k and v."""
     conv_norms = {"patch_embed.positional_encoding": [("patch_embed.rpe_conv", "patch_embed.rpe_bn")]}
     for stage in range(STEM_STAGES):
         # The first stage has none.

@@ -11,7 +11,7 @@ from megasnn.layers import ParallelDropout, ParallelLinear, WholeImages
 class Classifier(nn.Module):
     """Average pooling, dropout and a linear layer: spikes -> logits `[T, N, num_classes]`.
 
-    Features are ordered by channel, so a rank's channels are neighbouring columns of the weight.
+    Features are ordered by channel: a rank's channels are neighbouring columns of the weight.
     """
 
     def __init__(self, features: int, num_classes: int, pool: int, dropout: float) -> None:

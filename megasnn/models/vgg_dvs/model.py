@@ -27,7 +27,7 @@ CIFAR10_DVS = "64,128,P,256,256,P,512,512,P,512,512,P"
 def parse_channels(text: str) -> tuple[list[tuple[int, bool]], bool]:
     """Parses convolutions like "64,128,P,256".
 
-    Returns (channels, True after a pooling) for each convolution, and True if a pooling follows the last one.
+    Returns (channels, True after a pooling) by convolution, and True if a pooling follows the last.
 
     Raises:
         ValueError: anything but numbers of channels, each followed by at most one P.

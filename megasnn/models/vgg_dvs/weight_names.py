@@ -21,7 +21,7 @@ from megasnn.models.weight_names import Dialect, ModelValues, NameMap, moved
 
 
 def _prefixes(pools: Sequence[bool], dropout: bool) -> dict[str, str]:
-    """Our path of each module -> SpikingJelly's. Args: pools: True for a convolution after a pooling."""
+    """Our module path -> SpikingJelly's. `pools`: True for a convolution after a pooling."""
     prefixes = {"classifier.linear": f"classifier.{int(dropout)}"}
     for index, pool in enumerate(pools):
         conv_norm = f"features.{index}"
