@@ -1,4 +1,4 @@
-"""Global parallel state: this rank's coordinates in the grid of ranks, and its process groups.
+"""Global parallel state: this rank's coordinates in the grid, and its process groups.
 
 Only `megasnn.engine` and higher levels read it; lower levels receive groups as arguments.
 """
@@ -41,14 +41,14 @@ _STARTED_BY_MESSAGES = ("pp", "pp_down")
 
 @dataclass(eq=False)
 class Group:
-    """An ordered set of ranks; by default this process alone. Collectives return early on a group of one rank.
+    """An ordered set of ranks; by default this process alone.
 
     Attributes:
         name: key in the communication statistics.
         ranks: global ranks.
-        rank: index of this process in `ranks`.
-        process_group: torch's group; None for a single rank, and after `destroy_model_parallel`.
-        sizes: sizes of the group's axes, slowest first.
+        rank: this process's index in `ranks`.
+        process_group: None for a single rank, and after `destroy_model_parallel`.
+        sizes: by axis, slowest first.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Group:
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
-        """Torch's process group; None when the size is 1. Raises RuntimeError after `destroy_model_parallel`."""
+        """None when the size is 1. Raises RuntimeError after `destroy_model_parallel`."""
         # torch takes None for the whole world.
         if self.process_group is None and self.size > 1:
             raise RuntimeError(
@@ -85,7 +85,7 @@ class Group:
 
 
 def start_messages(group: Group, source: int, target: int, device: torch.device) -> None:
-    """Starts the communicator for messages from group rank `source` to `target`. Both ranks call it."""
+    """Starts the communicator from group rank `source` to `target`. Both ranks call it."""
     if group.rank == source:
         dist.send(torch.zeros(1, device=device), group.ranks[target], group=group.handle)
     elif group.rank == target:
@@ -94,20 +94,18 @@ def start_messages(group: Group, source: int, target: int, device: torch.device)
 
 @dataclass(frozen=True)
 class ParallelState:
-    """Coordinates and process groups of this rank.
+    """This rank's coordinates and process groups.
 
     Attributes:
-        grid, coordinates: sizes of the axes, and this rank's index along each.
-        tp, cp, pp: tensor, context and pipeline parallel groups. Context parallel ranks share a micro-batch.
-        dp: all data parallel replicas. Each computes different micro-batches.
-        dp_replicate: replicas with a full copy of the weights each.
-        dp_shard: replicas sharing one copy of the weights.
-        dp_shard_grad: the ranks of dp_shard, for gradients. They travel in another order than gathered weights.
+        cp: context parallel ranks share a micro-batch.
+        dp: all data parallel replicas, with different micro-batches.
+        dp_replicate: replicas with a full weight copy each.
+        dp_shard: replicas sharing one weight copy.
+        dp_shard_grad: dp_shard's ranks, for gradients. They travel in another order than gathered weights.
         dp_replicate_cp: ranks with identical weight shards.
-        dp_cp: ranks whose gradients are summed.
-        pp_down: the ranks of pp, for messages to lower ranks; `pp` carries messages to higher ranks.
-        world: all ranks.
-        device: compute device of this rank.
+        dp_cp: ranks that sum gradients.
+        pp_down: pp's ranks, for messages to lower ranks; `pp` carries messages to higher ranks.
+        device: this rank's compute device.
     """
 
     grid: Grid
@@ -127,9 +125,9 @@ class ParallelState:
 
     @classmethod
     def without_process_groups(cls, grid: Grid | None = None, rank: int = 0) -> ParallelState:
-        """State of one rank of a grid, by default of one rank, whose groups cannot communicate.
+        """A rank's state with groups that cannot communicate; by default a single rank's.
 
-        It describes the rank's part of a model, or runs a model on one rank.
+        It describes the rank's part in a model, or runs a model on one rank.
         """
         grid = grid or Grid()
         groups = {name: _group_of(grid, axes, rank, label) for name, (label, axes) in _GROUPS.items()}
@@ -141,7 +139,7 @@ class ParallelState:
 
     @property
     def holding_groups(self) -> dict[Axis, Group]:
-        """Groups whose ranks hold the same layers, whole or sharded, by axis."""
+        """By axis, groups with the same layers, whole or sharded."""
         return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
 
 
@@ -207,7 +205,7 @@ def _require_backend(device: torch.device, world_size: int) -> None:
 
 
 def _create_groups(grid: Grid, rank: int, timeout: datetime.timedelta | None) -> dict[str, Group]:
-    """This rank's groups, by field of ParallelState."""
+    """This rank's groups, by ParallelState field."""
     created: dict[str, dist.ProcessGroup | None] = {str(grid.groups(*AXES)): dist.group.WORLD}
     groups: dict[str, Group] = {}
     for field, (name, axes) in _GROUPS.items():
@@ -226,7 +224,7 @@ def _create_groups(grid: Grid, rank: int, timeout: datetime.timedelta | None) ->
 
 
 def _group_of(grid: Grid, axes: tuple[Axis, ...], rank: int, name: str) -> Group:
-    """The group of a rank along some axes, without a process group."""
+    """A rank's group, without a process group."""
     ranks = next(each for each in grid.groups(*axes) if rank in each)
     sizes = tuple(grid.size(axis) for axis in AXES if axis in axes)
     return Group(name, tuple(ranks), ranks.index(rank), sizes=sizes)
@@ -259,7 +257,7 @@ def get_parallel_state() -> ParallelState:
 
 
 def destroy_model_parallel() -> None:
-    """Frees the grid's groups and ends their threads; the world's process group stays. No grid: does nothing."""
+    """Frees the groups and ends their threads; the world's process group stays. No grid: does nothing."""
     global _state
     if _state is None:
         return
@@ -275,7 +273,7 @@ def destroy_model_parallel() -> None:
 
 
 def abandon_model_parallel() -> None:
-    """Forgets the grid after an error without freeing its groups, which would wait for unfinished transfers."""
+    """Forgets the grid after an error. Freeing its groups would wait for unfinished transfers."""
     global _state
     if _state is not None:
         _abandoned.append(_state)

@@ -3,10 +3,10 @@
 Published: github.com/BICLab/Spike-Driven-Transformer-V3, `Classification/Model_Base/models.py`.
 
 Equal weights give equal logits and gradients with one time step. The authors' neuron has no memory and rounds its input
-to 0 to 4, like an integer LIF in its first step. Over several time steps potentials go on here.
+to 0 to 4, like an integer LIF in its first step. Over several steps potentials go on here.
 
-Left out: the larger autoencoder-pretrained models (`Model_Large`), distillation, and conversion of counts to single
-spikes for chips. The published blocks take stochastic depth and layer scale, but apply neither.
+Left out: larger models (`Model_Large`, autoencoder pretraining), distillation, and single spikes for chips. The
+published blocks take stochastic depth and layer scale, but apply neither.
 """
 
 from __future__ import annotations

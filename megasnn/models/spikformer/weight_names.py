@@ -1,16 +1,11 @@
-"""Names of Spikformer's tensors in SpikingJelly and in the published code (arXiv 2209.15425; ZK-Zhou/spikformer).
-
-    here                                     SpikingJelly                                  published
-    patch_embed.stages.0.conv.weight         patch_embed.stages.0.conv_bn.block.0.weight   patch_embed.proj_conv.weight
-    patch_embed.positional_encoding.norm     ....positional_encoding.conv_bn.block.1       patch_embed.rpe_bn
-    blocks.0.attention.qkv.conv.weight       blocks.0.attn.qkv_conv_bn.0.weight            block.0.attn.q_linear.weight
-    blocks.0.attention.neuron.w              blocks.0.attn.attn_lif.w                      (none)
-    blocks.0.mlp.fc1.norm.weight             blocks.0.mlp.fc1.1.weight                     block.0.mlp.fc1_bn.weight
+"""Spikformer's tensor names in SpikingJelly and as published (arXiv 2209.15425; ZK-Zhou/spikformer).
 
 SpikingJelly's tensors have equal shapes. The published code has a model for CIFAR10 (`_linear`) and one for ImageNet
-(`_conv`), with q, k and v apart. A norm cancels the bias before it, so the running mean takes it up here.
-The published layer norms compute nothing. One difference remains: the published stem pools after a stage's neuron,
-SpikingJelly and MegaSNN before it. Published weights need some training here.
+(`_conv`), with q, k and v apart. A norm cancels the bias before it, so the running mean takes it up here. The published
+layer norms compute nothing.
+
+One difference remains: the published stem pools after a stage's neuron, SpikingJelly and MegaSNN before it. Published
+weights need some training here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The VGG for event cameras as in SpikingJelly 2.0.0's `CIFAR10DVSVGG`: dimensions, neuron and layers.
+"""The event-camera VGG as in SpikingJelly 2.0.0's `CIFAR10DVSVGG`: dimensions, neuron and layers.
 
-Equal weights give equal logits and gradients. Average pooling turns spikes into quarters. The layer after a pooling
-therefore pools its own input, and spikes travel between ranks and are stored for backward.
+Equal weights give equal logits and gradients. Average pooling turns spikes into quarters. The next layer therefore
+pools its own input: spikes travel between ranks and are stored for backward.
 """
 
 from __future__ import annotations

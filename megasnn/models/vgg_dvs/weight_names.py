@@ -1,14 +1,7 @@
-"""Names of the VGG's tensors in SpikingJelly's CIFAR10DVSVGG.
+"""The VGG's tensor names in SpikingJelly's memopt.models.CIFAR10DVSVGG. Shapes are equal.
 
-Shapes are equal; only names differ. In SpikingJelly's blocks a pooling shifts the numbers of convolution and norm. In
-its classifier a dropout shifts the number of the linear layer:
-
-    here                          spikingjelly.activation_based.examples.memopt.models.CIFAR10DVSVGG
-    features.0.conv.weight        features.0.proj_bn.0.weight
-    features.2.conv.weight        features.2.proj_bn.1.weight         (behind a pooling)
-    features.2.norm.running_var   features.2.proj_bn.2.running_var
-    features.2.neuron.w           features.2.neuron.w                 (parametric LIF only)
-    classifier.linear.weight      classifier.1.weight                 (classifier.0.weight without dropout)
+In SpikingJelly's blocks a pooling shifts the numbers of convolution and norm: features.2.conv is features.2.proj_bn.1
+after a pooling, otherwise proj_bn.0. A dropout shifts the linear layer from classifier.0 to classifier.1.
 """
 
 from __future__ import annotations
