@@ -21,12 +21,12 @@ from megasnn.parallel_state import Group
 
 
 class Bucket:
-    """Gradients in one storage, viewed by `parameter.grad`. Scattered buckets have memory in backward only.
+    """Gradients in one storage, viewed by `parameter.grad`. Scattered ones have memory in backward only.
 
     Args:
         partial: also sum over the tensor parallel group.
         owners: ranks dividing the optimizer state (ZeRO-1).
-        weights: the sharded weights (FSDP).
+        weights: sharded weights (FSDP).
 
     Attributes:
         pending: missing gradients by incomplete parameter.

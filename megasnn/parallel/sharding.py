@@ -182,7 +182,7 @@ def _runs(indices: np.ndarray, length: int) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """A parameter or buffer with its global name and shard. A copy has the name of the tensor it is tied to."""
+    """A parameter or buffer with its global name and shard. A copy has its tied tensor's name."""
 
     name: str
     tensor: Tensor

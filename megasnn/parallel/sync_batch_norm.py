@@ -173,7 +173,7 @@ def _pooled(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, T
 
 
 def _update(found: Sequence[StepStatistics]) -> None:
-    """running = (1 - weight) running + weight new, call by call. The weight is the momentum, or 1 / batches."""
+    """running = (1 - weight) running + weight new, by call. The weight is the momentum, or 1 / batches."""
     calls_of: dict[RunningNorm, list[tuple[Tensor, Tensor]]] = {}
     for norm, mean, variance in found:
         calls_of.setdefault(norm, []).append((mean, variance))

@@ -17,7 +17,7 @@ class Callback:
     """
 
     def start(self, outline: RunOutline, flags: Mapping[str, bool | int | float | str]) -> None:
-        """Called before the first step, with the run's length and the flags to compare runs by."""
+        """Called before the first step. `flags`: the ones to compare runs by."""
 
     def step(self, iteration: int, result: StepResult) -> None:
         """Called after each optimizer step."""

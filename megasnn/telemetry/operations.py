@@ -36,7 +36,7 @@ class Counted(NamedTuple):
 
 
 class LayerOperations(NamedTuple):
-    """Operations of a convolution or linear layer, per sample."""
+    """A convolution's or linear layer's, per sample."""
 
     name: str
     effective_macs: float
@@ -44,7 +44,6 @@ class LayerOperations(NamedTuple):
 
     @property
     def energy_mj(self) -> float:
-        """Energy in millijoules."""
         return 1e3 * (self.effective_macs * MAC_JOULES + self.effective_acs * AC_JOULES)
 
 
@@ -59,7 +58,7 @@ def not_counting() -> Iterator[None]:
 
 
 class _InputCounts(NamedTuple):
-    """Counts for one product and image size, on the device.
+    """One product's counts at one image size, on the device.
 
     Attributes:
         nonzero: `[H, W]`, nonzero values at each pixel.
@@ -83,7 +82,7 @@ class OperationCounter:
         """Adds one call.
 
         Args:
-            name: global name of the layer.
+            name: global layer name.
             x: inputs `[frames, C, H, W]`, or with other dimensions after the channels.
             steps: time steps that each frame stands for, the same in every call.
             are_spikes: all values are known to be 0 or 1.
@@ -126,7 +125,7 @@ def _add(sums: dict[str, Counted], name: str, count: Counted) -> None:
 
 
 def add_ranks(rank_counts: Iterable[Mapping[str, Counted]], samples: int) -> list[LayerOperations]:
-    """Returns operations per sample. rank_counts: counts of each rank over all `samples`."""
+    """Returns operations per sample. rank_counts: by rank, over all `samples`."""
     sums: dict[str, Counted] = {}
     for counts in rank_counts:
         for name, count in counts.items():

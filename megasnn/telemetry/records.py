@@ -33,13 +33,12 @@ class RunOutline:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of an optimizer step, over all replicas.
+    """An optimizer step's result, over all replicas.
 
     Attributes:
         loss: mean over the samples.
         sums: metrics summed over the samples, by name; "top1" in a classification.
-        samples: number of samples.
-        grad_norm: gradient norm before clipping.
+        grad_norm: before clipping.
         skipped: True if no parameter was updated.
         not_finite: where the first nan or infinity arose, as a text for the log; None without one.
     """
@@ -54,7 +53,7 @@ class StepResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics by name, means over the samples."""
+        """Means over the samples, by name."""
         return {name: value / self.samples for name, value in self.sums.items()}
 
     @property
@@ -69,13 +68,13 @@ class IterationRecord:
 
     Attributes:
         epoch: passes through the training data so far.
-        elapsed_ms: mean milliseconds per iteration.
+        elapsed_ms: mean per iteration.
         loss: mean; nan if one iteration had nan.
         metrics: means by name; "accuracy" (top-1, 0 to 1) in a classification.
-        learning_rate, global_batch_size, grad_norm: values at the last iteration.
-        samples_per_second: throughput, all ranks together.
+        learning_rate, global_batch_size, grad_norm: at the last iteration.
+        samples_per_second: all ranks together.
         skipped_iterations: iterations without an update.
-        nan_iterations: iterations whose loss was not finite.
+        nan_iterations: iterations without a finite loss.
         skipped_samples: broken samples replaced by others since the run began, on all ranks.
     """
 
@@ -98,10 +97,9 @@ class IterationRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Result of an evaluation.
+    """An evaluation's result.
 
     Attributes:
-        samples: evaluated samples.
         loss: mean over the samples.
         metrics: means by name; "top1" in a classification, and "top5" with more than five classes.
         skipped_samples: broken samples, which are not among `samples`.
@@ -116,12 +114,12 @@ class EvaluationRecord:
 
     @property
     def top1(self) -> float:
-        """Share of samples classified right, 0 to 1. Raises AttributeError if it was not computed."""
+        """Share classified right, 0 to 1. Raises AttributeError if it was not computed."""
         return self._metric("top1")
 
     @property
     def top5(self) -> float:
-        """Share of samples with the class among the five highest logits. Raises AttributeError like `top1`."""
+        """Share with the class among the five highest logits. Raises AttributeError like `top1`."""
         return self._metric("top5")
 
     def _metric(self, name: str) -> float:
@@ -139,7 +137,7 @@ def record_values(record: IterationRecord | EvaluationRecord) -> dict[str, float
 
 
 def scalars_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
-    """Returns the TensorBoard values by name, such as "training/loss"."""
+    """Returns values by TensorBoard name, such as "training/loss"."""
     hints = get_type_hints(type(record), include_extras=True)
     cards = {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
     group = cards.pop("metrics")
@@ -174,7 +172,7 @@ def format_iteration(record: IterationRecord, now: datetime | None = None) -> st
 
 
 def format_evaluation(record: EvaluationRecord, now: datetime | None = None) -> str:
-    """Formats an evaluation as one line, with accuracies in per cent."""
+    """One line, with accuracies in per cent."""
     parts = [
         f"{_stamp(now)} validation at iteration {record.iteration}",
         f"validation samples: {record.samples}",
@@ -198,7 +196,7 @@ def _metrics(record: IterationRecord | EvaluationRecord, digits: int) -> list[st
 
 
 def format_duration(seconds: float) -> str:
-    """Formats seconds as "2:03"; from an hour on as "1:02:03", from a day on as "2 days, 1:02:03"."""
+    """"2:03"; from an hour on "1:02:03", from a day on "2 days, 1:02:03"."""
     whole = round(seconds)
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02}"

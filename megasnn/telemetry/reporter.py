@@ -34,11 +34,11 @@ class Reporter:
 
     Args:
         is_writer: False on all ranks but the first: they report nothing.
-        callbacks: hooks that this rank calls.
+        callbacks: called on this rank.
 
     Attributes:
         best_effort: contexts for other reporting code.
-        board: TensorBoard, for texts and pictures.
+        board: for texts and pictures.
         asked_to_stop: True once a callback has raised SystemExit or KeyboardInterrupt.
         multiply_adds: per sample, forward only; for the evaluation's log line.
     """
@@ -79,12 +79,12 @@ class Reporter:
         self.entry("message", {"text": text})
 
     def entry(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Writes a line to log.jsonl only; `JsonLog` lists the kinds."""
+        """Writes to log.jsonl only; `JsonLog` lists the kinds."""
         with self.best_effort(f"writing {self._log.path}"):
             self._log.add(kind, values)
 
     def flags(self, values: Mapping[str, bool | int | float | str]) -> None:
-        """Calls `Callback.start`, before the first step. values: the flags to compare runs by."""
+        """Calls `Callback.start`. values: the flags to compare runs by."""
         self._call("start", self._outline, values)
 
     def step(self, result: StepResult) -> None:
@@ -101,12 +101,12 @@ class Reporter:
         layers: Sequence[LayerSpikes] = (),
         skipped_samples: int = 0,
     ) -> None:
-        """Writes the log line and scalars, for the iterations since the last one.
+        """Writes log line and scalars, for the iterations since the last one.
 
         Args:
-            samples: samples consumed so far.
+            samples: consumed so far.
             more: further scalars by name, for TensorBoard and log.jsonl.
-            layers: spike statistics, for TensorBoard and log.jsonl.
+            layers: for TensorBoard and log.jsonl.
             skipped_samples: broken samples replaced by others so far.
         """
         record = self._record(iteration, samples, skipped_samples)
@@ -160,7 +160,7 @@ class Reporter:
         return (self._outline.iterations - iteration) * (now - began) / max(iteration - first, 1)
 
     def evaluation(self, record: EvaluationRecord, operations: Sequence[LayerOperations] = ()) -> None:
-        """Writes an evaluation. operations: synaptic operations by layer, in model order."""
+        """Writes an evaluation. operations: by layer, in model order."""
         self._console.line(format_evaluation(record))
         if operations:
             self._console.line(describe_operations(operations, self.multiply_adds))

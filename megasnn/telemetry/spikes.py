@@ -26,7 +26,7 @@ Raster = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class LayerSpikes:
-    """Spike statistics of a layer; a neuron is one channel at one pixel.
+    """A layer's spike statistics; a neuron is one channel at one pixel.
 
     Attributes:
         firing_rate: spikes per neuron and time step; may exceed 1 with integer neurons.
@@ -60,11 +60,11 @@ class SpikeRecorder:
         self._counts[name] = count
 
     def reduce(self, same: dist.ProcessGroup | None, others: Sequence[dist.ProcessGroup | None]) -> list[LayerSpikes]:
-        """Returns statistics for this stage on all its ranks, and resets the counts. Collective.
+        """Returns this stage's statistics on all its ranks, and resets the counts. Collective.
 
         Args:
-            same: group of ranks with the same neurons; None for one rank.
-            others: groups of ranks with other neurons of the layer; None for one rank.
+            same: ranks with the same neurons; None for one rank.
+            others: groups of ranks with the layer's other neurons; None for one rank.
         """
         counts = self._counts
         self._counts = {}
@@ -110,7 +110,7 @@ class RasterRecorder:
 
 
 def mean_spikes(layers: Sequence[LayerSpikes]) -> dict[str, float]:
-    """Returns the means over the layers by TensorBoard name; empty without layers."""
+    """Returns means over the layers by TensorBoard name; empty without layers."""
     if not layers:
         return {}
     scalars = {}
@@ -120,7 +120,7 @@ def mean_spikes(layers: Sequence[LayerSpikes]) -> dict[str, float]:
 
 
 def position_in_model(module: str, order: Sequence[str]) -> int:
-    """Returns the index in `order` of the layer that contains a module; len(order) without one."""
+    """Index in `order` of the layer that contains a module; len(order) without one."""
     for position, layer in enumerate(order):
         if module == layer or module.startswith(f"{layer}."):
             return position
@@ -128,7 +128,7 @@ def position_in_model(module: str, order: Sequence[str]) -> int:
 
 
 def _sums(count: Tensor) -> Tensor:
-    """Returns float64 `[4]`: number of neurons, sum of their rates, silent neurons, saturated neurons."""
+    """float64 `[4]`: number of neurons, sum of their rates, silent neurons, saturated neurons."""
     spikes = count[:-1].double()
     presentations = count[-1].double()
     number = torch.full_like(presentations, len(spikes))

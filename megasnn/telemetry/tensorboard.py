@@ -28,7 +28,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def card(name: str) -> str:
-    """Returns a scalar's tag: "1_training/1_loss" for "training/loss". Raises ValueError for an unknown group."""
+    """A scalar's tag: "1_training/1_loss" for "training/loss". Raises ValueError for an unknown group."""
     group, _, rest = name.partition("/")
     if group not in GROUPS or not rest:
         raise ValueError(f"scalar {name!r} belongs to none of the groups {', '.join(GROUPS)}")
@@ -40,7 +40,7 @@ def card(name: str) -> str:
 
 
 def charts() -> dict[str, dict[str, list[object]]]:
-    """Returns charts for `SummaryWriter.add_custom_scalars`."""
+    """For `SummaryWriter.add_custom_scalars`."""
 
     def chart(*names: str) -> list[object]:
         tags = "|".join(card(name) for name in names)
@@ -71,7 +71,7 @@ class TensorBoard:
     After the first error, such as a full disk, nothing more is written.
 
     Args:
-        directory: folder for event files; None writes nothing.
+        directory: for event files; None writes nothing.
         resumed_iteration: where the run continues; hides later points.
     """
 
@@ -119,11 +119,10 @@ class TensorBoard:
         self._write(add_shown)
 
     def text(self, tag: str, markdown: str) -> None:
-        """Writes a text in Markdown."""
         self._write(lambda writer: writer.add_text(tag, markdown))
 
     def picture(self, tag: str, draw: Callable[[], NDArray[np.uint8]], iteration: int) -> None:
-        """Writes a picture. draw: returns uint8 `[height, width, 3]`; not called where nothing is written."""
+        """`draw` returns uint8 `[height, width, 3]`; not called where nothing is written."""
         self._write(lambda writer: writer.add_image(tag, draw(), iteration, dataformats="HWC"))
 
     def flush(self) -> None:

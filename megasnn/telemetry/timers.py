@@ -39,7 +39,7 @@ class Timers:
         self._parts.append((name, (begin, end)))
 
     def mean_ms(self) -> dict[str, float]:
-        """Returns the mean milliseconds of each part that ended since the last call."""
+        """Mean milliseconds by part that ended since the last call."""
         times: dict[str, list[float]] = {}
         while self._parts:
             name, part = self._parts[0]
