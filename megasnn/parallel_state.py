@@ -47,7 +47,6 @@ class Group:
         name: key in the communication statistics.
         ranks: global ranks.
         rank: this process's index in `ranks`.
-        process_group: None for a single rank, and after `destroy_model_parallel`.
         sizes: by axis, slowest first.
     """
 
@@ -97,15 +96,15 @@ class ParallelState:
     """This rank's coordinates and process groups.
 
     Attributes:
-        cp: context parallel ranks share a micro-batch.
+        cp: ranks sharing a micro-batch.
         dp: all data parallel replicas, with different micro-batches.
         dp_replicate: replicas with a full weight copy each.
         dp_shard: replicas sharing one weight copy.
-        dp_shard_grad: dp_shard's ranks, for gradients. They travel in another order than gathered weights.
+        dp_shard_grad: the same ranks, for gradients.
         dp_replicate_cp: ranks with identical weight shards.
         dp_cp: ranks that sum gradients.
         pp_down: pp's ranks, for messages to lower ranks; `pp` carries messages to higher ranks.
-        device: this rank's compute device.
+        device: for computing.
     """
 
     grid: Grid
@@ -125,10 +124,7 @@ class ParallelState:
 
     @classmethod
     def without_process_groups(cls, grid: Grid | None = None, rank: int = 0) -> ParallelState:
-        """A rank's state with groups that cannot communicate; by default a single rank's.
-
-        It describes the rank's part in a model, or runs a model on one rank.
-        """
+        """One rank's state, with groups that cannot communicate; by default on a grid of one rank."""
         grid = grid or Grid()
         groups = {name: _group_of(grid, axes, rank, label) for name, (label, axes) in _GROUPS.items()}
         return cls(grid=grid, coordinates=grid.coordinates(rank), device=torch.device("cpu"), **groups)
@@ -162,7 +158,7 @@ def initialize_model_parallel(
 
     Args:
         device: None for the CPU.
-        timeout: limit for one wait in a group; None for torch's 30 minutes.
+        timeout: for one wait in a group; None for torch's 30 minutes.
 
     Raises:
         ValueError: the sizes do not divide the world size, or the world's process group does not fit.
@@ -205,7 +201,7 @@ def _require_backend(device: torch.device, world_size: int) -> None:
 
 
 def _create_groups(grid: Grid, rank: int, timeout: datetime.timedelta | None) -> dict[str, Group]:
-    """This rank's groups, by ParallelState field."""
+    """By ParallelState field."""
     created: dict[str, dist.ProcessGroup | None] = {str(grid.groups(*AXES)): dist.group.WORLD}
     groups: dict[str, Group] = {}
     for field, (name, axes) in _GROUPS.items():
@@ -224,17 +220,14 @@ def _create_groups(grid: Grid, rank: int, timeout: datetime.timedelta | None) ->
 
 
 def _group_of(grid: Grid, axes: tuple[Axis, ...], rank: int, name: str) -> Group:
-    """A rank's group, without a process group."""
+    """Without a process group."""
     ranks = next(each for each in grid.groups(*axes) if rank in each)
     sizes = tuple(grid.size(axis) for axis in AXES if axis in axes)
     return Group(name, tuple(ranks), ranks.index(rank), sizes=sizes)
 
 
 def let_computing_go_first() -> None:
-    """Lowers the scheduling priority of Gloo's threads below this process's computation.
-
-    Linux only, and torch 2.13 or later, which names these threads.
-    """
+    """Lowers the priority of Gloo's threads. Linux only, and torch 2.13 or later, which names them."""
     # Posting a transfer can wake Gloo's thread while the poster still holds the connection's lock. If that thread
     # preempts the poster, it spins on the lock until its time slice ends: 2.6 ms a message with both cores busy, 0.07
     # at the lower priority.
@@ -257,7 +250,7 @@ def get_parallel_state() -> ParallelState:
 
 
 def destroy_model_parallel() -> None:
-    """Frees the groups and ends their threads; the world's process group stays. No grid: does nothing."""
+    """Frees the groups and ends their threads; the world's process group stays."""
     global _state
     if _state is None:
         return
@@ -273,8 +266,9 @@ def destroy_model_parallel() -> None:
 
 
 def abandon_model_parallel() -> None:
-    """Forgets the grid after an error. Freeing its groups would wait for unfinished transfers."""
+    """Forgets the grid after an error, without freeing its groups."""
     global _state
     if _state is not None:
+        # Freeing the groups would wait for unfinished transfers.
         _abandoned.append(_state)
     _state = None

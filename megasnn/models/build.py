@@ -41,7 +41,7 @@ def describe_model(model: Model, neuron: NeuronSpec | None = None) -> ModelDescr
     """Equal models are described once.
 
     Args:
-        neuron: the layers' default neuron; None for the model's own.
+        neuron: the layers' default; None for the model's own.
     Raises:
         ValueError: a layer cannot be built or does not fit its inputs, or a task function fails; names it.
     """
@@ -198,7 +198,8 @@ def _yielded(model: Model) -> list[Layer]:
 
 
 def _refuse_made_before(one: Sequence[Built], layers: Sequence[Layer]) -> None:
-    """Raises ValueError for modules shared with another build: they lack this rank's flags."""
+    """Raises ValueError for modules shared with another build."""
+    # A module made outside `layers` lacks this rank's sizes, and two builds would share its tensors.
     before: set[nn.Module] = set()
     for built in one:
         before.update(module for module in built.module.modules() if has_state(module))
@@ -215,6 +216,7 @@ def _inputs_of(layers: Sequence[Layer], inputs: Sequence[str]) -> list[tuple[int
     """
     numbers = {name: -1 - number for number, name in enumerate(inputs)}
     found: list[tuple[int, ...]] = []
+    # The loss takes the last layer's output.
     used = {len(layers) - 1}
     for number, each in enumerate(layers):
         for name in each.takes:

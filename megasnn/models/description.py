@@ -27,7 +27,7 @@ class Built(NamedTuple):
 
     Attributes:
         name, layer_group, inputs: see `LayerDescription`.
-        output: the dry run's result.
+        output: from the dry run.
         operations: multiply-adds per sample, if counted.
     """
 
@@ -61,7 +61,6 @@ class LayerDescription:
     """A layer, the same on every layout.
 
     Attributes:
-        name, layer_group: see `megasnn.layers.layer.Layer`.
         entries: output tensors; the key None means a single tensor.
         inputs: its sources' numbers; -1, -2 and so on are the model's inputs.
         parameters: number of elements.
@@ -83,8 +82,8 @@ class Tie:
 
     Attributes:
         name: global tensor name.
-        owner: name of the layer that counts, steps and saves it.
-        copy: name of the layer with the copy.
+        owner: the layer that counts, steps and saves it.
+        copy: the layer with the copy.
     """
 
     name: str
@@ -143,6 +142,7 @@ class ModelDescription:
         needed: set[int] = set()
         for each in self.layers[stop:]:
             needed.update(source for source in each.inputs if source < stop)
+        # Behind the last layer only the loss is left.
         return sorted(needed) or [len(self.layers) - 1]
 
     def carried(self, stop: int) -> list[Carried]:

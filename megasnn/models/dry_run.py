@@ -34,8 +34,6 @@ def dry_run(
 ) -> Bundle:
     """A layer's output in training, on the meta device. The layer learns its inputs' content.
 
-    User code runs in evaluation too, where it may take another branch.
-
     Args:
         watch: entered around each forward. Training and evaluation must then return equal shapes.
         counted: receives one sample's multiply-adds in training.
@@ -47,6 +45,7 @@ def dry_run(
         facts(module).knows_input = False
     evaluated: Bundle | None = None
     try:
+        # User code may take another branch in evaluation.
         if not is_of_libraries(layer):
             evaluated = _evaluated(layer, inputs, watch)
         layer.train()
@@ -109,11 +108,14 @@ def _counting(layer: nn.Module, found: list[int]) -> Iterator[None]:
     def add(module: ParallelConv | ParallelLinear, inputs: object, output: Tensor) -> None:
         found.append(output.numel() * module.weight[0].numel() // DRY_SAMPLES)
 
+    # torch's counter sees plain code's operators. MegaSNN's layers only return shapes in a dry run, so hooks count
+    # them.
     ours = [each for each in layer.modules() if isinstance(each, (ParallelConv, ParallelLinear))]
     hooks = [each.register_forward_hook(add) for each in ours]
     try:
         with FlopCounterMode(display=False) as counter:
             yield
+        # torch counts a multiply-add as two operations.
         found.append(counter.get_total_flops() // 2 // DRY_SAMPLES)
     finally:
         for hook in hooks:

@@ -55,6 +55,7 @@ def correct_predictions(logits: Tensor, labels: Tensor, top: tuple[int, ...] = (
     """
     mean = logits.float().mean(0)
     wanted = labels.argmax(1) if labels.is_floating_point() else labels
+    # topk refuses more classes than there are.
     ranked = mean.topk(min(max(top), mean.shape[1]), dim=1).indices == wanted.reshape(-1, 1)
     return torch.stack([ranked[:, :k].any(dim=1).sum() for k in top])
 

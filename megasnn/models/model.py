@@ -36,7 +36,7 @@ class Model(ABC):
     Built-in models import torch inside methods: flags are checked before torch is imported.
 
     Attributes:
-        name: in checkpoints. Default: the class name in snake case, sew_res_net for SewResNet.
+        name: in checkpoints. Default: the class name in snake case.
         marker: a tensor name unique to this model, present at every size. Identifies weight files without a model name.
         neuron: defaults for --neuron, --tau and so on.
         loss: (output, target) -> each sample's loss, `[N]`; None for --loss.
@@ -145,8 +145,9 @@ class Model(ABC):
 def run_config(model: type[Model]) -> type[PretrainConfig]:
     """A training run's configuration class: model dimensions and neuron beside the shared parts.
 
-    Raises ValueError for a model that is no dataclass (its flags would be lost), or a field without a default.
+    Raises ValueError for a model that is no dataclass, or a field without a default.
     """
+    # Without its own decorator a class has only its base's fields: its flags would be lost.
     if "__dataclass_params__" not in vars(model):
         raise ValueError(f"{model.__name__} is no dataclass: put @dataclass(frozen=True, kw_only=True) above the class")
     for each in fields(model):
@@ -157,5 +158,6 @@ def run_config(model: type[Model]) -> type[PretrainConfig]:
         ("neuron", model.neuron, field(default_factory=model.neuron)),
     ]
     config = make_dataclass(f"Pretrain{model.__name__}", parts, bases=(PretrainConfig,), frozen=True)
+    # The command line shows it above the flags.
     config.__doc__ = f"Pretrain {model.__name__} with data, tensor and pipeline parallelism."
     return config

@@ -27,12 +27,11 @@ class Task:
 
     Attributes:
         target: an array, or an input's name.
-        classes: size of a classification's logits `[T, N, classes]`; 0 for other tasks.
+        classes: of classification logits `[T, N, classes]`; 0 for other tasks.
         loss: (output, target) -> each sample's loss, `[N]`; None for --loss.
         metrics: (output, target) -> each sample's named figures, `[N]`; None for top-1 and top-5.
         predict: output -> each sample's answer, `[N, ...]`.
-        trained: a training step's metrics.
-        evaluated: an evaluation's metrics.
+        trained, evaluated: metrics of a training step and of an evaluation.
         answer: for one sample.
     """
 

@@ -1,7 +1,7 @@
 """Ties: modules that a model yields again, and parameters in two modules.
 
 Each layer gets its own modules and tensors: it can live on any stage, and keeps its state and gradient. The first layer
-with a tensor owns it. Later layers get copies, tied to the owner's.
+with a tensor owns it; later layers get copies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megasnn.models.description import Built
 
 
 class _TensorPath(NamedTuple):
-    """A tensor: its layer's number, its module's path in the layer, and its name in the module."""
+    """`layer`: its number. `path`: the module in the layer. `name`: the tensor in the module."""
 
     layer: int
     path: str

@@ -140,6 +140,7 @@ def moved(names: Collection[str], prefixes: Mapping[str, str]) -> NameMap:
     """Renames modules' tensors, old path -> new path."""
     patterns = []
     for old, new in prefixes.items():
+        # re.escape has escaped the braces, too.
         path = re.escape(old).replace(r"\{\}", r"(\d+)")
         patterns.append((re.compile(path + r"\.([^.]+)"), new))
     found = {}

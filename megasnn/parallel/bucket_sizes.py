@@ -34,7 +34,7 @@ def bucket_spans(tensors: Sequence[tuple[int, Hashable]], on_gpu: bool) -> list[
 
 
 def exchange_bytes(bucket: int, own: int, ranks: int) -> int:
-    """A bucket's peak bytes: sent and received rows, and a copy of both at its end.
+    """A bucket's peak: sent and received rows, and a copy of both at its end.
 
     Args:
         bucket: bytes of all rows.
@@ -51,7 +51,6 @@ class Gradient(NamedTuple):
     Attributes:
         size: bytes.
         rows: length of the first dimension, which shards divide; 1 for a scalar.
-        kind: element type.
     """
 
     size: int
@@ -59,7 +58,7 @@ class Gradient(NamedTuple):
     kind: Hashable
 
     def shard(self, ranks: int) -> int:
-        """The first rank's bytes. First ranks have one more row if rows do not divide evenly."""
+        """The first rank's bytes, with one more row if rows do not divide evenly."""
         return self.size // max(self.rows, 1) * -(-self.rows // ranks)
 
 
@@ -80,5 +79,5 @@ def exchanges_of(gradients: Sequence[Gradient], ranks: int, on_gpu: bool) -> lis
 
 
 def peak_exchange_bytes(exchanges: Iterable[int]) -> int:
-    """A step's peak bytes; two exchanges run at a time."""
+    """A step's peak: two exchanges run at a time."""
     return sum(sorted(exchanges)[-EXCHANGES_AT_ONCE:])

@@ -29,13 +29,13 @@ _ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 def to_matrix(x: Tensor) -> Tensor:
-    """[T, N, C, *space] -> [T*N*space, C]; a view if channels are last in memory, otherwise a copy."""
+    """A view if channels are last in memory, otherwise a copy."""
     # With a single channel, reshape returns a strided view of the other channels' memory.
     return x.movedim(2, -1).reshape(-1, x.shape[2]).contiguous()
 
 
 def from_matrix(matrix: Tensor, like: tuple[int, ...] | torch.Size) -> Tensor:
-    """Inverse of `to_matrix`, as a view. `like` is (T, N, any, *space); C comes from the matrix."""
+    """Inverse of `to_matrix`, as a view. `like` is (T, N, any, *space)."""
     time, samples, _, *space = like
     return matrix.view(time, samples, *space, matrix.shape[1]).movedim(-1, 2)
 
@@ -171,7 +171,7 @@ def start_exchange(outgoing: Tensor, to_ranks: Sequence[int], from_ranks: Sequen
 
     Args:
         outgoing: `[n]`, the other ranks' parts in rank order.
-        to_ranks, from_ranks: elements by rank. This rank's entries are ignored.
+        to_ranks, from_ranks: elements by rank; this rank's are ignored.
     """
     require_dense(outgoing)
     sent = list(to_ranks)

@@ -1,9 +1,4 @@
-"""Faults: the text of an error, and the end of all ranks after the first failure.
-
-torchrun ends the failed rank's node, not other nodes. The first rank to fail therefore writes a key into the rendezvous
-store. A thread on every rank polls for it, also during a blocked collective. A killed rank writes nothing: its peers'
-connections break, and the first peer to notice writes the key. A stopped rank meets the timeout.
-"""
+"""Faults: the text of an error, and the end of all ranks after the first failure."""
 
 from __future__ import annotations
 
@@ -22,6 +17,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megasnn.common.checks import context_of_error, other_notes
 
+# torchrun ends the failed rank's node, not other nodes. The first rank to fail therefore writes a key into the
+# rendezvous store. A thread on every rank polls for it, also during a blocked collective. A killed rank writes nothing:
+# its peers' connections break, and the first peer to notice writes the key. A stopped rank meets the timeout.
 POLL_SECONDS = 0.5
 # Delay before other ranks end: torchrun reports the rank that ended first, which must be the one that failed.
 LAST_SECONDS = 3.0
@@ -69,7 +67,7 @@ class FaultWatch:
         _watch = None
 
     def claim(self, error: BaseException) -> bool:
-        """Announces this rank's error to the others, and waits. False if another rank failed first."""
+        """Announces this rank's error, and waits. False if another rank failed first."""
         is_new = not self._is_over.is_set()
         self._is_over.set()
         if self._is_first is None:
@@ -120,7 +118,7 @@ def watch_ranks() -> FaultWatch | None:
 
 
 def claim_fault(error: BaseException) -> bool:
-    """Announces an error to the other ranks, if watched. False if another rank failed first."""
+    """Announces an error, if watched. False if another rank failed first."""
     return _watch is None or _watch.claim(error)
 
 
@@ -128,4 +126,5 @@ def end_process() -> None:
     """Exits with status 1 without cleaning up, which could wait for ended ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
+    # Cleaning up could wait for ended ranks.
     os._exit(1)

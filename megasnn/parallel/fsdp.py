@@ -1,8 +1,4 @@
-"""Weights sharded by rows over replicas, gathered one segment at a time (FSDP, arXiv 2304.11277).
-
-A parameter remains one object of full shape for its layer. A segment's parameters are views of one storage, resized to
-zero bytes between gathers. Tensors saved by autograd are views of it as well.
-"""
+"""Weights sharded by rows over replicas, gathered one segment at a time (FSDP, arXiv 2304.11277)."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ class GatheredWeights:
 
     Attributes:
         multiplied: weights of convolutions and linear layers.
-        shards: this rank's shard by parameter, possibly empty.
+        shards: by parameter, possibly empty.
     """
 
     def __init__(self, group: Group, scatter: Group, give: Callable[[Tensor, Tensor], None]) -> None:
@@ -65,19 +61,17 @@ class GatheredWeights:
         return replace(entry, tensor=self.shards[entry.tensor], shard=entry.shard.by_rows("dp_shard"))
 
     def unshard(self, segment: int) -> None:
-        """Starts gathering a segment's weights. Collective."""
+        """Starts gathering. Collective."""
         # Bounds the memory: the oldest gather must end first.
         if len(self._in_flight) == AT_ONCE:
             self.wait_unshard(next(iter(self._in_flight)))
         self._in_flight[segment] = [flat.start() for flat in self._segments[segment]]
 
     def wait_unshard(self, segment: int) -> None:
-        """Waits if the segment's gather is in flight."""
         for finish in self._in_flight.pop(segment, ()):
             finish()
 
     def reshard(self, segment: int) -> None:
-        """Frees a segment's gathered weights."""
         self.wait_unshard(segment)
         for flat in self._segments[segment]:
             flat.free()
@@ -88,7 +82,7 @@ class FlatParameter:
 
     Attributes:
         shards: this rank's, by parameter.
-        values: gathered values by parameter in the travel type; without memory between gathers.
+        values: gathered, by parameter, in the travel type; without memory between gathers.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], travel_dtype: torch.dtype, group: Group) -> None:
@@ -96,6 +90,8 @@ class FlatParameter:
         itemsize = travel_dtype.itemsize
         sizes = [aligned(each.numel() * itemsize) // itemsize for each in parameters]
         flat = torch.empty(sum(sizes), dtype=travel_dtype, device=parameters[0].device)
+        # Resized to zero bytes between gathers. A parameter stays one object of full shape for its layer, and tensors
+        # saved by autograd are views of this storage as well.
         self._storage = flat.untyped_storage()
         self._bytes = flat.nbytes
         views = side_by_side(parameters, flat, sizes)

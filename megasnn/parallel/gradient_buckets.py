@@ -1,7 +1,4 @@
-"""Gradients in contiguous buckets, summed over data parallel replicas during backward.
-
-Losses are divided by the global batch size, so gradients are summed and not averaged.
-"""
+"""Gradients in contiguous buckets, summed over data parallel replicas during backward."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class Bucket:
         reduced: local gradients, replaced by the replicas' sum.
         owned: this rank's owned shards (ZeRO-1).
         is_late: filled by the second part of split backwards: weights of convolutions and linear layers.
-        param_shards: owned shard, with the reduced gradient, by parameter and by local shard.
+        param_shards: owned shard, with the reduced gradient, by parameter and local shard.
     """
 
     def __init__(
@@ -102,7 +99,6 @@ class Bucket:
         self.flat.untyped_storage().resize_(0)
 
     def end(self) -> None:
-        """Waits for the replicas' sum if it is in flight."""
         if self.await_sum is not None:
             self.await_sum()
             # It references the sent and received tensors.
@@ -112,8 +108,8 @@ class Bucket:
 class GradientBuckets:
     """One rank's gradient storage and reduction.
 
-    A bucket is reduced once it and all earlier ones are complete. With ZeRO-1, only owners get sums, and
-    `parameter.grad` stays local. With FSDP, gradients go to the shards' owners, then over the replicas.
+    With ZeRO-1, only owners get sums, and `parameter.grad` stays local. With FSDP, gradients go to the shards' owners,
+    then over the replicas.
 
     Args:
         tensors: by the segment whose REDUCE_GRAD reduces them.
@@ -121,7 +117,7 @@ class GradientBuckets:
         tp: ranks summing partial gradients.
         additions: a parameter's gradients in one micro-batch, if not one.
         shards_have_owners: ZeRO-1.
-        weights: the sharded weights (FSDP).
+        weights: sharded weights (FSDP).
         scattered: send gradients at each `scatter`, not when complete.
     """
 
@@ -165,7 +161,7 @@ class GradientBuckets:
         self.zero()
 
     def zero(self, micro_batches: int = 1) -> None:
-        """Zeroes gradients in place before a step with `micro_batches`."""
+        """In place, before a step with `micro_batches`."""
         self._next = 0
         for bucket in self._buckets:
             bucket.zero()
@@ -188,13 +184,13 @@ class GradientBuckets:
             self._reduce_complete()
 
     def begin(self, segment: int, first_part: bool = False) -> None:
-        """Allocates scattered gradients before a segment's backward, or before its first part."""
+        """Allocates scattered gradients before a segment's backward or its first part."""
         for bucket in self._by_segment.get(segment, ()):
             if not (first_part and bucket.is_late):
                 bucket.begin()
 
     def scatter(self, segment: int) -> None:
-        """Starts sending a segment's gradients to the shards' owners. Collective."""
+        """Starts sending gradients to the shards' owners. Collective."""
         for bucket in self._by_segment.get(segment, ()):
             self._start_reduce(bucket, bucket.shard)
             bucket.free()
@@ -220,14 +216,14 @@ class GradientBuckets:
             bucket.end()
 
     def owned(self, entry: ShardedTensor) -> ShardedTensor:
-        """This rank's owned shard, with its own gradient; the whole tensor without owners."""
+        """This rank's owned shard, with its gradient; the whole tensor without owners."""
         shard = self._shards.get(entry.tensor)
         if shard is None or shard is entry.tensor:
             return entry
         return replace(entry, tensor=shard, shard=entry.shard.by_rows("dp_replicate").by_rows("cp"))
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """The reduced gradient of a parameter, or of its owned shard."""
+        """Reduced, for a parameter or its owned shard."""
         return self._shards.get(parameter, parameter).grad
 
     def all_gather_params(self) -> None:
@@ -259,15 +255,16 @@ class GradientBuckets:
         return peak_exchange_bytes(exchanges)
 
     def _reduce_complete(self) -> None:
+        # A bucket waits for all earlier ones: collectives must match on every replica.
         while self._next < len(self._buckets) and not self._buckets[self._next].pending:
             bucket = self._buckets[self._next]
             self._next += 1
             if bucket.partial:
                 all_reduce_sum(bucket.flat, self._tp)
+            # Losses are divided by the global batch size: gradients are summed, not averaged.
             self._start_reduce(bucket, bucket.shard or bucket.owned)
 
     def _start_reduce(self, bucket: Bucket, shards: ParameterShards | None) -> None:
-        """Starts sending gradients to the owners of `shards`, or summing them over the replicas."""
         if shards is not None:
             bucket.end()
             # A bound on the exchanges in flight bounds their memory.
@@ -280,7 +277,7 @@ class GradientBuckets:
 
 
 def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """Calls a method without keeping its object alive; does nothing once the object is gone."""
+    """Calls a method without keeping its object alive; does nothing afterwards."""
     reference = WeakMethod(method)
     return lambda *arguments: (reference() or _ignore)(*arguments)
 
@@ -290,7 +287,7 @@ def _ignore(*_: object) -> None:
 
 
 def _groups(entries: list[ShardedTensor], late: set[Tensor]) -> list[tuple[list[Tensor], bool]]:
-    """Trained parameters by bucket, last to first, and whether their gradients are partial."""
+    """Trained parameters by bucket, last to first, and whether gradients are partial."""
     early_parameters: list[Tensor] = []
     late_parameters: list[Tensor] = []
     partial_parameters: list[Tensor] = []
@@ -308,7 +305,6 @@ def _groups(entries: list[ShardedTensor], late: set[Tensor]) -> list[tuple[list[
 
 
 def _packed(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Parameters by bucket, all of one type."""
     on_gpu = bool(parameters) and parameters[0].device.type != "cpu"
     spans = bucket_spans([(each.nbytes, each.dtype) for each in parameters], on_gpu)
     return [parameters[span.start : span.stop] for span in spans]

@@ -95,7 +95,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _meet_on_this_host(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
-    """`_meet` with a store on the loopback interface: torch's store accepts connections from any host."""
+    """`_meet` with a store on the loopback interface."""
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     rank = int(os.environ["RANK"])
@@ -103,6 +103,7 @@ def _meet_on_this_host(timeout: datetime.timedelta) -> tuple[dist.Store, int, in
     listener: int | None = None
     if rank == 0:
         family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+        # torch's own listener accepts connections from any host.
         listener = socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN).detach()
     store = dist.TCPStore(host, port, world_size, rank == 0, timeout, multi_tenant=True, master_listen_fd=listener)
     return store, rank, world_size
@@ -117,7 +118,7 @@ def _give_up(problem: str) -> None:
 def choose_device(asked: str) -> tuple[torch.device, str]:
     """This rank's device, not yet initialised, and why it is not an expected GPU ("" otherwise).
 
-    A rank gets a GPU if each rank on this machine can have its own. `asked` is `--device`.
+    A rank gets a GPU if each rank on this machine can have its own.
 
     Raises ValueError if CUDA is asked for and unavailable, or if ranks do not know their number on this host.
     """
@@ -210,7 +211,7 @@ def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None
 
 
 def set_precision(training: TrainingConfig, device: torch.device) -> None:
-    """Sets torch's rounding in products and its determinism for the whole process.
+    """For the whole process: torch's rounding in products, and determinism.
 
     Raises ValueError if the device lacks the precision.
     """

@@ -1,8 +1,4 @@
-"""Comparison of replicas by checksums: ranks with the same tensor must hold the same bits.
-
-Nothing else detects a bit flip in one replica's memory: all replicas continue from the same summed gradients, so the
-difference would stay for ever.
-"""
+"""Comparison of replicas by checksums: ranks with the same tensor must hold the same bits."""
 
 from __future__ import annotations
 
@@ -30,6 +26,8 @@ class ReplicaError(RuntimeError):
     """Replicas differ."""
 
 
+# Nothing else detects a bit flip in one replica's memory: all replicas continue from the same summed gradients, so the
+# difference would stay for ever.
 def compare_replicas(entries: Sequence[ShardedTensor], state: ParallelState, iteration: int) -> None:
     """Compares tensors with their other holders. Collective over all ranks; waits once for the device.
 
@@ -76,16 +74,17 @@ def _largest(values: Tensor, group: Group) -> Tensor:
 
 
 def tensor_checksum(tensor: Tensor) -> Tensor:
-    """Checksum of a tensor's bits as an int64 scalar on its device.
+    """Checksum of the bits as an int64 scalar on the tensor's device.
 
-    The bits are 32-bit words in memory order. Each is multiplied by an odd random 64-bit key for its index modulo
-    `WORDS`; the sum so far is multiplied by `ODD` before each further part, all modulo 2^64. Odd numbers have inverses,
-    so any single flipped bit changes the sum. Other changes, such as two swapped elements, go undetected with a
-    probability near 2^-32.
+    Detects any single flipped bit. Other changes, such as two swapped elements, go undetected with a probability near
+    2^-32.
     """
     data = flat_in_memory(tensor.detach()).view(torch.uint8)
     if data.numel() % 4 or data.storage_offset() % 4:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4)).clone()
+    # 32-bit words in memory order, each times an odd random 64-bit key for its index modulo `WORDS`; the sum so far
+    # times `ODD` before each further part, all modulo 2^64. Odd numbers have inverses, so any single flipped bit
+    # changes the sum.
     keys = _keys(data.device)
     total = data.new_zeros((), dtype=torch.int64)
     for words in data.view(torch.int32).split(WORDS):

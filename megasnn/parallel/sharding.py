@@ -44,11 +44,11 @@ def _box(tensor: Tensor, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Ten
 
 @dataclass(frozen=True)
 class Cut:
-    """Division of a tensor over ranks along one grid axis.
+    """Division over ranks along one grid axis.
 
     Attributes:
         dim: the divided dimension.
-        blocks: equal blocks in that dimension, each divided separately (3 for fused q, k, v).
+        blocks: equal blocks in `dim`, each divided separately (3 for fused q, k, v).
         even: parts must be equal; otherwise `own_span` divides.
     """
 
@@ -128,7 +128,7 @@ class Shard:
         return indices
 
     def is_cut(self, axis: Axis) -> bool:
-        """Whether ranks along an axis hold different parts."""
+        """Whether ranks along `axis` hold different parts."""
         return self.coordinates.size(axis) > 1 and any(axis == other for other, _ in self.cuts)
 
     @property
@@ -157,7 +157,7 @@ class Shard:
         return pieces
 
     def by_rows(self, axis: Axis) -> Shard:
-        """This part, with its rows (dimension 0) divided over an axis."""
+        """This part, with dimension 0 divided over `axis`."""
         if self.coordinates.size(axis) == 1:
             return self
         return replace(self, cuts=(*self.cuts, (axis, Cut(0, even=False))))
@@ -171,7 +171,7 @@ class Shard:
 
 
 def _runs(indices: np.ndarray, length: int) -> list[tuple[int, int, int]]:
-    """(position, first index, length) for each run of consecutive indices into a dimension of `length`."""
+    """(position, first index, length) by run of consecutive indices into a dimension of `length`."""
     # Nearly always: the dimension is not divided.
     if len(indices) == length:
         return [(0, 0, length)]

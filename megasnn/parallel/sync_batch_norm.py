@@ -1,7 +1,6 @@
 """Batch norm statistics over ranks: a shared micro-batch's, and a global batch's running ones.
 
-Every replica forms the same sums in the same order: running statistics have a single rank's bits. A norm called several
-times in a forward is updated once for each call, in order.
+Running statistics have a single rank's bits. A norm called several times in a forward is updated once for each call.
 """
 
 from __future__ import annotations
@@ -86,11 +85,11 @@ def merge_running_statistics(
 ) -> None:
     """Merges the global batch's statistics into the norms' running ones. Collective over the replicas.
 
-    Pools means and variances (Chan et al. 1983, equation 2.1) in float64.
+    Pools in float64 (Chan et al. 1983, equation 2.1).
 
     Args:
         norms: the same on every replica. Their `pending` records are consumed.
-        data: the replicas, in the order of their micro-batches.
+        data: replicas in micro-batch order.
         most_micro_batches: a replica's largest number.
         of_owners: reassigns tied norms' statistics.
 
@@ -104,6 +103,7 @@ def merge_running_statistics(
             channels_of[norm] = norm.running_mean.numel()
     if not channels_of:
         return
+    # Every replica forms the same sums in the same order, so that all keep the same bits.
     table = _local_table(channels_of, most_micro_batches)
     if data.size > 1:
         table = _all_gathered(table, data).flatten(0, 1)

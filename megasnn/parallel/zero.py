@@ -31,7 +31,7 @@ class ParameterShards:
 
     Attributes:
         shards: this rank's, by parameter, possibly empty.
-        sum: the shards' gradients, summed over the ranks since the last `zero`.
+        sum: the shards' gradients, summed over ranks since the last `zero`.
         sums: views of `sum` by shard.
     """
 
@@ -60,7 +60,7 @@ class ParameterShards:
             shard.grad = total
 
     def start_sum(self) -> Callable[[], None]:
-        """Starts sending gradient copies to their owners. The returned function waits, and adds to `sum`."""
+        """Starts sending gradient copies. The returned function waits, and adds to `sum`."""
         rank = self._holders.rank
         own = joined(self._gradients[rank], self.sum)
         to_others: list[Tensor] = []
@@ -78,7 +78,7 @@ class ParameterShards:
         return finish
 
     def start_all_gather(self) -> Callable[[], None]:
-        """Starts sending this rank's values to all others. The returned function waits for theirs."""
+        """Starts sending this rank's values. The returned function waits for the others'."""
         own = joined(self._values[self._holders.rank], self.sum)
         return send_shards(own, self._counts, self._values, self._holders)
 
@@ -152,6 +152,6 @@ def aligned(size: int) -> int:
 
 
 def side_by_side(tensors: Sequence[Tensor], flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Views of `flat`, with each tensor's shape and strides. `sizes` are the elements reserved for each."""
+    """Views of `flat` with each tensor's shape and strides. `sizes`: reserved elements."""
     starts = accumulate(sizes, initial=0)
     return [flat.as_strided(each.shape, each.stride(), start) for each, start in zip(tensors, starts, strict=False)]

@@ -265,11 +265,7 @@ class Predictor:
         return states_of(chunks, weight, owners, self._config.optimizer, self._on_gpu)
 
     def _gradients(self, layout: Layout, states: Sequence[PlannedStates], backward: float) -> tuple[float, float]:
-        """Seconds for reduction after the last backward, and for the all-gather of updated shards.
-
-        Equal buckets are reduced during the last micro-batch's backward, the last one after it. Ranks with the same
-        shards sum them at the end.
-        """
+        """Seconds for reduction after the last backward, and for the all-gather of updated shards."""
         copies = layout.copies
         weight = layout.grid.dp_shard
         link = self._cluster.link(layout.grid, "dp_replicate")
@@ -284,6 +280,8 @@ class Predictor:
             sharing = link.exchange(copies, updated)
         elif copies > 1:
             over_copies = link.all_reduce(copies, reduced / buckets, self._on_gpu)
+        # Equal buckets are reduced during the last micro-batch's backward, the last one after it. Ranks with the same
+        # shards sum them at the end.
         during = over_copies
         after = 0.0
         if weight > 1:

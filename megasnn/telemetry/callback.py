@@ -9,7 +9,7 @@ from megasnn.telemetry.records import EvaluationRecord, IterationRecord, RunOutl
 
 
 class Callback:
-    """Base class for hooks into a run. Override the methods you need.
+    """Hooks into a run. Override the methods you need.
 
     They run on the first rank only, and must not wait for other ranks. An exception becomes one warning; training goes
     on, and the method is called again the next time. SystemExit and KeyboardInterrupt stop the run as a signal does:
@@ -23,7 +23,7 @@ class Callback:
         """Called after each optimizer step."""
 
     def log(self, record: IterationRecord, scalars: Mapping[str, float]) -> None:
-        """Called at each log line (--log-interval). scalars: all TensorBoard values, such as "training/loss"."""
+        """Called at each log line (--log-interval). scalars: all TensorBoard values by name."""
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """Called after each evaluation."""

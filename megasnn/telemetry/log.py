@@ -16,9 +16,9 @@ FILE_NAME = "log.jsonl"
 
 
 class BestEffort:
-    """Turns reporting errors into warnings: ``with best_effort("drawing"): ...``.
+    """Turns reporting errors into warnings, one by name: ``with best_effort("drawing"): ...``.
 
-    Each name warns once. The block must not contain a collective: other ranks would wait for the failed one.
+    The block must not contain a collective: other ranks would wait for the failed one.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -39,8 +39,7 @@ class JsonLog:
     """Appends JSON objects, one a line, to a directory's `log.jsonl`. None writes nothing.
 
     Every line has `time` (ISO 8601 with the UTC offset) and `kind`: "start" (all flags), "iteration" (log line and
-    layer spikes), "validation", "memory_predicted", "memory" or "message". nan and infinities are strings: "nan",
-    "inf", "-inf".
+    layer spikes), "validation", "memory_predicted", "memory" or "message". nan and infinities are strings.
     """
 
     def __init__(self, directory: str | Path | None) -> None:
@@ -58,6 +57,7 @@ class JsonLog:
 
 
 def _finite(value: Any) -> Any:
+    # JSON has neither nan nor infinity.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -58,14 +58,14 @@ def _frames_to_rgb(frames: NDArray[np.float32]) -> Picture:
 
 
 def sample_sheet(samples: Sequence[NDArray[Any]], captions: Sequence[str]) -> Picture:
-    """Draws samples with captions: event frames one sample a row, images four a row."""
+    """Event frames one sample a row, images four a row."""
     has_frames = any(sample.ndim == 4 for sample in samples)
     title = EVENT_LEGEND if has_frames else ""
     return _sheet([to_rgb(sample) for sample in samples], captions, title, one_a_row=has_frames)
 
 
 def raster_sheet(rasters: Mapping[str, Raster]) -> Picture:
-    """Draws a row of pixels for each neuron, a column for each time step, grey between samples."""
+    """A row of pixels for each neuron, a column for each time step, grey between samples."""
     samples, neurons, time_steps = next(iter(rasters.values())).shape
     legend = f"black: a spike; up to {neurons} neurons of each layer, {time_steps} steps of each of {samples} samples"
     pictures = [raster_picture(raster) for raster in rasters.values()]
@@ -73,7 +73,7 @@ def raster_sheet(rasters: Mapping[str, Raster]) -> Picture:
 
 
 def raster_picture(raster: Raster) -> Picture:
-    """One layer as `[neurons, samples * (T + 1) - 1, 3]`: spikes black, borders grey, the rest white."""
+    """`[neurons, samples * (T + 1) - 1, 3]`: spikes black, borders grey, the rest white."""
     samples, neurons, time_steps = raster.shape
     picture = np.full((neurons, samples, time_steps + 1), BORDER_GREY, np.uint8)
     picture[..., :time_steps] = np.where(raster, 0, 255).transpose(1, 0, 2)

@@ -17,7 +17,6 @@ class RunOutline:
     """Length, folders and start of a run.
 
     Attributes:
-        iterations: total number.
         epoch_samples: training samples in an epoch.
         directory: TensorBoard folder; None writes none.
         log_directory: folder for log.jsonl; None writes none.
@@ -36,11 +35,11 @@ class StepResult:
     """An optimizer step's result, over all replicas.
 
     Attributes:
-        loss: mean over the samples.
-        sums: metrics summed over the samples, by name; "top1" in a classification.
+        loss: mean over samples.
+        sums: summed metrics by name; "top1" in a classification.
         grad_norm: before clipping.
-        skipped: True if no parameter was updated.
-        not_finite: where the first nan or infinity arose, as a text for the log; None without one.
+        skipped: no parameter was updated.
+        not_finite: where the first nan or infinity arose, as a text for the log.
     """
 
     loss: float
@@ -73,9 +72,9 @@ class IterationRecord:
         metrics: means by name; "accuracy" (top-1, 0 to 1) in a classification.
         learning_rate, global_batch_size, grad_norm: at the last iteration.
         samples_per_second: all ranks together.
-        skipped_iterations: iterations without an update.
-        nan_iterations: iterations without a finite loss.
-        skipped_samples: broken samples replaced by others since the run began, on all ranks.
+        skipped_iterations: without an update.
+        nan_iterations: without a finite loss.
+        skipped_samples: broken samples replaced since the run began, on all ranks.
     """
 
     iteration: int
@@ -100,9 +99,9 @@ class EvaluationRecord:
     """An evaluation's result.
 
     Attributes:
-        loss: mean over the samples.
+        loss: mean over samples.
         metrics: means by name; "top1" in a classification, and "top5" with more than five classes.
-        skipped_samples: broken samples, which are not among `samples`.
+        skipped_samples: broken samples, not among `samples`.
     """
 
     iteration: int
@@ -130,14 +129,14 @@ class EvaluationRecord:
 
 
 def record_values(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
-    """Returns all values by name, with the metrics among them."""
+    """All values by name, with the metrics among them."""
     values = dict(vars(record))
     metrics = values.pop("metrics")
     return {**values, **metrics}
 
 
 def scalars_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
-    """Returns values by TensorBoard name, such as "training/loss"."""
+    """By TensorBoard name, such as "training/loss"."""
     hints = get_type_hints(type(record), include_extras=True)
     cards = {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
     group = cards.pop("metrics")
@@ -148,7 +147,7 @@ def scalars_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
 
 
 def format_iteration(record: IterationRecord, now: datetime | None = None) -> str:
-    """Formats the log line as Megatron-LM does. Failures are counted only if there are some."""
+    """The log line, as Megatron-LM's. Failures are counted only if there are some."""
     width = len(str(record.train_iters))
     parts = [
         f"{_stamp(now)} iteration {record.iteration:>{width}}/ {record.train_iters}",
@@ -196,7 +195,7 @@ def _metrics(record: IterationRecord | EvaluationRecord, digits: int) -> list[st
 
 
 def format_duration(seconds: float) -> str:
-    """"2:03"; from an hour on "1:02:03", from a day on "2 days, 1:02:03"."""
+    """As "2:03"; from an hour on "1:02:03", from a day on "2 days, 1:02:03"."""
     whole = round(seconds)
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02}"

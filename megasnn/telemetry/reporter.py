@@ -34,13 +34,12 @@ class Reporter:
 
     Args:
         is_writer: False on all ranks but the first: they report nothing.
-        callbacks: called on this rank.
 
     Attributes:
         best_effort: contexts for other reporting code.
         board: for texts and pictures.
-        asked_to_stop: True once a callback has raised SystemExit or KeyboardInterrupt.
-        multiply_adds: per sample, forward only; for the evaluation's log line.
+        asked_to_stop: a callback has raised SystemExit or KeyboardInterrupt.
+        multiply_adds: per sample, forward only.
     """
 
     def __init__(self, outline: RunOutline, is_writer: bool, callbacks: Sequence[Callback] = ()) -> None:
@@ -74,7 +73,7 @@ class Reporter:
         self._has_logged = False
 
     def line(self, text: str) -> None:
-        """Prints a line, and writes it to log.jsonl as a message."""
+        """Prints, and writes to log.jsonl as a message."""
         self._console.line(text)
         self.entry("message", {"text": text})
 
@@ -88,7 +87,6 @@ class Reporter:
         self._call("start", self._outline, values)
 
     def step(self, result: StepResult) -> None:
-        """Adds an iteration."""
         self._steps.append(result)
         self._iteration += 1
         self._call("step", self._iteration, result)
@@ -105,9 +103,9 @@ class Reporter:
 
         Args:
             samples: consumed so far.
-            more: further scalars by name, for TensorBoard and log.jsonl.
-            layers: for TensorBoard and log.jsonl.
-            skipped_samples: broken samples replaced by others so far.
+            more: further scalars by name.
+            layers: not for the console.
+            skipped_samples: broken samples replaced so far.
         """
         record = self._record(iteration, samples, skipped_samples)
         self._console.line(format_iteration(record))
@@ -160,7 +158,7 @@ class Reporter:
         return (self._outline.iterations - iteration) * (now - began) / max(iteration - first, 1)
 
     def evaluation(self, record: EvaluationRecord, operations: Sequence[LayerOperations] = ()) -> None:
-        """Writes an evaluation. operations: by layer, in model order."""
+        """`operations`: by layer, in model order."""
         self._console.line(format_evaluation(record))
         if operations:
             self._console.line(describe_operations(operations, self.multiply_adds))
@@ -172,7 +170,7 @@ class Reporter:
         self._call("evaluation", record)
 
     def saved(self, iteration: int, path: Path) -> None:
-        """Calls `Callback.save` for a complete checkpoint."""
+        """Calls `Callback.save`."""
         self._call("save", iteration, path)
 
     @contextmanager

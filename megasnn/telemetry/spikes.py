@@ -1,9 +1,4 @@
-"""Spike statistics by layer: firing rate, silent and saturated neurons, rasters.
-
-A neuron is silent if no sample on any rank makes it fire. So spikes are first added neuron by neuron, over ranks with
-the same neurons (data parallel, context parallel by samples). Then neurons are counted, over ranks with other neurons
-(tensor parallel, context parallel by rows).
-"""
+"""Spike statistics by layer: firing rate, silent and saturated neurons, rasters."""
 
 from __future__ import annotations
 
@@ -26,11 +21,11 @@ Raster = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class LayerSpikes:
-    """A layer's spike statistics; a neuron is one channel at one pixel.
+    """A neuron is one channel at one pixel.
 
     Attributes:
         firing_rate: spikes per neuron and time step; may exceed 1 with integer neurons.
-        silent: share of neurons that never fired.
+        silent: share of neurons that never fired on any rank.
         saturated: share of neurons with a firing rate at or above 1.
     """
 
@@ -70,6 +65,9 @@ class SpikeRecorder:
         self._counts = {}
         if not counts:
             return []
+        # A neuron is silent if no sample on any rank makes it fire. So spikes are first added over ranks with the same
+        # neurons (data parallel, context parallel by samples). Then neurons are counted, over ranks with other neurons
+        # (tensor parallel, context parallel by rows).
         if same is not None:
             # One all-reduce for all layers: every rank of the group has observed the same ones in the same order.
             flat = torch.cat([*counts.values()])
@@ -103,14 +101,14 @@ class RasterRecorder:
         self._rasters[name] = (few[..., chosen] != 0).permute(1, 2, 0)
 
     def take(self) -> dict[str, Raster]:
-        """Returns this stage's rasters and resets them."""
+        """Returns and resets this stage's rasters."""
         rasters = self._rasters
         self._rasters = {}
         return {name: raster.cpu().numpy() for name, raster in rasters.items()}
 
 
 def mean_spikes(layers: Sequence[LayerSpikes]) -> dict[str, float]:
-    """Returns means over the layers by TensorBoard name; empty without layers."""
+    """Means over layers by TensorBoard name; empty without layers."""
     if not layers:
         return {}
     scalars = {}

@@ -1,7 +1,4 @@
-"""TensorBoard: ordered cards, and charts with several lines.
-
-TensorBoard sorts cards by name and unfolds two groups. Numbers in the names put the important ones first.
-"""
+"""TensorBoard: ordered cards, and charts with several lines."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from numpy.typing import NDArray
 
 from megasnn.telemetry.log import BestEffort
 
+# TensorBoard sorts cards by name and unfolds two groups: numbers in the names put the important ones first.
 GROUPS: dict[str, tuple[str, ...]] = {
     "training": ("loss", "accuracy", "samples_per_second", "grad_norm", "learning_rate", "consumed_samples"),
     "validation": ("loss", "accuracy_top1", "accuracy_top5"),
@@ -71,8 +69,8 @@ class TensorBoard:
     After the first error, such as a full disk, nothing more is written.
 
     Args:
-        directory: for event files; None writes nothing.
-        resumed_iteration: where the run continues; hides later points.
+        directory: None writes nothing.
+        resumed_iteration: hides later points.
     """
 
     def __init__(
@@ -87,6 +85,7 @@ class TensorBoard:
         with best_effort(self._name):
             from torch.utils.tensorboard import SummaryWriter
 
+            # Points after the checkpoint are from steps that the resumed run repeats.
             purge_step = None if resumed_iteration is None else resumed_iteration + 1
             self._writer = SummaryWriter(str(directory), purge_step=purge_step)
         self._write(lambda writer: writer.add_custom_scalars(charts()))
@@ -102,7 +101,7 @@ class TensorBoard:
             self._writer = writer
 
     def scalars(self, values: Mapping[str, float], iteration: int) -> None:
-        """Writes values by name, such as "training/loss"; nan and infinities as they are."""
+        """Values by name, such as "training/loss"; nan and infinities as they are."""
         shown = {}
         for name, value in values.items():
             tag = card(name)

@@ -86,7 +86,7 @@ class MLP(nn.Module):
 class CountAttention(nn.Module):
     """x + attention(x), E-SDSA: out = q (k^T v) * 2 / sqrt(d) by head over tokens, without softmax.
 
-    v has four times the channels of q and k. A rank computes whole heads. Backward stores q, k, v in the compute type.
+    A rank computes whole heads. Backward stores q, k, v in the compute type.
 
     Args:
         dim: C, global.
@@ -108,6 +108,7 @@ class CountAttention(nn.Module):
         self.k_neuron = make_neuron()
         self.v_neuron = make_neuron()
         self.projection = CountConvNorm(wide, dim)
+        # q, k and v are counts, each to be divided by the largest.
         self.scale = 2 / math.sqrt(dim // num_heads) / largest**3
         self._rows = context.row_group
 

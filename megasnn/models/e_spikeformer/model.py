@@ -5,8 +5,7 @@ Published: github.com/BICLab/Spike-Driven-Transformer-V3, `Classification/Model_
 Equal weights give equal logits and gradients with one time step. The authors' neuron has no memory and rounds its input
 to 0 to 4, like an integer LIF in its first step. Over several steps potentials go on here.
 
-Left out: larger models (`Model_Large`, autoencoder pretraining), distillation, and single spikes for chips. The
-published blocks take stochastic depth and layer scale, but apply neither.
+Left out: larger models (`Model_Large`, autoencoder pretraining), distillation, and single spikes for chips.
 """
 
 from __future__ import annotations
@@ -80,6 +79,7 @@ class ESpikeFormer(Model):
         dims = (first // 2, first, second, third, last)
         depths = (1, 1, 2, *parse_numbers("depths", self.depths, 2))
         inputs = self.in_channels
+        # The published blocks take stochastic depth and layer scale, but apply neither.
         for stage, (dim, depth) in enumerate(zip(dims, depths, strict=True)):
             attends = stage >= FIRST_WITH_ATTENTION
             if stage == 0:

@@ -1,7 +1,7 @@
 """QKFormer (arXiv 2403.16552) as in SpikingJelly 2.0.0's `model.qkformer`: dimensions and layers.
 
 Each of three stages halves height and width and doubles the channels. Attention in the first two masks tokens by q
-alone; the last has Spikformer's. Small images use the authors' CIFAR patch embeddings, which SpikingJelly lacks.
+alone; the last has Spikformer's.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Spikformer's tensor names in SpikingJelly and as published (arXiv 2209.15425; ZK-Zhou/spikformer).
 
 SpikingJelly's tensors have equal shapes. The published code has a model for CIFAR10 (`_linear`) and one for ImageNet
-(`_conv`), with q, k and v apart. A norm cancels the bias before it, so the running mean takes it up here. The published
-layer norms compute nothing.
-
-One difference remains: the published stem pools after a stage's neuron, SpikingJelly and MegaSNN before it. Published
-weights need some training here.
+(`_conv`), with q, k and v apart. One difference remains: the published stem pools after a stage's neuron, SpikingJelly
+and MegaSNN before it. Published weights need some training here.
 """
 
 from __future__ import annotations
@@ -76,6 +73,7 @@ def _incoming(names: Collection[str]) -> NameMap:
         for tensor in NORM_TENSORS:
             sources = tuple(f"{norm}.{tensor}" for _, norm in conv_norms)
             recipe[f"{ours}.norm.{tensor}"] = Made(sources, _joined)
+        # A norm cancels the bias before it, so the running mean takes it up.
         if biases[0] in names:
             means = recipe[f"{ours}.norm.running_mean"].sources
             recipe[f"{ours}.norm.running_mean"] = Made(means + biases, _without_biases)
@@ -101,6 +99,7 @@ PUBLISHED = Dialect(
     marker="block.0.attn.q_bn.weight",
     incoming=_incoming,
     outgoing=None,
+    # The published layer norms compute nothing.
     unused=(".norm1.weight", ".norm1.bias", ".norm2.weight", ".norm2.bias"),
 )
 

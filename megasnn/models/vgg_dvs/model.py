@@ -1,7 +1,6 @@
 """The event-camera VGG as in SpikingJelly 2.0.0's `CIFAR10DVSVGG`: dimensions, neuron and layers.
 
-Equal weights give equal logits and gradients. Average pooling turns spikes into quarters. The next layer therefore
-pools its own input: spikes travel between ranks and are stored for backward.
+Equal weights give equal logits and gradients.
 """
 
 from __future__ import annotations
@@ -96,6 +95,8 @@ class VggDvs(Model):
         inputs = self.in_channels
         size = self.image_size
         for index, (channels, pools) in enumerate(convolutions):
+            # Average pooling turns spikes into quarters. The next layer pools its own input, so that spikes travel
+            # between ranks and are stored for backward.
             pool = 2 if pools else 1
             size //= pool
             conv_norm_neuron = ConvNormNeuron(

@@ -1,8 +1,4 @@
-"""The VGG's tensor names in SpikingJelly's memopt.models.CIFAR10DVSVGG. Shapes are equal.
-
-In SpikingJelly's blocks a pooling shifts the numbers of convolution and norm: features.2.conv is features.2.proj_bn.1
-after a pooling, otherwise proj_bn.0. A dropout shifts the linear layer from classifier.0 to classifier.1.
-"""
+"""The VGG's tensor names in SpikingJelly's memopt.models.CIFAR10DVSVGG. Shapes are equal."""
 
 from __future__ import annotations
 
@@ -15,9 +11,11 @@ from megasnn.models.weight_names import Dialect, ModelValues, NameMap, moved
 
 def _prefixes(pools: Sequence[bool], dropout: bool) -> dict[str, str]:
     """Our module path -> SpikingJelly's. `pools`: True for a convolution after a pooling."""
+    # A dropout comes first and shifts the linear layer from 0 to 1.
     prefixes = {"classifier.linear": f"classifier.{int(dropout)}"}
     for index, pool in enumerate(pools):
         conv_norm = f"features.{index}"
+        # So does a pooling with convolution and norm.
         prefixes[f"{conv_norm}.conv"] = f"{conv_norm}.proj_bn.{int(pool)}"
         prefixes[f"{conv_norm}.norm"] = f"{conv_norm}.proj_bn.{int(pool) + 1}"
         prefixes[f"{conv_norm}.neuron"] = f"{conv_norm}.neuron"
@@ -26,6 +24,7 @@ def _prefixes(pools: Sequence[bool], dropout: bool) -> dict[str, str]:
 
 def _incoming(theirs: Collection[str]) -> NameMap:
     blocks = [f"features.{index}.proj_bn" for index in range(len(theirs))]
+    # Number 2 is a norm behind a pooling; without one the norm is number 1.
     pools = [f"{block}.2.weight" in theirs for block in blocks if f"{block}.1.weight" in theirs]
     prefixes = _prefixes(pools, dropout="classifier.1.weight" in theirs)
     back = {there: here for here, there in prefixes.items()}
