@@ -33,7 +33,8 @@ _GROUPS: dict[str, tuple[str, tuple[Axis, ...]]] = {
     "pp_down": ("pp", ("pp",)),
     "world": ("world", AXES),
 }
-# Groups with the same ranks share a process group, except these, whose traffic needs a queue of its own.
+# Groups with the same ranks share a process group, except these, whose traffic needs its own queue: gradients travel in
+# another order than gathered weights, and messages to lower ranks in another than messages to higher ranks.
 _SEPARATE = ("dp_shard_grad", "pp_down")
 # Pipeline groups run no collectives on the device. `start_messages` starts them pair by pair.
 _STARTED_BY_MESSAGES = ("pp", "pp_down")
@@ -46,7 +47,7 @@ class Group:
     Attributes:
         name: key in the communication statistics.
         ranks: global ranks.
-        rank: this process's index in `ranks`.
+        rank: index in `ranks`.
         sizes: by axis, slowest first.
     """
 
@@ -201,7 +202,6 @@ def _require_backend(device: torch.device, world_size: int) -> None:
 
 
 def _create_groups(grid: Grid, rank: int, timeout: datetime.timedelta | None) -> dict[str, Group]:
-    """By ParallelState field."""
     created: dict[str, dist.ProcessGroup | None] = {str(grid.groups(*AXES)): dist.group.WORLD}
     groups: dict[str, Group] = {}
     for field, (name, axes) in _GROUPS.items():
@@ -220,7 +220,6 @@ def _create_groups(grid: Grid, rank: int, timeout: datetime.timedelta | None) ->
 
 
 def _group_of(grid: Grid, axes: tuple[Axis, ...], rank: int, name: str) -> Group:
-    """Without a process group."""
     ranks = next(each for each in grid.groups(*axes) if rank in each)
     sizes = tuple(grid.size(axis) for axis in AXES if axis in axes)
     return Group(name, tuple(ranks), ranks.index(rank), sizes=sizes)

@@ -199,7 +199,7 @@ def _yielded(model: Model) -> list[Layer]:
 
 def _refuse_made_before(one: Sequence[Built], layers: Sequence[Layer]) -> None:
     """Raises ValueError for modules shared with another build."""
-    # A module made outside `layers` lacks this rank's sizes, and two builds would share its tensors.
+    # A module made outside `layers` lacks this rank's flags, and two builds would share its tensors.
     before: set[nn.Module] = set()
     for built in one:
         before.update(module for module in built.module.modules() if has_state(module))

@@ -61,6 +61,7 @@ class LayerDescription:
     """A layer, the same on every layout.
 
     Attributes:
+        layer_group: see `megasnn.layers.layer.Layer`.
         entries: output tensors; the key None means a single tensor.
         inputs: its sources' numbers; -1, -2 and so on are the model's inputs.
         parameters: number of elements.

@@ -121,7 +121,6 @@ def prefix_dialect(
     """A dialect with equal tensors under other module paths.
 
     Args:
-        name, title, marker: see `Dialect`.
         prefixes: our module path -> theirs. Each `{}` stands for a number, equal on both sides.
         lacks: our configuration's values without a counterpart there.
     """

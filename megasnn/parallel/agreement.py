@@ -53,7 +53,7 @@ def broadcast_result(group: dist.ProcessGroup | None, decide: Callable[[], _T]) 
     """Runs `decide` on the first rank and returns its result on every rank. Collective.
 
     Raises:
-        the error of `decide`, on every rank; as RuntimeError where a rank cannot rebuild it.
+        the error of `decide`, on every rank. Errors foreign to megasnn and Python reach other ranks as RuntimeError.
     """
     if group is None:
         return decide()

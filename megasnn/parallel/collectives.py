@@ -29,7 +29,7 @@ _ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 def to_matrix(x: Tensor) -> Tensor:
-    """A view if channels are last in memory, otherwise a copy."""
+    """[T, N, C, *space] -> [T*N*space, C]; a view if channels are last in memory, otherwise a copy."""
     # With a single channel, reshape returns a strided view of the other channels' memory.
     return x.movedim(2, -1).reshape(-1, x.shape[2]).contiguous()
 
@@ -257,7 +257,6 @@ class CommStatistics:
 
     @contextmanager
     def counting(self, enabled: bool = True) -> Iterator[None]:
-        """Turns counting on or off inside a `with` block."""
         was_enabled = self.enabled
         self.enabled = enabled
         try:

@@ -18,15 +18,12 @@ from megasnn.schedule.passes import AT_ONCE
 class GatheredWeights:
     """This rank's shards of its segments' weights, and their gathering.
 
-    Weights of convolutions and linear layers travel in their compute type, other parameters in their own.
-
     Args:
-        group: replicas sharing the weights.
-        scatter: the same ranks, for gradients.
+        scatter: the ranks in `group`, for gradients.
         give: called with a weight and its gathered values in the compute type.
 
     Attributes:
-        multiplied: weights of convolutions and linear layers.
+        multiplied: weights of convolutions and linear layers, which travel in their compute type.
         shards: by parameter, possibly empty.
     """
 

@@ -23,7 +23,7 @@ class Bucket:
     Args:
         partial: also sum over the tensor parallel group.
         owners: ranks dividing the optimizer state (ZeRO-1).
-        weights: sharded weights (FSDP).
+        weights: FSDP.
 
     Attributes:
         pending: missing gradients by incomplete parameter.
@@ -31,7 +31,7 @@ class Bucket:
         shard: this rank's weight shards (FSDP).
         reduced: local gradients, replaced by the replicas' sum.
         owned: this rank's owned shards (ZeRO-1).
-        is_late: filled by the second part of split backwards: weights of convolutions and linear layers.
+        is_late: filled by the second part of split backwards: `GatheredWeights.multiplied`.
         param_shards: owned shard, with the reduced gradient, by parameter and local shard.
     """
 
@@ -117,7 +117,7 @@ class GradientBuckets:
         tp: ranks summing partial gradients.
         additions: a parameter's gradients in one micro-batch, if not one.
         shards_have_owners: ZeRO-1.
-        weights: sharded weights (FSDP).
+        weights: FSDP.
         scattered: send gradients at each `scatter`, not when complete.
     """
 

@@ -33,7 +33,6 @@ def compare_replicas(entries: Sequence[ShardedTensor], state: ParallelState, ite
 
     Args:
         entries: parameters, buffers and optimizer state, in the same order on ranks that share them.
-        iteration: for the error.
 
     Raises:
         ReplicaError: on every rank, with the differing tensors and each value's ranks and hosts.

@@ -47,7 +47,6 @@ class Cut:
     """Division over ranks along one grid axis.
 
     Attributes:
-        dim: the divided dimension.
         blocks: equal blocks in `dim`, each divided separately (3 for fused q, k, v).
         even: parts must be equal; otherwise `own_span` divides.
     """
@@ -83,7 +82,6 @@ class Shard:
     Attributes:
         cuts: by axis, in order; a later cut divides the part left by earlier ones. Ranks along other axes hold the same
             part.
-        coordinates: the rank in the grid.
         partial_gradient: sum a replicated parameter's gradient over the tensor parallel ranks (a PLIF neuron's time
             constant with sharded channels).
         initialise: fills the global tensor.
@@ -145,7 +143,7 @@ class Shard:
         return tuple(map(len, self._indices()))
 
     def pieces(self) -> list[Piece]:
-        """The local tensor's largest boxes; none without rows."""
+        """The largest boxes making up the local tensor; none without rows."""
         if not self.global_shape:
             owns_scalar = prod(self.local_shape) == 1
             return [Piece((), (), ())] if owns_scalar else []

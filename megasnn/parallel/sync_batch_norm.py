@@ -1,6 +1,6 @@
 """Batch norm statistics over ranks: a shared micro-batch's, and a global batch's running ones.
 
-Running statistics have a single rank's bits. A norm called several times in a forward is updated once for each call.
+Running statistics have a single rank's bits.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ class ParameterShards:
 
     Args:
         gradients: with the parameters' memory layout.
-        holders: ranks sharing the parameters.
         local_shards: this rank's shards if it keeps nothing else (FSDP).
 
     Attributes:

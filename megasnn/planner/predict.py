@@ -29,7 +29,7 @@ ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds.
+    """A step's seconds.
 
     Attributes:
         pipeline: forwards and backwards, with the time ranks wait.

@@ -102,11 +102,11 @@ class Search:
         return Candidate(layout, seconds, need, reason=self._misfit(need, NEAR))
 
     def _may_be_best(self, plain: Layout) -> bool:
-        """False for a grid with a much slower 1F1B than the fastest step."""
+        """False for a grid with a much slower 1F1B than the fastest step. One device is always considered."""
         if self._prefer != "speed" or plain.ranks == 1:
             return True
         # Other schedules gain less than `SLOWER` with as many micro-batches as stages. On 4,096 devices this leaves a
-        # fifth of 113,000 layouts. One device is the limit of `memory` and `capacity`.
+        # fifth of 113,000 layouts.
         return self._estimated(plain).seconds < SLOWER * self._fastest
 
     def _misfit(self, need: float, near: float = 1.0) -> str:

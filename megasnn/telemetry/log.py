@@ -38,8 +38,8 @@ class BestEffort:
 class JsonLog:
     """Appends JSON objects, one a line, to a directory's `log.jsonl`. None writes nothing.
 
-    Every line has `time` (ISO 8601 with the UTC offset) and `kind`: "start" (all flags), "iteration" (log line and
-    layer spikes), "validation", "memory_predicted", "memory" or "message". nan and infinities are strings.
+    Every line has `time` (ISO 8601 with UTC offset) and `kind`: "start" (all flags), "iteration" (log line and layer
+    spikes), "validation", "memory_predicted", "memory" or "message". "nan", "inf" and "-inf" are strings.
     """
 
     def __init__(self, directory: str | Path | None) -> None:

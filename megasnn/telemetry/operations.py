@@ -81,7 +81,6 @@ class OperationCounter:
         """Adds one call.
 
         Args:
-            name: global layer name.
             x: inputs `[frames, C, H, W]`, or with other dimensions after the channels.
             steps: time steps by frame, the same in every call.
             are_spikes: all values are known to be 0 or 1.

@@ -18,9 +18,8 @@ class RunOutline:
 
     Attributes:
         epoch_samples: training samples in an epoch.
-        directory: TensorBoard folder; None writes none.
-        log_directory: folder for log.jsonl; None writes none.
-        resumed: (iteration, consumed samples) at the checkpoint, in a resumed run.
+        directory, log_directory: for TensorBoard and log.jsonl; None writes none.
+        resumed: (iteration, consumed samples) at the checkpoint.
     """
 
     iterations: int
@@ -52,7 +51,7 @@ class StepResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means over the samples, by name."""
+        """Means over samples."""
         return {name: value / self.samples for name, value in self.sums.items()}
 
     @property
@@ -129,7 +128,7 @@ class EvaluationRecord:
 
 
 def record_values(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
-    """All values by name, with the metrics among them."""
+    """Flat: metrics are among the values."""
     values = dict(vars(record))
     metrics = values.pop("metrics")
     return {**values, **metrics}

@@ -37,7 +37,6 @@ class Reporter:
 
     Attributes:
         best_effort: contexts for other reporting code.
-        board: for texts and pictures.
         asked_to_stop: a callback has raised SystemExit or KeyboardInterrupt.
         multiply_adds: per sample, forward only.
     """
@@ -83,7 +82,7 @@ class Reporter:
             self._log.add(kind, values)
 
     def flags(self, values: Mapping[str, bool | int | float | str]) -> None:
-        """Calls `Callback.start`. values: the flags to compare runs by."""
+        """Calls `Callback.start`. values: flags to compare runs by."""
         self._call("start", self._outline, values)
 
     def step(self, result: StepResult) -> None:
@@ -104,7 +103,6 @@ class Reporter:
         Args:
             samples: consumed so far.
             more: further scalars by name.
-            layers: not for the console.
             skipped_samples: broken samples replaced so far.
         """
         record = self._record(iteration, samples, skipped_samples)

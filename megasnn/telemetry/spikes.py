@@ -25,8 +25,8 @@ class LayerSpikes:
 
     Attributes:
         firing_rate: spikes per neuron and time step; may exceed 1 with integer neurons.
-        silent: share of neurons that never fired on any rank.
-        saturated: share of neurons with a firing rate at or above 1.
+        silent: share that never fired on any rank.
+        saturated: share with a firing rate at or above 1.
     """
 
     name: str

@@ -71,7 +71,6 @@ class ESpikeFormer(Model):
         return wrong
 
     def layers(self) -> Iterable[Layer]:
-        """By stage a downsampling and each block's two or three parts; then the head."""
         from megasnn.layers.layer import layer
         from megasnn.models.e_spikeformer import blocks as e
 

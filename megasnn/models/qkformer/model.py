@@ -49,7 +49,6 @@ class QKFormer(Model):
         return wrong
 
     def layers(self) -> Iterable[Layer]:
-        """By stage a patch embedding and each block's two halves; then the head."""
         from megasnn.layers import MeanLinear, Residual, ResidualMLP, SpikingSelfAttention, TokenAttention
         from megasnn.layers.layer import layer
         from megasnn.models.qkformer.blocks import PatchEmbedding

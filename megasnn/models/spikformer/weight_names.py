@@ -1,8 +1,8 @@
 """Spikformer's tensor names in SpikingJelly and as published (arXiv 2209.15425; ZK-Zhou/spikformer).
 
-SpikingJelly's tensors have equal shapes. The published code has a model for CIFAR10 (`_linear`) and one for ImageNet
-(`_conv`), with q, k and v apart. One difference remains: the published stem pools after a stage's neuron, SpikingJelly
-and MegaSNN before it. Published weights need some training here.
+SpikingJelly's tensors have equal shapes. The published code has q, k and v apart, in a model for CIFAR10 (`_linear`)
+and one for ImageNet (`_conv`). Its stem pools after a stage's neuron, SpikingJelly and MegaSNN before it: published
+weights need some training here.
 """
 
 from __future__ import annotations

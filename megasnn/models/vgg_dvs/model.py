@@ -85,7 +85,6 @@ class VggDvs(Model):
         return wrong
 
     def layers(self) -> Iterable[Layer]:
-        """Each convolution with norm and neurons, then the classifier."""
         from megasnn.layers import ConvNormNeuron
         from megasnn.layers.init import kaiming_normal
         from megasnn.layers.layer import layer

@@ -15,7 +15,7 @@ def _prefixes(pools: Sequence[bool], dropout: bool) -> dict[str, str]:
     prefixes = {"classifier.linear": f"classifier.{int(dropout)}"}
     for index, pool in enumerate(pools):
         conv_norm = f"features.{index}"
-        # So does a pooling with convolution and norm.
+        # A pooling comes first, too, and shifts convolution and norm.
         prefixes[f"{conv_norm}.conv"] = f"{conv_norm}.proj_bn.{int(pool)}"
         prefixes[f"{conv_norm}.norm"] = f"{conv_norm}.proj_bn.{int(pool) + 1}"
         prefixes[f"{conv_norm}.neuron"] = f"{conv_norm}.neuron"
