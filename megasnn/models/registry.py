@@ -90,7 +90,6 @@ def dialect_for(program: str, ours: Collection[str], model: str | None = None) -
     """A program's dialect for one of MegaSNN's models.
 
     Args:
-        program: the dialect's name.
         ours, model: see `model_of`.
     Raises:
         CheckpointError: the program has no such model, or the registry lacks it.

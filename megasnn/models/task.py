@@ -28,9 +28,7 @@ class Task:
     Attributes:
         target: an array, or an input's name.
         classes: of classification logits `[T, N, classes]`; 0 for other tasks.
-        loss: (output, target) -> each sample's loss, `[N]`; None for --loss.
-        metrics: (output, target) -> each sample's named figures, `[N]`; None for top-1 and top-5.
-        predict: output -> each sample's answer, `[N, ...]`.
+        loss, metrics, predict: see `Model`.
         trained, evaluated: metrics of a training step and of an evaluation.
         answer: for one sample.
     """

@@ -78,7 +78,6 @@ class FlatParameter:
     """Parameters with one type and one travel type, in one storage.
 
     Attributes:
-        shards: this rank's, by parameter.
         values: gathered, by parameter, in the travel type; without memory between gathers.
     """
 
@@ -155,7 +154,6 @@ def _multiplied(layers: Iterable[nn.Module]) -> Mapping[Tensor, torch.dtype]:
 
 
 def _by_dtype(layers: Sequence[nn.Module]) -> dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]]:
-    """Distinct parameters by type and travel type."""
     compute_dtypes = _multiplied(layers)
     distinct: dict[nn.Parameter, None] = {}
     for layer in layers:

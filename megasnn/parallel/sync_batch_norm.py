@@ -90,7 +90,7 @@ def merge_running_statistics(
     Args:
         norms: the same on every replica. Their `pending` records are consumed.
         data: replicas in micro-batch order.
-        most_micro_batches: a replica's largest number.
+        most_micro_batches: on any replica.
         of_owners: reassigns tied norms' statistics.
 
     Raises:

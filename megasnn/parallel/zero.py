@@ -1,6 +1,6 @@
 """Parameter shards by rows, each owned by one rank of a group (ZeRO-1, arXiv 1910.02054).
 
-The owner sums the gradients, keeps the optimizer state, and sends the new values. FSDP scatters gradients with it.
+The owner sums the gradients, keeps the optimizer state, and sends the new values. FSDP scatters gradients here.
 """
 
 from __future__ import annotations

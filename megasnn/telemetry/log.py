@@ -39,7 +39,8 @@ class JsonLog:
     """Appends JSON objects, one a line, to a directory's `log.jsonl`. None writes nothing.
 
     Every line has `time` (ISO 8601 with UTC offset) and `kind`: "start" (all flags), "iteration" (log line and layer
-    spikes), "validation", "memory_predicted", "memory" or "message". "nan", "inf" and "-inf" are strings.
+    spikes), "validation", "memory_predicted", "memory" or "message". nan and infinities are strings: "nan", "inf",
+    "-inf".
     """
 
     def __init__(self, directory: str | Path | None) -> None:

@@ -82,7 +82,7 @@ class OperationCounter:
 
         Args:
             x: inputs `[frames, C, H, W]`, or with other dimensions after the channels.
-            steps: time steps by frame, the same in every call.
+            steps: time steps that each frame stands for, the same in every call.
             are_spikes: all values are known to be 0 or 1.
         """
         if not _is_counting.get():
@@ -143,7 +143,7 @@ def add_ranks(rank_counts: Iterable[Mapping[str, Counted]], samples: int) -> lis
 
 
 def times_used(product: Callable[[Tensor], Tensor], space: Sequence[int]) -> Tensor:
-    """`[H, W]`: outputs that each pixel reaches in a one-channel product."""
+    """`[H, W]`: outputs that each pixel reaches in a one-channel product with weights of 1."""
     # The gradient of the outputs' sum is this number, for any stride, padding and dilation.
     with torch.enable_grad():
         x = torch.ones((1, 1, *space), dtype=torch.float64, requires_grad=True)

@@ -70,7 +70,7 @@ class IterationRecord:
         loss: mean; nan if one iteration had nan.
         metrics: means by name; "accuracy" (top-1, 0 to 1) in a classification.
         learning_rate, global_batch_size, grad_norm: at the last iteration.
-        samples_per_second: all ranks together.
+        samples_per_second: on all ranks.
         skipped_iterations: without an update.
         nan_iterations: without a finite loss.
         skipped_samples: broken samples replaced since the run began, on all ranks.
@@ -183,7 +183,6 @@ def format_evaluation(record: EvaluationRecord, now: datetime | None = None) -> 
 
 
 def _metrics(record: IterationRecord | EvaluationRecord, digits: int) -> list[str]:
-    """Accuracies in per cent; a model's own metrics as they are."""
     parts = []
     for name, value in record.metrics.items():
         if name in _ACCURACIES:

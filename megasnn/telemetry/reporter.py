@@ -173,7 +173,7 @@ class Reporter:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Excludes the time inside, such as a save, from iteration times."""
+        """Excludes the time inside, such as a save."""
         began = time.perf_counter()
         yield
         self._interval_start += time.perf_counter() - began

@@ -64,7 +64,7 @@ def charts() -> dict[str, dict[str, list[object]]]:
 
 
 class TensorBoard:
-    """Writes scalars, texts and pictures. A scalar has no card until it is not zero.
+    """A scalar has no card until it is not zero.
 
     After the first error, such as a full disk, nothing more is written.
 

@@ -13,8 +13,8 @@ class PatchEmbedding(nn.Module):
     """Convolutions that halve height and width, and a strided shortcut; the first stage halves twice.
 
     Args:
-        begins: True for the first stage, which has one more convolution.
-        small: True for small images: no biases, the first stage keeps height and width, others halve them in the last
+        begins: the first stage, with one more convolution.
+        small: small images: no biases, the first stage keeps height and width, others halve them in the last
             convolution.
     """
 
