@@ -34,7 +34,7 @@ _GROUPS: dict[str, tuple[str, tuple[Axis, ...]]] = {
     "world": ("world", AXES),
 }
 # Groups with the same ranks share a process group, except these, whose traffic needs its own queue: gradients travel in
-# another order than gathered weights, and messages to lower ranks in another than messages to higher ranks.
+# another order than gathered weights, and an early receive would block a send to the same rank.
 _SEPARATE = ("dp_shard_grad", "pp_down")
 # Pipeline groups run no collectives on the device. `start_messages` starts them pair by pair.
 _STARTED_BY_MESSAGES = ("pp", "pp_down")

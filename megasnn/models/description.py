@@ -143,7 +143,7 @@ class ModelDescription:
         needed: set[int] = set()
         for each in self.layers[stop:]:
             needed.update(source for source in each.inputs if source < stop)
-        # Behind the last layer only the loss is left.
+        # After the last layer, the loss needs its output.
         return sorted(needed) or [len(self.layers) - 1]
 
     def carried(self, stop: int) -> list[Carried]:

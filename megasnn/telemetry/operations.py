@@ -57,17 +57,11 @@ def not_counting() -> Iterator[None]:
 
 
 class _InputCounts(NamedTuple):
-    """One product's counts at one image size, on the device.
+    """One product's counts at one image size, on the device."""
 
-    Attributes:
-        nonzero: `[H, W]`, nonzero values.
-        others: above 0 once a value was not 0, 1 or -1.
-        times_used: `[H, W]`, reached outputs in all time steps.
-    """
-
-    nonzero: Tensor
-    others: Tensor
-    times_used: Tensor
+    nonzero: Tensor  # [H, W], nonzero values
+    others: Tensor  # above 0 once a value was not 0, 1 or -1
+    times_used: Tensor  # [H, W], outputs that each pixel reaches in all its time steps
 
 
 class OperationCounter:

@@ -170,7 +170,6 @@ def format_iteration(record: IterationRecord, now: datetime | None = None) -> st
 
 
 def format_evaluation(record: EvaluationRecord, now: datetime | None = None) -> str:
-    """One line, with accuracies in per cent."""
     parts = [
         f"{_stamp(now)} validation at iteration {record.iteration}",
         f"validation samples: {record.samples}",

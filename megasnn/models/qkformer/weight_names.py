@@ -32,7 +32,7 @@ SPIKINGJELLY = prefix_dialect(
         "stage{}.{}.attention.inner.neuron": "stage{}.{}.attn.attn_lif",
         "head": "head",
     },
-    # The authors' CIFAR model, which SpikingJelly has not.
+    # The authors' CIFAR model, which SpikingJelly lacks.
     lacks={"patch_embedding": "cifar"},
 )
 
