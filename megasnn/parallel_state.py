@@ -1,4 +1,4 @@
-"""Global parallel state: this rank's coordinates in the grid of ranks, and its process groups.
+"""Global parallel state: this rank's coordinates in the grid, and its process groups.
 
 Only `megasnn.engine` and higher levels read it; lower levels receive groups as arguments.
 """
@@ -33,7 +33,8 @@ _GROUPS: dict[str, tuple[str, tuple[Axis, ...]]] = {
     "pp_down": ("pp", ("pp",)),
     "world": ("world", AXES),
 }
-# Groups with the same ranks share a process group, except these, whose traffic needs a queue of its own.
+# Groups with the same ranks share a process group, except these, whose traffic needs its own queue: gradients travel in
+# another order than gathered weights, and an early receive would block a send to the same rank.
 _SEPARATE = ("dp_shard_grad", "pp_down")
 # Pipeline groups run no collectives on the device. `start_messages` starts them pair by pair.
 _STARTED_BY_MESSAGES = ("pp", "pp_down")
@@ -41,14 +42,14 @@ _STARTED_BY_MESSAGES = ("pp", "pp_down")
 
 @dataclass(eq=False)
 class Group:
-    """An ordered set of ranks; by default this process alone. Collectives return early on a group of one rank.
+    """An ordered set of ranks; by default this process alone.
 
     Attributes:
         name: key in the communication statistics.
         ranks: global ranks.
-        rank: index of this process in `ranks`.
-        process_group: torch's group; None for a single rank, and if freed or never created.
-        sizes: sizes of the group's axes, slowest first.
+        rank: index in `ranks`.
+        process_group: None for a single rank, and if freed or never created.
+        sizes: by axis, slowest first.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Group:
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
-        """Torch's process group; None when the size is 1. Raises RuntimeError if freed or never created."""
+        """None when the size is 1. Raises RuntimeError if freed or never created."""
         # torch takes None for the whole world.
         if self.process_group is None and self.size > 1:
             raise RuntimeError(
@@ -85,7 +86,7 @@ class Group:
 
 
 def start_messages(group: Group, source: int, target: int, device: torch.device) -> None:
-    """Starts the communicator for messages from group rank `source` to `target`. Both ranks call it."""
+    """Starts the communicator from group rank `source` to `target`. Both ranks call it."""
     if group.rank == source:
         dist.send(torch.zeros(1, device=device), group.ranks[target], group=group.handle)
     elif group.rank == target:
@@ -94,20 +95,18 @@ def start_messages(group: Group, source: int, target: int, device: torch.device)
 
 @dataclass(frozen=True)
 class ParallelState:
-    """Coordinates and process groups of this rank.
+    """This rank's coordinates and process groups.
 
     Attributes:
-        grid, coordinates: sizes of the axes, and this rank's index along each.
-        tp, cp, pp: tensor, context and pipeline parallel groups. Context parallel ranks share a micro-batch.
-        dp: all data parallel replicas. Each computes different micro-batches.
-        dp_replicate: replicas with a full copy of the weights each.
-        dp_shard: replicas sharing one copy of the weights.
-        dp_shard_grad: the ranks of dp_shard, for gradients. They travel in another order than gathered weights.
+        cp: ranks sharing a micro-batch.
+        dp: all data parallel replicas, with different micro-batches.
+        dp_replicate: replicas with a full weight copy each.
+        dp_shard: replicas sharing one weight copy.
+        dp_shard_grad: the same ranks, for gradients.
         dp_replicate_cp: ranks with identical weight shards.
-        dp_cp: ranks whose gradients are summed.
-        pp_down: the ranks of pp, for messages to lower ranks; `pp` carries messages to higher ranks.
-        world: all ranks.
-        device: compute device of this rank.
+        dp_cp: ranks that sum gradients.
+        pp_down: pp's ranks, for messages to lower ranks; `pp` carries messages to higher ranks.
+        device: for computing.
     """
 
     grid: Grid
@@ -127,10 +126,7 @@ class ParallelState:
 
     @classmethod
     def without_process_groups(cls, grid: Grid | None = None, rank: int = 0) -> ParallelState:
-        """State of one rank of a grid, by default of one rank, whose groups cannot communicate.
-
-        It describes the rank's part of a model, or runs a model on one rank.
-        """
+        """One rank's state, with groups that cannot communicate; by default on a grid of one rank."""
         grid = grid or Grid()
         groups = {name: _group_of(grid, axes, rank, label) for name, (label, axes) in _GROUPS.items()}
         return cls(grid=grid, coordinates=grid.coordinates(rank), device=torch.device("cpu"), **groups)
@@ -141,7 +137,7 @@ class ParallelState:
 
     @property
     def holding_groups(self) -> dict[Axis, Group]:
-        """Groups whose ranks hold the same layers, whole or sharded, by axis."""
+        """By axis, groups with the same layers, whole or sharded."""
         return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
 
 
@@ -164,7 +160,7 @@ def initialize_model_parallel(
 
     Args:
         device: None for the CPU.
-        timeout: limit for one wait in a group; None for torch's 30 minutes.
+        timeout: for one wait in a group; None for torch's 30 minutes.
 
     Raises:
         ValueError: the sizes do not divide the world size, or the world's process group does not fit.
@@ -207,7 +203,6 @@ def _require_backend(device: torch.device, world_size: int) -> None:
 
 
 def _create_groups(grid: Grid, rank: int, timeout: datetime.timedelta | None) -> dict[str, Group]:
-    """This rank's groups, by field of ParallelState."""
     created: dict[str, dist.ProcessGroup | None] = {str(grid.groups(*AXES)): dist.group.WORLD}
     groups: dict[str, Group] = {}
     for field, (name, axes) in _GROUPS.items():
@@ -226,17 +221,13 @@ def _create_groups(grid: Grid, rank: int, timeout: datetime.timedelta | None) ->
 
 
 def _group_of(grid: Grid, axes: tuple[Axis, ...], rank: int, name: str) -> Group:
-    """The group of a rank along some axes, without a process group."""
     ranks = next(each for each in grid.groups(*axes) if rank in each)
     sizes = tuple(grid.size(axis) for axis in AXES if axis in axes)
     return Group(name, tuple(ranks), ranks.index(rank), sizes=sizes)
 
 
 def let_computing_go_first() -> None:
-    """Lowers the scheduling priority of Gloo's threads below this process's computation.
-
-    Linux only, and torch 2.13 or later, which names these threads.
-    """
+    """Lowers the priority of Gloo's threads. Linux only, and torch 2.13 or later, which names them."""
     # Posting a transfer can wake Gloo's thread while the poster still holds the connection's lock. If that thread
     # preempts the poster, it spins on the lock until its time slice ends: 2.6 ms a message with both cores busy, 0.07
     # at the lower priority.
@@ -259,7 +250,7 @@ def get_parallel_state() -> ParallelState:
 
 
 def destroy_model_parallel() -> None:
-    """Frees the grid's groups and ends their threads; the world's process group stays. No grid: does nothing."""
+    """Frees the groups and ends their threads; the world's process group stays."""
     global _state
     if _state is None:
         return
@@ -275,8 +266,9 @@ def destroy_model_parallel() -> None:
 
 
 def abandon_model_parallel() -> None:
-    """Forgets the grid after an error without freeing its groups, which would wait for unfinished transfers."""
+    """Forgets the grid after an error, without freeing its groups."""
     global _state
     if _state is not None:
+        # Freeing the groups would wait for unfinished transfers.
         _abandoned.append(_state)
     _state = None

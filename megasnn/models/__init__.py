@@ -1,1 +1,1 @@
-"""The models, as lists of layer descriptions from which a rank builds only its own."""
+"""Models as lists of layer descriptions; a rank builds only its own layers."""

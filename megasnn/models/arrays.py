@@ -1,4 +1,4 @@
-"""Arrays of a sample: shape, type and file of a model's inputs and target."""
+"""A sample's arrays: shape, type and file of each input and the target."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """An array in every sample: an input of the model, or its target.
+    """An array in every sample: a model input, or the target.
 
     Attributes:
-        shape: shape for one sample.
+        shape: for one sample.
         dtype: "float" for the model's compute type, "int" for int64.
-        below: upper bound of integers from 0, checked in every batch; None for any integer.
+        below: upper bound for integers from 0, checked in every batch; None for any integer.
         void: integer without a class, such as 255 in Cityscapes; ignored by loss and metrics.
         over_time: True if the first dimension is T.
         file: ending in shards, "npy", "mask.npy" or "seg.png". Default: the sample's image or class.
@@ -30,15 +30,15 @@ class ArraySpec:
     void: int | None = None
 
     def type_for(self, floating: torch.dtype) -> torch.dtype:
-        """Type of the values in a model that computes in the type `floating`."""
+        """`floating` for "float", int64 for "int"."""
         return floating if self.dtype == "float" else torch.int64
 
     def empty(self, samples: int, floating: torch.dtype) -> Tensor:
-        """Samples on the meta device."""
+        """`[samples, *shape]` on the meta device."""
         return torch.empty((samples, *self.shape), dtype=self.type_for(floating), device="meta")
 
     def examples(self, samples: int, generator: torch.Generator) -> Tensor:
-        """Random samples for measuring layers."""
+        """Random `[samples, *shape]`, to measure layers with."""
         shape = (samples, *self.shape)
         if self.dtype == "int":
             return torch.randint(self.below or 2, shape, generator=generator)
@@ -64,11 +64,11 @@ class ArraySpec:
         raise ValueError(f"expected samples [{sizes}]{'' if self.over_time else ' or [T, N, ...]'}, got {list(found)}")
 
     def problem(self, name: str, values: Any, samples: int | None, reads: bool) -> str | None:
-        """Reason why values are no batch of this array; None if they are.
+        """Why values are no batch of this array; None if they are.
 
         Args:
             samples: expected number; None for any.
-            reads: False to check that number only.
+            reads: False checks that number only.
         """
         fits = isinstance(values, Tensor) and values.ndim > 0 and 0 < len(values) == (samples or len(values))
         if fits and reads:
@@ -93,7 +93,7 @@ class ArraySpec:
 
 
 def not_finite(name: str, values: Tensor) -> str | None:
-    """Reason to refuse an input with nan or infinity; None if all values are finite."""
+    """Why an input with nan or infinity is refused; None if all values are finite."""
     # A neuron would hide them: a comparison with nan is false, so it never fires.
     if values.is_floating_point() and not bool(values.isfinite().all()):
         return f"{name} hold values that are nan or infinite: no answer follows from them"
@@ -101,5 +101,5 @@ def not_finite(name: str, values: Tensor) -> str | None:
 
 
 def shape_and_type(value: object) -> str:
-    """Text for a message: shape and type of a tensor, or the class of anything else."""
+    """For messages: a tensor's shape and type, or another object's class."""
     return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,4 +1,4 @@
-"""Builds the layers of a model for a rank, without memory and values, and describes the model."""
+"""Builds a model's layers for a rank, without memory and values, and describes the model."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from megasnn.parallel_state import ParallelState
 
 
 def describe_model(model: Model, neuron: NeuronSpec | None = None) -> ModelDescription:
-    """Describes the layers of a model. Equal models are described once.
+    """Equal models are described once.
 
     Args:
-        neuron: default neuron of the layers; None for the model's own default.
+        neuron: the layers' default; None for the model's own.
     Raises:
-        ValueError: names a layer that cannot be built or does not fit its inputs, or a function of the task that fails.
+        ValueError: a layer cannot be built or does not fit its inputs, or a task function fails; names it.
     """
     return _described(model, neuron or model.neuron().spec)
 
@@ -84,7 +84,7 @@ def _ties(named_layers: Sequence[tuple[str, nn.Module]]) -> Iterator[Tie]:
 
 
 def task_of(model: Model) -> Task:
-    """The task of a model. Raises ValueError for an unknown target, or a target without a loss."""
+    """Raises ValueError for an unknown target, or a target without a loss."""
     inputs = dict(model.inputs)
     target = model.target
     own = model.own_task()
@@ -108,7 +108,7 @@ def _no_metrics(output: object, target: object) -> dict[str, Any]:
 def building_problems(
     model: Model, neuron: NeuronSpec, tensor_parallel: int, context_parallel: int = 1, cut: ContextCut = "samples"
 ) -> list[str]:
-    """Reasons why a model cannot be built with these tensor- and context-parallel sizes; tried for the first rank."""
+    """Why the first rank cannot build a model at these sizes; empty if it can."""
     try:
         described = describe_model(model, neuron)
         grid = Grid(tp=tensor_parallel, cp=context_parallel)
@@ -120,10 +120,10 @@ def building_problems(
 
 
 class _Output(NamedTuple):
-    """Output of a layer, or input of the model, in the dry run.
+    """A layer's output, or a model input, in the dry run.
 
     Attributes:
-        cuts: for each tensor, True if a tensor-parallel rank has only its own channels.
+        cuts: by tensor; True if a tensor-parallel rank has only its own channels.
     """
 
     bundle: Bundle
@@ -131,10 +131,10 @@ class _Output(NamedTuple):
 
 
 def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence[Built] | None = None) -> list[Built]:
-    """Builds all layers for a rank, without memory, and runs each on the meta device with the outputs before it.
+    """Builds all layers for a rank, without memory, and runs each on the meta device.
 
     Args:
-        one: the layers built for a single rank, to compare shapes with; None to build them.
+        one: a single rank's layers, to compare shapes with; None to build them.
     Raises:
         ValueError: names a layer that cannot be computed alike on this layout.
     """
@@ -179,7 +179,7 @@ def _separated(model: Model, context: BuildContext) -> tuple[list[Layer], TiedTe
 
 
 def _yielded(model: Model) -> list[Layer]:
-    """The layers as the model yields them. Raises ValueError for none, two of one name, and sizes that do not fit."""
+    """Raises ValueError for no layers, two with one name, and sizes that do not fit."""
     layers: dict[str, Layer] = {}
     try:
         for each in model.layers():
@@ -198,7 +198,8 @@ def _yielded(model: Model) -> list[Layer]:
 
 
 def _refuse_made_before(one: Sequence[Built], layers: Sequence[Layer]) -> None:
-    """Raises ValueError for modules that another build has too: they were made without this rank's flags."""
+    """Raises ValueError for modules shared with another build."""
+    # A module made outside `layers` lacks this rank's flags, and two builds would share its tensors.
     before: set[nn.Module] = set()
     for built in one:
         before.update(module for module in built.module.modules() if has_state(module))
@@ -208,13 +209,14 @@ def _refuse_made_before(one: Sequence[Built], layers: Sequence[Layer]) -> None:
 
 
 def _inputs_of(layers: Sequence[Layer], inputs: Sequence[str]) -> list[tuple[int, ...]]:
-    """Numbers of the layers that each layer takes; -1, -2 and so on are the model's inputs.
+    """By layer, its sources' numbers; -1, -2 and so on are the model's inputs.
 
     Raises:
-        ValueError: an unknown or ambiguous name, or an output or input that no layer takes.
+        ValueError: an unknown or ambiguous name, or an unused output or input.
     """
     numbers = {name: -1 - number for number, name in enumerate(inputs)}
     found: list[tuple[int, ...]] = []
+    # The loss takes the last layer's output.
     used = {len(layers) - 1}
     for number, each in enumerate(layers):
         for name in each.takes:
@@ -235,7 +237,7 @@ def _inputs_of(layers: Sequence[Layer], inputs: Sequence[str]) -> list[tuple[int
 def _try_to_cut(
     each: Layer, context: BuildContext, sources: tuple[int, ...], inputs: Sequence[_Output]
 ) -> Built | None:
-    """Builds and runs a layer that computes the rank's channels; None if it must be whole."""
+    """A layer for the rank's channels; None if it must be whole."""
     has_tensors = next(tensors_of(each.module), None) is not None
     if why_whole(each.module) if each.is_sharded else (is_plain(each.module) and has_tensors):
         return None
@@ -261,11 +263,7 @@ def _build_whole(
     is_last: bool,
     counts: bool,
 ) -> Built:
-    """Builds and runs a layer that every tensor-parallel rank computes whole.
-
-    Args:
-        counts: True to count its multiply-adds.
-    """
+    """A layer that every tensor-parallel rank computes whole. `counts`: count its multiply-adds."""
     module = _made(each, context.replicated())
     if context.tp.size > 1:
         make_whole(module, context.tp, _cuts(inputs), is_last)
@@ -279,7 +277,6 @@ def _cuts(inputs: Sequence[_Output]) -> list[bool]:
 
 
 def _made(each: Layer, context: BuildContext) -> nn.Module:
-    """The module of a layer, made for a rank."""
     module = each.module
     parts: Iterator[Any] = module.modules()
     for part in parts:
@@ -304,7 +301,6 @@ def _made(each: Layer, context: BuildContext) -> nn.Module:
 
 
 def _require_logits(model: Model, last: Built) -> None:
-    """Raises ValueError if the last layer returns something else than logits."""
     wanted = [model.time_steps, DRY_SAMPLES, model.num_classes]
     found = list(logits_of(last.output).shape)
     if found != wanted:

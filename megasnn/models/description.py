@@ -1,4 +1,4 @@
-"""Description of a model before it has memory: layers with their outputs, task, ties, and how to build it."""
+"""A model before it has memory: layers with outputs, task, ties, and how to build it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Built(NamedTuple):
 
     Attributes:
         name, layer_group, inputs: see `LayerDescription`.
-        output: result of the dry run.
+        output: from the dry run.
         operations: multiply-adds per sample, if counted.
     """
 
@@ -41,11 +41,11 @@ class Built(NamedTuple):
 
 @dataclass(frozen=True)
 class EntryDescription:
-    """One tensor of an output.
+    """An output tensor.
 
     Attributes:
         content: known values; decides the packing between stages.
-        shape: shape in a single rank's dry run.
+        shape: in a single rank's dry run.
     """
 
     content: Content
@@ -53,19 +53,18 @@ class EntryDescription:
 
     @classmethod
     def of(cls, tensor: Tensor) -> EntryDescription:
-        """Describes a tensor of the dry run."""
         return cls(content_of(tensor), tuple(tensor.shape))
 
 
 @dataclass(frozen=True)
 class LayerDescription:
-    """Layer of a model, the same on every layout.
+    """A layer, the same on every layout.
 
     Attributes:
-        name, layer_group: see `megasnn.layers.layer.Layer`.
-        entries: tensors of the output; the key None means a single tensor.
-        inputs: numbers of the layers it takes; -1, -2 and so on are the model's inputs.
-        parameters: number of their elements.
+        layer_group: see `megasnn.layers.layer.Layer`.
+        entries: output tensors; the key None means a single tensor.
+        inputs: its sources' numbers; -1, -2 and so on are the model's inputs.
+        parameters: number of elements.
         operations: multiply-adds per sample in convolutions, linear layers and matrix products. An image shown at all
             time steps counts once.
     """
@@ -83,9 +82,9 @@ class Tie:
     """A tensor with a copy in a second layer.
 
     Attributes:
-        name: global name of the tensor.
-        owner: name of the layer that counts, steps and saves it.
-        copy: name of the layer with the copy.
+        name: global tensor name.
+        owner: the layer that counts, steps and saves it.
+        copy: the layer with the copy.
     """
 
     name: str
@@ -98,9 +97,9 @@ class Carried:
     """A tensor that crosses a boundary between stages.
 
     Attributes:
-        layer: number of the layer that computes it; -1, -2 and so on are the model's inputs.
+        layer: number of its layer; -1, -2 and so on are the model's inputs.
         key: entry of the layer's output.
-        name: text for error messages.
+        name: for error messages.
     """
 
     layer: int
@@ -111,15 +110,13 @@ class Carried:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """Description of a model, the same on every layout.
+    """A model, the same on every layout.
 
     Attributes:
-        layers: layers from input to logits.
-        task: inputs, target, loss and metrics.
+        layers: from input to logits.
         build: makes all layers for a rank on the meta device; `materialise` gives memory to the rank's own chunks.
-        ties: copied tensors in the order of layers.
-        tensors: parameters and buffers of a single rank.
-        neurons: neurons in the layers.
+        ties: in layer order.
+        tensors: a single rank's parameters and buffers.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -130,26 +127,27 @@ class ModelDescription:
     neurons: frozenset[NeuronSpec] = frozenset()
 
     def named_layers(self, context: BuildContext) -> list[tuple[str, nn.Module]]:
-        """All layers for a rank with their names, without memory."""
+        """All layers with names, built for a rank without memory."""
         return [(each.name, each.module) for each in self.build(context)]
 
     @property
     def is_chain(self) -> bool:
-        """Whether every layer takes exactly the one tensor that the layer before it returns."""
+        """Whether every layer takes exactly one tensor, from the layer before it."""
         for number, each in enumerate(self.layers):
             if each.inputs != (number - 1,) or None not in each.entries:
                 return False
         return True
 
     def needed_from(self, stop: int) -> list[int]:
-        """Layers before layer `stop` whose outputs later layers, or the loss, need; in ascending order."""
+        """Layers before `stop` with outputs that later layers or the loss need, ascending."""
         needed: set[int] = set()
         for each in self.layers[stop:]:
             needed.update(source for source in each.inputs if source < stop)
+        # After the last layer, the loss needs its output.
         return sorted(needed) or [len(self.layers) - 1]
 
     def carried(self, stop: int) -> list[Carried]:
-        """Tensors that cross a boundary before layer `stop`, each once, in a fixed order."""
+        """Tensors that cross the boundary before layer `stop`, each once, in a fixed order."""
         found = []
         for number in self.needed_from(stop):
             if number < 0:

@@ -1,6 +1,6 @@
-"""Dry run: a layer is called once on the meta device, before it has memory and values.
+"""Dry run: one call of a layer on the meta device, before it has memory and values.
 
-It finds the shapes of the output, the largest values known, and mistakes that would otherwise show in training.
+Finds output shapes, the largest known values, and mistakes that would otherwise show in training.
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ def dry_run(
     watch: ChannelWatch | None = None,
     counted: list[int] | None = None,
 ) -> Bundle:
-    """Output of a layer in training, on the meta device. The layer learns the content of its inputs.
-
-    User code runs in evaluation too, where it may take another branch.
+    """A layer's output in training, on the meta device. The layer learns its inputs' content.
 
     Args:
-        watch: entered around each forward. Training and evaluation must then return the same shapes.
-        counted: receives the multiply-adds of one sample in training.
+        watch: entered around each forward. Training and evaluation must then return equal shapes.
+        counted: receives one sample's multiply-adds in training.
     Raises:
-        ValueError: names the layer. It cannot take its inputs, changes them or a buffer, or returns no tensors.
+        ValueError: the named layer cannot take its inputs, changes them or a buffer, or returns no tensors.
     """
     for module in layer.modules():
         # True in a copy of a layer that was run before.
         facts(module).knows_input = False
     evaluated: Bundle | None = None
     try:
+        # User code may take another branch in evaluation.
         if not is_of_libraries(layer):
             evaluated = _evaluated(layer, inputs, watch)
         layer.train()
@@ -73,7 +72,6 @@ def _evaluated(layer: nn.Module, inputs: Sequence[Bundle], watch: ChannelWatch |
 
 
 def _forward(layer: nn.Module, inputs: Sequence[Bundle], watch: ChannelWatch | None) -> Bundle:
-    """Runs a layer once and resets its state."""
     for module in layer.modules():
         facts(module).begin_forward()
     versions = _versions(inputs)
@@ -93,7 +91,7 @@ def _forward(layer: nn.Module, inputs: Sequence[Bundle], watch: ChannelWatch | N
 
 
 def _join(output: Bundle, evaluated: Bundle, same_shapes: bool) -> None:
-    """Marks an output in training with its content in evaluation. Raises ValueError for other entries or shapes."""
+    """Marks training's output with evaluation's content. Raises ValueError for other entries or shapes."""
     trained = entries_of(output)
     others = entries_of(evaluated)
     if trained.keys() != others.keys() or (same_shapes and shapes_text(output) != shapes_text(evaluated)):
@@ -105,20 +103,19 @@ def _join(output: Bundle, evaluated: Bundle, same_shapes: bool) -> None:
 
 @contextmanager
 def _counting(layer: nn.Module, found: list[int]) -> Iterator[None]:
-    """Counts the multiply-adds of one sample while a layer runs.
-
-    torch's counter sees the operators of plain code. MegaSNN's layers only return shapes in a dry run, so hooks count
-    them.
-    """
+    """Counts one sample's multiply-adds."""
 
     def add(module: ParallelConv | ParallelLinear, inputs: object, output: Tensor) -> None:
         found.append(output.numel() * module.weight[0].numel() // DRY_SAMPLES)
 
+    # torch's counter sees plain code's operators. MegaSNN's layers only return shapes in a dry run, so hooks count
+    # them.
     ours = [each for each in layer.modules() if isinstance(each, (ParallelConv, ParallelLinear))]
     hooks = [each.register_forward_hook(add) for each in ours]
     try:
         with FlopCounterMode(display=False) as counter:
             yield
+        # torch counts a multiply-add as two operations.
         found.append(counter.get_total_flops() // 2 // DRY_SAMPLES)
     finally:
         for hook in hooks:
@@ -126,7 +123,7 @@ def _counting(layer: nn.Module, found: list[int]) -> Iterator[None]:
 
 
 def _buffers(layer: nn.Module) -> dict[str, tuple[int, int]]:
-    """Identity and version of each buffer outside MegaSNN's modules, which change with it."""
+    """Identity and version by buffer outside MegaSNN's modules, which may change theirs."""
     found = {}
     for path, module in layer.named_modules():
         if type(module).__module__.startswith("megasnn."):
@@ -137,7 +134,7 @@ def _buffers(layer: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _versions(bundles: Sequence[Bundle]) -> list[int]:
-    """Version of each tensor: the number of changes in place."""
+    """By tensor, the number of changes in place."""
     versions = []
     for bundle in bundles:
         versions += [entry._version for entry in entries_of(bundle).values()]
@@ -145,7 +142,7 @@ def _versions(bundles: Sequence[Bundle]) -> list[int]:
 
 
 def _explained(error: Exception, layer: nn.Module) -> str:
-    """Text of an error, with the innermost module whose forward raised it and the last line of user code."""
+    """Error text with the innermost failing module and user code's last line."""
     paths = {id(module): f"in {path}: " for path, module in layer.named_modules() if path}
     where = ""
     line = ""

@@ -1,4 +1,4 @@
-"""Losses on logits `[T, N, classes]`, summed over the samples, so that micro-batches add up without weights.
+"""Losses on logits `[T, N, classes]`, summed over samples: micro-batches add up without weights.
 
 Labels are class indices `[N]` or `[N, 1]`, or probabilities `[N, classes]`. Other shapes, and indices outside the
 classes, raise ValueError; in a step, at its end (megasnn/common/checks.py).
@@ -23,8 +23,8 @@ def cross_entropy_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0
 def tet_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0, share: float = 1e-3) -> Tensor:
     """Temporal efficient training (Deng et al. 2022, arXiv 2202.11946, equations 8 to 10).
 
-    (1 - share) times the mean over time of each step's own cross-entropy, plus `share` times the mean squared distance
-    of all logits from 1.
+    (1 - share) times the mean over time of each step's cross-entropy, plus `share` times all logits' mean squared
+    distance from 1.
 
     Args:
         share: lambda in the paper; its phi is 1.
@@ -39,7 +39,7 @@ def tet_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0, share:
 
 
 def mse_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Squared distance between the logits' mean over time and the one-hot label, as a mean over the classes."""
+    """Squared distance from the logits' mean over time to the one-hot label, averaged over classes."""
     rates = _raised(logits).mean(0)
     target = _target(rates, labels)
     wanted = target if target.is_floating_point() else _one_hot(target, rates)
@@ -49,12 +49,13 @@ def mse_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0) -> Ten
 
 @torch.no_grad()
 def correct_predictions(logits: Tensor, labels: Tensor, top: tuple[int, ...] = (1, 5)) -> Tensor:
-    """Number of samples with their label among the k highest mean logits, for each k in `top`, on the logits' device.
+    """By k in `top`, number of samples with the label among the k highest mean logits.
 
-    With probabilities the label is the most probable class.
+    The result is on the logits' device. With probabilities the label is the most probable class.
     """
     mean = logits.float().mean(0)
     wanted = labels.argmax(1) if labels.is_floating_point() else labels
+    # topk refuses more classes than there are.
     ranked = mean.topk(min(max(top), mean.shape[1]), dim=1).indices == wanted.reshape(-1, 1)
     return torch.stack([ranked[:, :k].any(dim=1).sum() for k in top])
 
@@ -71,7 +72,7 @@ def _one_hot(labels: Tensor, like: Tensor) -> Tensor:
 
 
 def _target(logits: Tensor, labels: Tensor) -> Tensor:
-    """Labels of logits `[N, classes]` as indices `[N]` or probabilities `[N, classes]`."""
+    """`[N]` indices or `[N, classes]` probabilities, for logits `[N, classes]`."""
     samples, classes = logits.shape
     if labels.is_floating_point():
         if labels.shape != logits.shape:

@@ -1,4 +1,4 @@
-"""Base class of models: a dataclass whose fields are flags, with a method that yields its layers."""
+"""Base class of models: a dataclass with flags as fields, and a method that yields layers."""
 
 from __future__ import annotations
 
@@ -30,19 +30,18 @@ TASK = ("inputs", "target", "loss", "metrics", "predict")
 
 @dataclass(frozen=True, kw_only=True)
 class Model(ABC):
-    """Dimensions of a model, and its layers.
+    """A model's dimensions and layers.
 
     A subclass is a frozen dataclass. Its fields are flags, saved with checkpoints; the text below a field is its help.
-    Built-in models import torch inside methods, because flags are checked before torch is imported.
+    Built-in models import torch inside methods: flags are checked before torch is imported.
 
     Attributes:
-        name: name in checkpoints. Default: the class name in snake case, sew_res_net for SewResNet.
-        marker: a tensor name unique to this model and present at every size. Identifies weight files without a model
-            name.
-        neuron: defaults of --neuron, --tau and so on.
-        loss: (output, target) -> loss of each sample, `[N]`; None for --loss.
-        metrics: (output, target) -> named figures of each sample, `[N]`; None for accuracy.
-        predict: output -> answer for each sample, `[N, ...]`; None for the logits' mean over time.
+        name: in checkpoints. Default: the class name in snake case.
+        marker: a tensor name unique to this model, present at every size. Identifies weight files without a model name.
+        neuron: defaults for --neuron, --tau and so on.
+        loss: (output, target) -> each sample's loss, `[N]`; None for --loss.
+        metrics: (output, target) -> each sample's named figures, `[N]`; None for accuracy.
+        predict: output -> each sample's answer, `[N, ...]`; None for the logits' mean over time.
     """
 
     name: ClassVar[str]
@@ -69,26 +68,26 @@ class Model(ABC):
     def layers(self) -> Iterable[Layer]:
         """The layers from input to logits (`megasnn.layer`), each made where it is yielded.
 
-        The first layer takes frames `[T, N, C, H, W]`, or `[1, N, C, H, W]` for an image shown at every step. The last
-        returns the input of the loss: for classification logits `[T, N, num_classes]`, or a bundle with them.
+        The first takes frames `[T, N, C, H, W]`, or `[1, N, C, H, W]` for an image shown at every step. The last
+        returns the loss's input: for classification logits `[T, N, num_classes]`, or a bundle with them.
         """
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of one sample: (C, H, W) for images, (T, C, H, W) for a model with `event_frames` set."""
+        """One sample's shape: (C, H, W) for images, (T, C, H, W) with `event_frames`."""
         image = (self.in_channels, self.image_size, self.image_size)
         return (self.time_steps, *image) if getattr(self, "event_frames", False) else image
 
     @property
     def inputs(self) -> Mapping[str, ArraySpec]:
-        """Input arrays of a sample by name. Layers name them in `takes`; the first layer takes the first input."""
+        """A sample's input arrays. Layers name them in `takes`; the first layer takes the first input."""
         from megasnn.models.arrays import ArraySpec
 
         return {"images": ArraySpec(self.input_shape, over_time=len(self.input_shape) == 4)}
 
     @property
     def target(self) -> ArraySpec | str:
-        """Target of a sample: an array, or the name of an input. By default a class number."""
+        """An array, or an input's name. Default: a class number."""
         from megasnn.models.arrays import ArraySpec
 
         return ArraySpec((), "int", below=self.num_classes)
@@ -99,7 +98,7 @@ class Model(ABC):
         return [name for name in TASK if getattr(cls, name) is not getattr(Model, name)]
 
     def problems(self, tensor_parallel: int) -> list[str]:
-        """Problems of the dimensions, each with value and flag. Subclasses add theirs."""
+        """Wrong dimensions, each with value and flag. Subclasses add theirs."""
         # Sizes that tensor-parallel ranks do not divide are found when layers are built.
         wrong = at_least(self, 1, "image_size", "in_channels", "time_steps", "num_classes")
         events = getattr(self, "event_frames", None)
@@ -121,7 +120,7 @@ class Model(ABC):
 
     @classmethod
     def dialects(cls) -> Sequence[Dialect]:
-        """Tensor names in other programs: DIALECTS of the module `weight_names` beside the class, if there is one."""
+        """Tensor names in other programs: DIALECTS in module `weight_names` beside the class, if any."""
         package = cls.__module__.rpartition(".")[0]
         if not package or find_spec(f"{package}.weight_names") is None:
             return ()
@@ -129,7 +128,7 @@ class Model(ABC):
         return dialects
 
     def from_spikingjelly(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A state_dict of SpikingJelly's model under MegaSNN's global names, without copying tensors.
+        """SpikingJelly's state_dict under MegaSNN's global names, without copying tensors.
 
         Raises:
             ValueError: SpikingJelly has no such model, or names are missing or unexpected (lists them).
@@ -144,10 +143,11 @@ class Model(ABC):
 
 @cache
 def run_config(model: type[Model]) -> type[PretrainConfig]:
-    """Configuration class of a training run: a model's dimensions and neuron beside the shared parts.
+    """A training run's configuration class: model dimensions and neuron beside the shared parts.
 
-    Raises ValueError for a model that is no dataclass, whose flags would be lost, or a field without a default.
+    Raises ValueError for a model that is no dataclass, or a field without a default.
     """
+    # Without its own decorator a class has only its base's fields: its flags would be lost.
     if "__dataclass_params__" not in vars(model):
         raise ValueError(f"{model.__name__} is no dataclass: put @dataclass(frozen=True, kw_only=True) above the class")
     for each in fields(model):
@@ -158,5 +158,6 @@ def run_config(model: type[Model]) -> type[PretrainConfig]:
         ("neuron", model.neuron, field(default_factory=model.neuron)),
     ]
     config = make_dataclass(f"Pretrain{model.__name__}", parts, bases=(PretrainConfig,), frozen=True)
+    # The command line shows it above the flags.
     config.__doc__ = f"Pretrain {model.__name__} with data, tensor and pipeline parallelism."
     return config

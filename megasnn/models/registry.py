@@ -1,4 +1,4 @@
-"""Registry of models, and of their tensors' names in other programs.
+"""Registry of models, and of their tensor names in other programs.
 
 A new model is a folder beside this file and an entry here.
 """
@@ -30,16 +30,15 @@ MODELS: Registry[type[Model]] = Registry(
 
 
 def all_dialects() -> list[Dialect]:
-    """Dialects of every registered model."""
     return [dialect for entry in MODELS.values() for dialect in entry.dialects()]
 
 
 def model_of(model: str | None, ours: Collection[str]) -> type[Model] | None:
-    """Finds the class of weights in the registry; None if no marker matches.
+    """A model's class from its saved name or its weights; None if no marker matches.
 
     Args:
-        model: saved name of the model; None to look for the models' markers among the tensor names.
-        ours: global names of the tensors.
+        model: saved name; None looks for markers in `ours`.
+        ours: global tensor names.
     Raises:
         CheckpointError: the registry lacks the name.
     """
@@ -55,7 +54,7 @@ def model_of(model: str | None, ours: Collection[str]) -> type[Model] | None:
 def saved_model(
     where: object, model: type[Model], config: Mapping[str, Any]
 ) -> tuple[PretrainConfig, ModelDescription]:
-    """Rebuilds the configuration and description of a saved model.
+    """Rebuilds a saved model's configuration and description.
 
     Args:
         where: file or folder, for errors.
@@ -76,7 +75,7 @@ def saved_model(
 
 
 def dialect_of(names: Collection[str]) -> Dialect:
-    """The dialect that another program's tensor names belong to. Raises CheckpointError for an unknown one."""
+    """The dialect with another program's tensor names. Raises CheckpointError for unknown ones."""
     dialects = all_dialects()
     for dialect in dialects:
         if dialect.marker in names:
@@ -88,10 +87,9 @@ def dialect_of(names: Collection[str]) -> Dialect:
 
 
 def dialect_for(program: str, ours: Collection[str], model: str | None = None) -> Dialect:
-    """The dialect of a program for one of MegaSNN's models.
+    """A program's dialect for one of MegaSNN's models.
 
     Args:
-        program: name of the dialect.
         ours, model: see `model_of`.
     Raises:
         CheckpointError: the program has no such model, or the registry lacks it.

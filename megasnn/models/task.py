@@ -1,4 +1,4 @@
-"""Task of a model: the arrays of a sample, and the loss, metrics and answers computed from the last layer's output.
+"""A model's task: sample arrays, and loss, metrics and answers from the last layer's output.
 
 By default a model classifies images: see `Model.inputs` and `Model.target`.
 """
@@ -23,18 +23,14 @@ _REDUCED = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Task:
-    """Inputs, target, loss, metrics and answers of a model.
+    """A model's inputs, target, loss, metrics and answers.
 
     Attributes:
-        inputs: arrays by name.
-        target: an array, or the name of an input.
-        classes: size of the logits `[T, N, classes]` of a classification; 0 for other tasks.
-        loss: (output, target) -> loss of each sample, `[N]`; None for --loss.
-        metrics: (output, target) -> named figures of each sample, `[N]`; None for top-1 and top-5.
-        predict: output -> answer for each sample, `[N, ...]`.
-        trained: metrics of a training step.
-        evaluated: metrics of an evaluation.
-        answer: answer for one sample.
+        target: an array, or an input's name.
+        classes: of classification logits `[T, N, classes]`; 0 for other tasks.
+        loss, metrics, predict: see `Model`.
+        trained, evaluated: metrics of a training step and of an evaluation.
+        answer: for one sample.
     """
 
     inputs: Mapping[str, ArraySpec]
@@ -52,12 +48,12 @@ class Task:
         return self.inputs[self.target] if isinstance(self.target, str) else self.target
 
     def examples(self, samples: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Random inputs for measuring layers, the same in every call."""
+        """Random inputs to measure layers with, equal in every call."""
         draws = torch.Generator().manual_seed(0)
         return {name: each.examples(samples, draws).to(each.type_for(dtype)) for name, each in self.inputs.items()}
 
     def summed_loss(self, named: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-        """(output, target) -> sum of the samples' losses. Args: named: loss of --loss."""
+        """(output, target) -> the samples' summed loss. `named` is --loss, used without a loss in the model."""
         own = self.loss
         if own is None:
             return named
@@ -65,7 +61,7 @@ class Task:
 
     @torch.no_grad()
     def sums(self, output: Bundle, target: Tensor, names: Sequence[str]) -> Tensor:
-        """Sums of metrics over the samples, `[names]`."""
+        """Metrics summed over samples, `[names]`."""
         if self.metrics is None:
             top = tuple(_TOP[name] for name in names)
             return correct_predictions(logits_of(output), target, top)
@@ -75,15 +71,15 @@ class Task:
         return torch.stack([_checked(f"metrics {name}", found[name], len(target)).double().sum() for name in names])
 
     def answers_of(self, output: Bundle) -> Tensor:
-        """Answers for the samples, `[N, ...]`. Raises ValueError if `predict` returns another number of them."""
+        """The samples' answers, `[N, ...]`. Raises ValueError if `predict` returns another number."""
         answers = self.predict(_raised(output))
         return _checked("predict", answers, logits_of(output).shape[1], ", ...")
 
     def tried(self, output: Bundle) -> Task:
-        """The task with the names of its metrics and the shape of an answer, found on the meta device.
+        """The task with its metrics' names and an answer's shape, found on the meta device.
 
         Raises:
-            ValueError: a function of the task fails, or returns no value or answer for each sample.
+            ValueError: a task function fails, or returns no value or answer for each sample.
         """
         target = self.target_spec.empty(logits_of(output).shape[1], torch.float32)
         evaluated = self.evaluated
@@ -106,7 +102,7 @@ class Task:
 
 
 def mean_over_time(output: Bundle) -> Tensor:
-    """Mean of the logits over time, the default answer."""
+    """The default answer."""
     return logits_of(output).mean(0)
 
 
@@ -116,7 +112,7 @@ def _raised(output: Bundle) -> Any:
 
 
 def _checked(name: str, found: object, samples: int, more: str = "") -> Tensor:
-    """Result of a function of the model. Raises ValueError for anything but `[samples]`, or `[samples, ...]`."""
+    """Raises ValueError for anything but `[samples]`, or with `more` `[samples, ...]`."""
     if not isinstance(found, Tensor) or found.shape[:1] != (samples,) or (not more and found.ndim != 1):
         raise ValueError(
             f"{name} gives {shape_and_type(found)} for {samples} samples, and should give one for each, "

@@ -1,7 +1,7 @@
-"""Ties: modules that a model yields again, and parameters that two modules hold.
+"""Ties: modules that a model yields again, and parameters in two modules.
 
-Each layer gets modules and tensors of its own, so that it can live on any stage and keeps its own state and gradient.
-The first layer with a tensor owns it. The tensors of later layers are copies, tied to the owner's.
+Each layer gets its own modules and tensors: it can live on any stage, and keeps its state and gradient. The first layer
+with a tensor owns it; later layers get copies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megasnn.models.description import Built
 
 
 class _TensorPath(NamedTuple):
-    """A tensor: number of its layer, path of its module in the layer, and its name in the module."""
+    """`layer`: its number. `path`: the module in the layer. `name`: the tensor in the module."""
 
     layer: int
     path: str
@@ -43,7 +43,7 @@ TiedTensors = dict[_TensorPath, _TensorPath]
 
 
 def separate(layers: Sequence[Layer]) -> tuple[list[Layer], TiedTensors]:
-    """Gives every layer modules and tensors of its own, without memory. Returns the layers and their ties."""
+    """Gives every layer its own modules and tensors, without memory. Returns layers and ties."""
     owners: dict[int, _TensorPath] = {}
     seen: set[nn.Module] = set()
     separated: list[Layer] = []
@@ -79,7 +79,7 @@ def tie_all(layers: Sequence[Built], ties: TiedTensors) -> None:
     """Ties every copy to its owner, after the dry run.
 
     Raises:
-        ValueError: copy and owner are cut differently, or a forward calls two tied norms a different number of times.
+        ValueError: copy and owner are cut differently, or a forward calls two tied norms unequally often.
     """
     for where, owner in ties.items():
         module = where.module(layers)
@@ -110,7 +110,7 @@ def _copied(each: Layer) -> nn.Module:
 
 
 def _renew(module: nn.Module, name: str) -> Tensor:
-    """Replaces a shared tensor of a module by a new one, and returns that."""
+    """Replaces a shared tensor by a new one."""
     old = getattr(module, name)
     made = torch.empty_like(old)
     if isinstance(old, nn.Parameter):

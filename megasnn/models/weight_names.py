@@ -1,4 +1,4 @@
-"""Tables of names: how a tensor of one program is made from tensors of another."""
+"""Name tables: one program's tensors, made from another's."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NORM_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tr
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor of one program, made from tensors of another.
+    """One program's tensor, made from another's.
 
     Attributes:
-        sources: names of the other program's tensors.
-        make: computes the tensor from the sources in order, on the meta device for its shape; None for no change.
+        sources: the other program's tensor names.
+        make: computes the tensor from its sources in order, on the meta device for its shape; None for no change.
     """
 
     sources: tuple[str, ...]
@@ -46,12 +46,12 @@ ModelValues = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Dialect:
-    """Names of one model's tensors in another program.
+    """One model's tensor names in another program.
 
     Attributes:
-        name: name of the program on the command line.
+        name: the program, on the command line.
         title: program and model, for messages.
-        marker: a tensor name unique to this dialect and present at every size.
+        marker: a tensor name unique to this dialect, present at every size.
         incoming: makes our tensors from their names.
         outgoing: makes theirs from our names, and the model's configuration if known; None if impossible.
         unused: endings of tensor names that their model never reads.
@@ -65,14 +65,14 @@ class Dialect:
     unused: tuple[str, ...] = ()
 
     def to_ours(self, names: Collection[str]) -> NameMap:
-        """Raises CheckpointError with the missing and unexpected names, in the other program's words."""
+        """Raises CheckpointError with missing and unexpected names, in the other program's words."""
         recipe = self.incoming(names)
         used = [name for name in names if not name.endswith(self.unused)]
         _require_sources(recipe, used, self.title)
         return recipe
 
     def from_ours(self, names: Collection[str], model: ModelValues | None = None) -> NameMap:
-        """Raises CheckpointError with the missing and unexpected names, in MegaSNN's words."""
+        """Raises CheckpointError with missing and unexpected names, in MegaSNN's words."""
         if self.outgoing is None:
             raise CheckpointError(f"no names of {self.title} are given: export with --names spikingjelly, or megasnn")
         recipe = self.outgoing(names, model)
@@ -91,7 +91,6 @@ def _require_sources(recipe: NameMap, names: Iterable[str], title: str) -> None:
 
 
 def translated_tensors(recipe: NameMap, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Makes all tensors of a recipe."""
     found = {}
     for name, made in recipe.items():
         found[name] = made.of([tensors[source] for source in made.sources])
@@ -104,10 +103,10 @@ def renamed(names: Mapping[str, str]) -> NameMap:
 
 
 def conv_norm_prefixes(conv_norms: Mapping[str, tuple[str, tuple[str, ...]]]) -> dict[str, str]:
-    """Prefixes for `prefix_dialect` of convolution, norm and neuron.
+    """Prefixes for `prefix_dialect`.
 
     Args:
-        conv_norms: our path of a ConvNormNeuron -> (their path, names there of convolution, norm and perhaps neuron).
+        conv_norms: our ConvNormNeuron path -> (their path, their names for convolution, norm and perhaps neuron).
     """
     prefixes = {}
     for conv_norm, (path, names) in conv_norms.items():
@@ -119,12 +118,11 @@ def conv_norm_prefixes(conv_norms: Mapping[str, tuple[str, tuple[str, ...]]]) ->
 def prefix_dialect(
     name: str, title: str, *, marker: str, prefixes: Mapping[str, str], lacks: Mapping[str, Any] | None = None
 ) -> Dialect:
-    """A dialect with the same tensors under other module paths.
+    """A dialect with equal tensors under other module paths.
 
     Args:
-        name, title, marker: see `Dialect`.
-        prefixes: our path of a module -> theirs. Each `{}` stands for a number, the same on both sides.
-        lacks: values of our configuration without a counterpart in their program.
+        prefixes: our module path -> theirs. Each `{}` stands for a number, equal on both sides.
+        lacks: our configuration's values without a counterpart there.
     """
 
     def outgoing(ours: Collection[str], model: ModelValues | None) -> NameMap:
@@ -138,9 +136,10 @@ def prefix_dialect(
 
 
 def moved(names: Collection[str], prefixes: Mapping[str, str]) -> NameMap:
-    """A recipe that renames the tensors of modules, old path -> new path."""
+    """Renames modules' tensors, old path -> new path."""
     patterns = []
     for old, new in prefixes.items():
+        # re.escape has escaped the braces, too.
         path = re.escape(old).replace(r"\{\}", r"(\d+)")
         patterns.append((re.compile(path + r"\.([^.]+)"), new))
     found = {}

@@ -1,1 +1,1 @@
-"""Data parallelism over groups of ranks: gradients, weights and statistics; replicas that stay equal."""
+"""Data parallelism: gradients, weights and statistics over replicas that stay equal."""

@@ -33,7 +33,7 @@ def gather(group: dist.ProcessGroup | None, value: _T) -> list[_T]:
 
 
 def gather_in_call(group: dist.ProcessGroup | None, call: str, value: _T) -> list[_T]:
-    """As `gather`, at the start of a public method named `call`. Raises ValueError if ranks called different ones."""
+    """`gather` at the start of public method `call`. Raises ValueError if ranks called different ones."""
     gathered = gather(group, (call, value))
     first_rank_of: dict[str, int] = {}
     for rank, (called, _) in enumerate(gathered):
@@ -45,16 +45,15 @@ def gather_in_call(group: dist.ProcessGroup | None, call: str, value: _T) -> lis
 
 
 def sum_over_ranks(group: dist.ProcessGroup | None, values: Sequence[float]) -> list[float]:
-    """Exact sums of Python numbers over all ranks. Collective."""
+    """Exact sums, column by column. Collective."""
     return [math.fsum(column) for column in zip(*gather(group, values), strict=True)]
 
 
 def broadcast_result(group: dist.ProcessGroup | None, decide: Callable[[], _T]) -> _T:
-    """Runs `decide` on the group's first rank and returns its result on every rank. Collective.
+    """Runs `decide` on the first rank and returns its result on every rank. Collective.
 
     Raises:
-        the error of `decide`, on every rank. Errors that do not belong to megasnn or to Python become RuntimeError on
-            all ranks but the first.
+        the error of `decide`, on every rank. Errors foreign to megasnn and Python reach other ranks as RuntimeError.
     """
     if group is None:
         return decide()
@@ -73,7 +72,7 @@ def broadcast_result(group: dist.ProcessGroup | None, decide: Callable[[], _T]) 
 
 
 def run_on_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], _T], title: str) -> _T:
-    """Runs `work` on every rank. Collective.
+    """Collective.
 
     Raises:
         DamagedError: on every rank, with all ranks' problems, if every failure is a DamagedError.
@@ -85,11 +84,7 @@ def run_on_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], _T], ti
 def run_and_gather(
     group: dist.ProcessGroup | None, work: Callable[[], tuple[_T, _Report]], title: str
 ) -> tuple[_T, list[_Report]]:
-    """`run_on_all_ranks` of work with two results: the first stays on its rank, the second reaches every rank.
-
-    Returns:
-        this rank's first result; the second results in rank order.
-    """
+    """As `run_on_all_ranks`, with a second result for every rank. Returns (own first, all second ones)."""
     value, error = _attempt(work)
     failure = None if error is None else (isinstance(error, DamagedError), _problems(error))
     report = None if value is None else value[1]

@@ -1,4 +1,4 @@
-"""Sizes of gradient buckets, and bytes of their exchange between the ranks that share shards. Needs no torch."""
+"""Gradient bucket sizes, and exchanged bytes between ranks that share shards. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ EXCHANGES_AT_ONCE = 2
 
 
 def bucket_spans(tensors: Sequence[tuple[int, Hashable]], on_gpu: bool) -> list[range]:
-    """Consecutive tensors of each bucket. A bucket is closed once it is full.
+    """Consecutive tensors by bucket. A full bucket is closed.
 
     Args:
-        tensors: bytes and type of each; a bucket has one type.
+        tensors: (bytes, type); a bucket has one type.
     """
     limit = GPU_BUCKET_BYTES if on_gpu else CPU_BUCKET_BYTES
     buckets: list[range] = []
@@ -34,11 +34,11 @@ def bucket_spans(tensors: Sequence[tuple[int, Hashable]], on_gpu: bool) -> list[
 
 
 def exchange_bytes(bucket: int, own: int, ranks: int) -> int:
-    """Peak bytes of one bucket's exchange: sent and received rows, and a copy of both at its end.
+    """A bucket's peak: sent and received rows, and a copy of both at its end.
 
     Args:
         bucket: bytes of all rows.
-        own: bytes of this rank's rows, which it receives from every other rank.
+        own: bytes of this rank's rows, received from every other rank.
     """
     sent = bucket - own
     received = (ranks - 1) * own
@@ -50,8 +50,7 @@ class Gradient(NamedTuple):
 
     Attributes:
         size: bytes.
-        rows: length of the first dimension, which shards divide; 1 for a number.
-        kind: type of its elements.
+        rows: length of the first dimension, which shards divide; 1 for a scalar.
     """
 
     size: int
@@ -59,15 +58,15 @@ class Gradient(NamedTuple):
     kind: Hashable
 
     def shard(self, ranks: int) -> int:
-        """Bytes of the first rank's rows. Where rows do not divide evenly, the first ranks have one more."""
+        """The first rank's bytes, with one more row if rows do not divide evenly."""
         return self.size // max(self.rows, 1) * -(-self.rows // ranks)
 
 
 def exchanges_of(gradients: Sequence[Gradient], ranks: int, on_gpu: bool) -> list[int]:
-    """Peak bytes of each bucket's exchange on the first of the ranks; none on one rank.
+    """By bucket, peak bytes on the first rank; none on one rank.
 
     Args:
-        gradients: of a chunk, in the order of backward.
+        gradients: a chunk's, in backward order.
     """
     if ranks == 1:
         return []
@@ -80,5 +79,5 @@ def exchanges_of(gradients: Sequence[Gradient], ranks: int, on_gpu: bool) -> lis
 
 
 def peak_exchange_bytes(exchanges: Iterable[int]) -> int:
-    """Peak bytes of a step's exchanges, of which two run at a time."""
+    """A step's peak: two exchanges run at a time."""
     return sum(sorted(exchanges)[-EXCHANGES_AT_ONCE:])

@@ -1,4 +1,4 @@
-"""Collectives of sharded layers on activations as matrices, and the traffic between ranks.
+"""Sharded layers' collectives on activations as matrices, and the traffic between ranks.
 
 `[T, N, C, *space]` with channels last in memory is the matrix `[T*N*space, C]`. Tensor parallelism shards its columns.
 Every collective returns early on a group of one rank.
@@ -29,13 +29,13 @@ _ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 def to_matrix(x: Tensor) -> Tensor:
-    """[T, N, C, *space] -> [T*N*prod(space), C]; a view if channels are last in memory, otherwise a copy."""
+    """[T, N, C, *space] -> [T*N*space, C]; a view if channels are last in memory, otherwise a copy."""
     # With a single channel, reshape returns a strided view of the other channels' memory.
     return x.movedim(2, -1).reshape(-1, x.shape[2]).contiguous()
 
 
 def from_matrix(matrix: Tensor, like: tuple[int, ...] | torch.Size) -> Tensor:
-    """Inverse of `to_matrix`, as a view. `like` is (T, N, any C, *space); C comes from the matrix."""
+    """Inverse of `to_matrix`, as a view. `like` is (T, N, any, *space)."""
     time, samples, _, *space = like
     return matrix.view(time, samples, *space, matrix.shape[1]).movedim(-1, 2)
 
@@ -43,7 +43,7 @@ def from_matrix(matrix: Tensor, like: tuple[int, ...] | torch.Size) -> Tensor:
 def gather_columns(
     rows: Tensor, group: Group, content: Content, bits: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """All ranks' columns, [R, C/size] -> [R, C], and each rank's packed payload, the cheapest copy for backward.
+    """[R, C/size] -> [R, C], and each rank's packed payload, the cheapest copy for backward.
 
     Args:
         bits: the packed rows, if available.
@@ -106,7 +106,7 @@ def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
 def join_columns(
     payloads: list[Tensor], content: Content, shape: tuple[int, int] | torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Unpacks the ranks' payloads, each of `shape` = [R, C/size], into one [R, C] tensor."""
+    """Unpacks payloads, each of `shape` = [R, C/size], into one [R, C] tensor."""
     row_count, columns = shape
     if len(payloads) == 1 and content is Content.DENSE:
         return payloads[0].view(row_count, columns).to(dtype)
@@ -118,7 +118,7 @@ def join_columns(
 
 
 def sum_and_scatter_columns(rows: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Starts summing [R, C] over the ranks. The returned function waits, and returns this rank's [R, C/size]."""
+    """Starts summing [R, C]. The returned function waits, and returns this rank's [R, C/size]."""
     if group.size == 1:
         return lambda: rows
     row_count, columns = rows.shape
@@ -140,7 +140,7 @@ def sum_and_scatter_columns(rows: Tensor, group: Group) -> Callable[[], Tensor]:
 
 
 def sum_in_rank_order(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """Sum of the parts, first to last. bfloat16 accumulates in float32 and rounds once."""
+    """Sum from first to last. bfloat16 accumulates in float32 and rounds once."""
     if parts[0].dtype == torch.bfloat16:
         return sum_in_rank_order([part.float() for part in parts]).to(parts[0].dtype)
     if len(parts) == 1:
@@ -152,7 +152,7 @@ def sum_in_rank_order(parts: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
-    """Sums over the group in place."""
+    """Sums in place."""
     if group.size > 1:
         start_all_reduce_sum(tensor, group)()
     return tensor
@@ -167,11 +167,11 @@ def start_all_reduce_sum(tensor: Tensor, group: Group) -> Callable[[], object]:
 
 
 def start_exchange(outgoing: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int], group: Group) -> Exchange:
-    """Starts an all-to-all of uneven parts. The returned function waits, and returns the received parts by rank.
+    """Starts an uneven all-to-all. The returned function waits, and returns received parts by rank.
 
     Args:
         outgoing: `[n]`, the other ranks' parts in rank order.
-        to_ranks, from_ranks: elements by rank. This rank's entries are ignored.
+        to_ranks, from_ranks: elements by rank; this rank's are ignored.
     """
     require_dense(outgoing)
     sent = list(to_ranks)
@@ -190,7 +190,7 @@ def start_exchange(outgoing: Tensor, to_ranks: Sequence[int], from_ranks: Sequen
 
 
 class _Channels(torch.autograd.Function):
-    """Gathers the ranks' channels, or takes this rank's channels of a replicated tensor. Backward does the other."""
+    """Gathers channels, or takes a replicated tensor's own ones. Backward does the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, gathers: bool) -> Tensor:
@@ -214,14 +214,14 @@ def _gather_or_take(x: Tensor, group: Group, gathers: bool) -> Tensor:
 
 
 def gather_alike(x: Tensor, group: Group) -> Tensor:
-    """[T, N, C/size, *space] -> [T, N, C, *space], for a result whose gradient is the same on every rank."""
+    """[T, N, C/size, *space] -> [T, N, C, *space], for equal gradients on every rank."""
     return x if group.size == 1 else _Channels.apply(x, group, True)
 
 
 def own_channels(x: Tensor, group: Group) -> Tensor:
-    """This rank's channels of a replicated tensor, [T, N, C, *space] -> [T, N, C/size, *space].
+    """Replicated [T, N, C, *space] -> [T, N, C/size, *space].
 
-    Raises ValueError if the channels do not divide by the number of ranks.
+    Raises ValueError if the channels do not divide by the group size.
     """
     if group.size == 1:
         return x
@@ -235,7 +235,7 @@ def own_channels(x: Tensor, group: Group) -> Tensor:
 
 @dataclass
 class Traffic:
-    """Calls and bytes of a group: received by a collective, sent by a message. `dense_bytes` are without packing."""
+    """Calls and bytes: received in a collective, sent in a message. `dense_bytes` are without packing."""
 
     calls: int = 0
     bytes: int = 0
@@ -248,8 +248,6 @@ class Traffic:
 
 
 class CommStatistics:
-    """Counters of traffic by group."""
-
     def __init__(self) -> None:
         self.enabled = False
         self.reset()
@@ -259,7 +257,6 @@ class CommStatistics:
 
     @contextmanager
     def counting(self, enabled: bool = True) -> Iterator[None]:
-        """Turns counting on or off inside a `with` block."""
         was_enabled = self.enabled
         self.enabled = enabled
         try:

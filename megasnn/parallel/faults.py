@@ -1,9 +1,4 @@
-"""Faults: the text of an error, and the end of all ranks after the first failure.
-
-torchrun ends the ranks of a failed rank's node, not those of other nodes. The first rank to fail therefore writes a key
-into the rendezvous store. A thread on every rank polls for it, also during a blocked collective. A killed rank writes
-nothing: its peers' connections break, and the first peer to notice writes the key. A stopped rank meets the timeout.
-"""
+"""Faults: the text of an error, and the end of all ranks after the first failure."""
 
 from __future__ import annotations
 
@@ -22,6 +17,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megasnn.common.checks import context_of_error, other_notes
 
+# torchrun ends the failed rank's node, not other nodes. The first rank to fail therefore writes a key into the
+# rendezvous store. A thread on every rank polls for it, also during a blocked collective. A killed rank writes nothing:
+# its peers' connections break, and the first peer to notice writes the key. A stopped rank meets the timeout.
 POLL_SECONDS = 0.5
 # Delay before other ranks end: torchrun reports the rank that ended first, which must be the one that failed.
 LAST_SECONDS = 3.0
@@ -29,7 +27,7 @@ _KEY = "fault"
 
 
 def in_full(error: BaseException, with_traceback: bool) -> str:
-    """Context, type and message of an error, below its traceback if wanted."""
+    """An error's context, type and message, below its traceback if wanted."""
     context = context_of_error(error)
     text = f"{type(error).__name__}: {error}"
     if context:
@@ -42,10 +40,10 @@ def in_full(error: BaseException, with_traceback: bool) -> str:
 
 
 class FaultWatch:
-    """Ends this process with status 1 after another rank has failed. The first rank of each other host reports why.
+    """Ends this process with status 1 after another rank failed. Each other host's first rank says why.
 
     Args:
-        store: the ranks' store, under a prefix of this watch.
+        store: the ranks' store, under this watch's prefix.
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
@@ -61,7 +59,7 @@ class FaultWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the watch; a new one may be started."""
+        """A new watch may be started afterwards."""
         global _watch
         self._is_over.set()
         # A thread inside a store call during Python's shutdown would abort the process.
@@ -69,7 +67,7 @@ class FaultWatch:
         _watch = None
 
     def claim(self, error: BaseException) -> bool:
-        """Announces this rank's error to the other ranks, and waits. False if another rank failed first."""
+        """Announces this rank's error, and waits. False if another rank failed first."""
         is_new = not self._is_over.is_set()
         self._is_over.set()
         if self._is_first is None:
@@ -110,7 +108,7 @@ _numbers = itertools.count()
 
 
 def watch_ranks() -> FaultWatch | None:
-    """Starts a watch over the joined ranks. Collective. None for a single process, and if a watch is running."""
+    """Starts a watch. Collective. None for a single process, and if a watch is running."""
     global _watch
     if _watch is not None or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -120,12 +118,13 @@ def watch_ranks() -> FaultWatch | None:
 
 
 def claim_fault(error: BaseException) -> bool:
-    """Announces an error to the other ranks, if watched. False if another rank failed first."""
+    """Announces an error, if watched. False if another rank failed first."""
     return _watch is None or _watch.claim(error)
 
 
 def end_process() -> None:
-    """Ends this process with status 1 without cleaning up, which could wait for ranks that have ended."""
+    """Exits with status 1 without cleaning up, which could wait for ended ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
+    # Cleaning up could wait for ended ranks.
     os._exit(1)

@@ -1,8 +1,4 @@
-"""Weights sharded by rows over replicas, and gathered one segment at a time (FSDP, arXiv 2304.11277).
-
-A parameter remains the same object of full shape for its layer. All parameters of a segment are views of one storage,
-resized to zero bytes between gathers. Tensors saved by autograd are views of it as well.
-"""
+"""Weights sharded by rows over replicas, gathered one segment at a time (FSDP, arXiv 2304.11277)."""
 
 from __future__ import annotations
 
@@ -22,16 +18,13 @@ from megasnn.schedule.passes import AT_ONCE
 class GatheredWeights:
     """This rank's shards of its segments' weights, and their gathering.
 
-    Weights of convolutions and linear layers travel in their compute type, other parameters in their own.
-
     Args:
-        group: the replicas sharing the weights.
-        scatter: the same ranks, for gradients.
+        scatter: the ranks in `group`, for gradients.
         give: called with a weight and its gathered values in the compute type.
 
     Attributes:
-        multiplied: weights of convolutions and linear layers.
-        shards: this rank's shard of each parameter, possibly empty.
+        multiplied: weights of convolutions and linear layers, which travel in their compute type.
+        shards: by parameter, possibly empty.
     """
 
     def __init__(self, group: Group, scatter: Group, give: Callable[[Tensor, Tensor], None]) -> None:
@@ -44,7 +37,7 @@ class GatheredWeights:
         self._in_flight: dict[int, list[Callable[[], None]]] = {}
 
     def shard(self, segment: int, layers: Sequence[nn.Module]) -> None:
-        """Keeps this rank's shards of the layers' parameters and frees the rest.
+        """Keeps this rank's shards and frees the rest.
 
         Raises ValueError if a parameter's rows are not contiguous in memory.
         """
@@ -59,36 +52,33 @@ class GatheredWeights:
                     self._give(parameter, values)
 
     def local_part(self, entry: ShardedTensor) -> ShardedTensor:
-        """This rank's shard of a parameter; a whole buffer."""
+        """A parameter's own shard; a whole buffer."""
         if not entry.is_parameter:
             return entry
         return replace(entry, tensor=self.shards[entry.tensor], shard=entry.shard.by_rows("dp_shard"))
 
     def unshard(self, segment: int) -> None:
-        """Starts gathering a segment's weights. Collective over the group."""
+        """Starts gathering. Collective."""
         # Bounds the memory: the oldest gather must end first.
         if len(self._in_flight) == AT_ONCE:
             self.wait_unshard(next(iter(self._in_flight)))
         self._in_flight[segment] = [flat.start() for flat in self._segments[segment]]
 
     def wait_unshard(self, segment: int) -> None:
-        """Waits for a segment's weights if their gather is in flight."""
         for finish in self._in_flight.pop(segment, ()):
             finish()
 
     def reshard(self, segment: int) -> None:
-        """Frees a segment's gathered weights."""
         self.wait_unshard(segment)
         for flat in self._segments[segment]:
             flat.free()
 
 
 class FlatParameter:
-    """Parameters of one type and one travel type, in one storage.
+    """Parameters with one type and one travel type, in one storage.
 
     Attributes:
-        shards: this rank's shard of each parameter.
-        values: gathered values of each parameter in the travel type; without memory between gathers.
+        values: gathered, by parameter, in the travel type; without memory between gathers.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], travel_dtype: torch.dtype, group: Group) -> None:
@@ -96,6 +86,8 @@ class FlatParameter:
         itemsize = travel_dtype.itemsize
         sizes = [aligned(each.numel() * itemsize) // itemsize for each in parameters]
         flat = torch.empty(sum(sizes), dtype=travel_dtype, device=parameters[0].device)
+        # Resized to zero bytes between gathers. A parameter stays one object of full shape for its layer, and tensors
+        # saved by autograd are views of this storage as well.
         self._storage = flat.untyped_storage()
         self._bytes = flat.nbytes
         views = side_by_side(parameters, flat, sizes)
@@ -139,7 +131,7 @@ class FlatParameter:
 
 
 def _own_shards(parameters: Sequence[nn.Parameter], group: Group) -> tuple[Tensor, list[nn.Parameter]]:
-    """A copy of this rank's rows, `[n]`, and the shard of each parameter as a view of it."""
+    """A copy of this rank's rows, `[n]`, and each parameter's shard as a view of it."""
     own = joined(by_owner(parameters, group)[group.rank], parameters[0])
     rows = [own_param_shard(each, group) for each in parameters]
     views = side_by_side(rows, own, [each.numel() for each in rows])
@@ -150,7 +142,7 @@ def _own_shards(parameters: Sequence[nn.Parameter], group: Group) -> tuple[Tenso
 
 
 def _multiplied(layers: Iterable[nn.Module]) -> Mapping[Tensor, torch.dtype]:
-    """Compute type of each weight that a layer reads through `CastWeights`."""
+    """Compute type by weight that a layer reads through `CastWeights`."""
     dtypes: dict[Tensor, torch.dtype] = {}
     for layer in layers:
         for module in layer.modules():
@@ -162,7 +154,6 @@ def _multiplied(layers: Iterable[nn.Module]) -> Mapping[Tensor, torch.dtype]:
 
 
 def _by_dtype(layers: Sequence[nn.Module]) -> dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]]:
-    """The distinct parameters by their type and travel type."""
     compute_dtypes = _multiplied(layers)
     distinct: dict[nn.Parameter, None] = {}
     for layer in layers:
@@ -175,7 +166,7 @@ def _by_dtype(layers: Sequence[nn.Module]) -> dict[tuple[torch.dtype, torch.dtyp
 
 
 def segment_bytes(layers: Sequence[nn.Module]) -> int:
-    """Bytes of a segment's gathered weights. Its layers may be on the meta device."""
+    """A segment's gathered bytes. Layers may be on the meta device."""
     total = 0
     for (_, travel_dtype), parameters in _by_dtype(layers).items():
         total += sum(aligned(each.numel() * travel_dtype.itemsize) for each in parameters)

@@ -1,7 +1,4 @@
-"""Gradients in contiguous buckets, summed over the data parallel replicas during backward.
-
-Losses are divided by the global batch size, so gradients are summed and not averaged.
-"""
+"""Gradients in contiguous buckets, summed over data parallel replicas during backward."""
 
 from __future__ import annotations
 
@@ -21,21 +18,21 @@ from megasnn.parallel_state import Group
 
 
 class Bucket:
-    """Gradients in one storage; `parameter.grad` are views. Scattered buckets have memory during a backward only.
+    """Gradients in one storage, viewed by `parameter.grad`. Scattered ones have memory in backward only.
 
     Args:
         partial: also sum over the tensor parallel group.
-        owners: the ranks dividing the optimizer state (ZeRO-1).
-        weights: the sharded weights (FSDP).
+        owners: ranks dividing the optimizer state (ZeRO-1).
+        weights: FSDP.
 
     Attributes:
         pending: missing gradients by incomplete parameter.
-        await_sum: waits for the sum in flight over the replicas.
-        shard: this rank's shards of the weights (FSDP).
-        reduced: local gradients, replaced by their sum over the replicas.
-        owned: the shards owned by this rank (ZeRO-1).
-        is_late: filled by the second part of split backwards: weights of convolutions and linear layers.
-        param_shards: owned shard, with the reduced gradient, by parameter and by local shard.
+        await_sum: waits for the replicas' sum in flight.
+        shard: this rank's weight shards (FSDP).
+        reduced: local gradients, replaced by the replicas' sum.
+        owned: this rank's owned shards (ZeRO-1).
+        is_late: filled by the second part of split backwards: `GatheredWeights.multiplied`.
+        param_shards: owned shard, with the reduced gradient, by parameter and local shard.
     """
 
     def __init__(
@@ -84,7 +81,6 @@ class Bucket:
                 parameter.register_hook(lambda _: begin())
 
     def zero(self) -> None:
-        """Clears the gradients before a step."""
         if self.flat.untyped_storage().nbytes():
             self.flat.zero_()
         for parameter, view in zip(self.parameters, self.views, strict=True):
@@ -103,7 +99,6 @@ class Bucket:
         self.flat.untyped_storage().resize_(0)
 
     def end(self) -> None:
-        """Waits for the sum over the replicas if it is in flight."""
         if self.await_sum is not None:
             self.await_sum()
             # It references the sent and received tensors.
@@ -111,18 +106,18 @@ class Bucket:
 
 
 class GradientBuckets:
-    """Gradient storage and reduction for the segments of one rank.
+    """One rank's gradient storage and reduction.
 
-    A bucket is reduced as soon as it and all earlier ones are complete. With ZeRO-1, sums go to the owners only, and
-    `parameter.grad` stays local. With FSDP, gradients go to the owners of the shards, then over the replicas.
+    With ZeRO-1, only owners get sums, and `parameter.grad` stays local. With FSDP, gradients go to the shards' owners,
+    then over the replicas.
 
     Args:
         tensors: by the segment whose REDUCE_GRAD reduces them.
         holders: ranks with identical weight shards.
         tp: ranks summing partial gradients.
-        additions: gradients of a parameter in one micro-batch, if not one.
+        additions: a parameter's gradients in one micro-batch, if not one.
         shards_have_owners: ZeRO-1.
-        weights: the sharded weights (FSDP).
+        weights: FSDP.
         scattered: send gradients at each `scatter`, not when complete.
     """
 
@@ -166,14 +161,14 @@ class GradientBuckets:
         self.zero()
 
     def zero(self, micro_batches: int = 1) -> None:
-        """Zeroes gradients in place before a step of `micro_batches`."""
+        """In place, before a step with `micro_batches`."""
         self._next = 0
         for bucket in self._buckets:
             bucket.zero()
             bucket.pending = {each: micro_batches * self._additions.get(each, 1) for each in bucket.parameters}
 
     def accumulated(self, parameter: Tensor) -> None:
-        """Counts a gradient added to a parameter, by autograd or directly. Raises ValueError for an unexpected one."""
+        """Counts a gradient added by autograd or directly. Raises ValueError for an unexpected one."""
         if self._is_scattered:
             return
         pending = self._bucket_of[parameter].pending
@@ -189,19 +184,19 @@ class GradientBuckets:
             self._reduce_complete()
 
     def begin(self, segment: int, first_part: bool = False) -> None:
-        """Allocates a segment's scattered gradients before its backward, or before the first part of it."""
+        """Allocates scattered gradients before a segment's backward or its first part."""
         for bucket in self._by_segment.get(segment, ()):
             if not (first_part and bucket.is_late):
                 bucket.begin()
 
     def scatter(self, segment: int) -> None:
-        """Starts sending a segment's gradients to the owners of the shards. Collective."""
+        """Starts sending gradients to the shards' owners. Collective."""
         for bucket in self._by_segment.get(segment, ()):
             self._start_reduce(bucket, bucket.shard)
             bucket.free()
 
     def reduce(self, segment: int) -> None:
-        """Reduces a segment's gradients. A parameter without a gradient in this step counts as zero."""
+        """Parameters without a gradient in this step count as zero."""
         if self._is_scattered:
             return
         for bucket in self._by_segment.get(segment, ()):
@@ -209,7 +204,6 @@ class GradientBuckets:
         self._reduce_complete()
 
     def wait(self) -> None:
-        """Waits for all sums."""
         self._in_flight.clear()
         for bucket in self._buckets:
             bucket.end()
@@ -222,18 +216,18 @@ class GradientBuckets:
             bucket.end()
 
     def owned(self, entry: ShardedTensor) -> ShardedTensor:
-        """This rank's owned shard of a tensor, with its own gradient; the whole tensor without owners."""
+        """This rank's owned shard, with its gradient; the whole tensor without owners."""
         shard = self._shards.get(entry.tensor)
         if shard is None or shard is entry.tensor:
             return entry
         return replace(entry, tensor=shard, shard=entry.shard.by_rows("dp_replicate").by_rows("cp"))
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """The reduced gradient of a parameter, or of this rank's owned shard of it."""
+        """Reduced, for a parameter or its owned shard."""
         return self._shards.get(parameter, parameter).grad
 
     def all_gather_params(self) -> None:
-        """Sends the values of owned shards to all replicas. Collective over the replicas."""
+        """Sends owned shards' values to all replicas. Collective."""
         for bucket in self._buckets:
             if bucket.owned is not None:
                 # One at a time bounds the memory.
@@ -242,7 +236,7 @@ class GradientBuckets:
 
     @property
     def resident_bytes(self) -> int:
-        """Peak bytes of gradients and their sums."""
+        """Peak, for gradients and their sums."""
         total = 0
         for bucket in self._buckets:
             total += bucket.flat.nbytes + sum(shards.sum.nbytes for shards in bucket.shards_of_rank)
@@ -254,22 +248,23 @@ class GradientBuckets:
 
     @property
     def exchanged_bytes(self) -> int:
-        """Peak bytes of exchanges with owners."""
+        """Peak, for exchanges with owners."""
         exchanges = []
         for bucket in self._buckets:
             exchanges += [shards.exchange_bytes for shards in bucket.shards_of_rank]
         return peak_exchange_bytes(exchanges)
 
     def _reduce_complete(self) -> None:
+        # A bucket waits for all earlier ones: collectives must match on every replica.
         while self._next < len(self._buckets) and not self._buckets[self._next].pending:
             bucket = self._buckets[self._next]
             self._next += 1
             if bucket.partial:
                 all_reduce_sum(bucket.flat, self._tp)
+            # Losses are divided by the global batch size: gradients are summed, not averaged.
             self._start_reduce(bucket, bucket.shard or bucket.owned)
 
     def _start_reduce(self, bucket: Bucket, shards: ParameterShards | None) -> None:
-        """Starts sending gradients to the owners of `shards`, or summing them over the replicas."""
         if shards is not None:
             bucket.end()
             # A bound on the exchanges in flight bounds their memory.
@@ -282,7 +277,7 @@ class GradientBuckets:
 
 
 def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """Calls a method without keeping its object alive; does nothing once the object is gone."""
+    """Calls a method without keeping its object alive; does nothing afterwards."""
     reference = WeakMethod(method)
     return lambda *arguments: (reference() or _ignore)(*arguments)
 
@@ -292,7 +287,7 @@ def _ignore(*_: object) -> None:
 
 
 def _groups(entries: list[ShardedTensor], late: set[Tensor]) -> list[tuple[list[Tensor], bool]]:
-    """Trained parameters by bucket, last to first, and whether their gradients are partial."""
+    """Trained parameters by bucket, last to first, and whether gradients are partial."""
     early_parameters: list[Tensor] = []
     late_parameters: list[Tensor] = []
     partial_parameters: list[Tensor] = []
@@ -310,7 +305,6 @@ def _groups(entries: list[ShardedTensor], late: set[Tensor]) -> list[tuple[list[
 
 
 def _packed(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Parameters of each bucket, all of one type."""
     on_gpu = bool(parameters) and parameters[0].device.type != "cpu"
     spans = bucket_spans([(each.nbytes, each.dtype) for each in parameters], on_gpu)
     return [parameters[span.start : span.stop] for span in spans]

@@ -1,4 +1,4 @@
-"""Joining the ranks started by torchrun: device, process group, grid, and torch's precision."""
+"""Joining torchrun's ranks: device, process group, grid, and torch's precision."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _DETERMINISTIC: Any = torch.utils.deterministic
 
 
 def start_process_group(device: str = "auto", timeout_minutes: float = 10.0, stages: int = 1) -> torch.device:
-    """Joins the ranks started by torchrun, once, and returns this rank's device. A single process joins nobody.
+    """Joins torchrun's ranks, once, and returns this rank's device. A single process joins nobody.
 
     Raises:
         ValueError: see `choose_device`.
@@ -68,7 +68,7 @@ def start_process_group(device: str = "auto", timeout_minutes: float = 10.0, sta
 
 
 def _meet(timeout: datetime.timedelta, problem: str) -> tuple[dist.Store, int, int]:
-    """The ranks' store, this rank, and the number of ranks, also after a restart by torchrun."""
+    """(store, rank, number of ranks), also after a restart by torchrun."""
     # torch waits without a limit for a program that accepts the connection and never answers.
     limit = threading.Timer(timeout.total_seconds() + 5, _give_up, [problem])
     limit.daemon = True
@@ -95,7 +95,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _meet_on_this_host(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
-    """As `_meet`, with a store on the loopback interface: torch's store accepts connections from any host."""
+    """`_meet` with a store on the loopback interface."""
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     rank = int(os.environ["RANK"])
@@ -103,6 +103,7 @@ def _meet_on_this_host(timeout: datetime.timedelta) -> tuple[dist.Store, int, in
     listener: int | None = None
     if rank == 0:
         family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+        # torch's own listener accepts connections from any host.
         listener = socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN).detach()
     store = dist.TCPStore(host, port, world_size, rank == 0, timeout, multi_tenant=True, master_listen_fd=listener)
     return store, rank, world_size
@@ -115,9 +116,9 @@ def _give_up(problem: str) -> None:
 
 
 def choose_device(asked: str) -> tuple[torch.device, str]:
-    """This rank's device, without initialising it, and the reason if it is not an expected GPU ("" otherwise).
+    """This rank's device, not yet initialised, and why it is not an expected GPU ("" otherwise).
 
-    A rank gets a GPU if each rank of this machine can have its own. `asked` is `--device`.
+    A rank gets a GPU if each rank on this machine can have its own.
 
     Raises ValueError if CUDA is asked for and unavailable, or if ranks do not know their number on this host.
     """
@@ -158,9 +159,9 @@ def _missing_gpu(gpus: int) -> str:
 
 
 def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None]]:
-    """The existing grid, or a new one of torchrun's ranks, and a function that leaves a new one. Collective.
+    """The existing grid or a new one, and a function that leaves a new one. Collective.
 
-    Sets torch's precision. A new grid is left at the end of the program at the latest.
+    Sets torch's precision. A new grid is left at the program's end at the latest.
 
     Raises ValueError if the existing grid has other sizes, or the device lacks the precision.
     """
@@ -210,7 +211,7 @@ def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None
 
 
 def set_precision(training: TrainingConfig, device: torch.device) -> None:
-    """Sets torch's rounding of products and determinism for the whole process.
+    """For the whole process: torch's rounding in products, and determinism.
 
     Raises ValueError if the device lacks the precision.
     """

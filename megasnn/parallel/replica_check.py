@@ -1,8 +1,4 @@
-"""Comparison of replicas by checksums: ranks with the same tensor must hold the same bits.
-
-Nothing else detects a bit flip in one replica's memory: gradients are summed over the replicas, and all continue from
-the same sum, so that the difference would stay for ever.
-"""
+"""Comparison of replicas by checksums: ranks with the same tensor must hold the same bits."""
 
 from __future__ import annotations
 
@@ -30,15 +26,16 @@ class ReplicaError(RuntimeError):
     """Replicas differ."""
 
 
+# Nothing else detects a bit flip in one replica's memory: all replicas continue from the same summed gradients, so the
+# difference would stay for ever.
 def compare_replicas(entries: Sequence[ShardedTensor], state: ParallelState, iteration: int) -> None:
-    """Compares tensors with all ranks that hold the same. Collective over all ranks, with one wait for the device.
+    """Compares tensors with their other holders. Collective over all ranks; waits once for the device.
 
     Args:
         entries: parameters, buffers and optimizer state, in the same order on ranks that share them.
-        iteration: for the error.
 
     Raises:
-        ReplicaError: on every rank, with the differing tensors and the ranks and hosts of each value.
+        ReplicaError: on every rank, with the differing tensors and each value's ranks and hosts.
     """
     own = [tensor_checksum(entry.tensor).to(state.device, non_blocking=True) for entry in entries]
     sums = torch.stack(own) if own else torch.empty(0, dtype=torch.int64, device=state.device)
@@ -63,7 +60,7 @@ def compare_replicas(entries: Sequence[ShardedTensor], state: ParallelState, ite
 
 
 def _label(entry: ShardedTensor) -> str:
-    """Name of a tensor; of a shard also its first index."""
+    """Tensor name; for a shard also its first index."""
     is_whole = entry.shard.local_shape == entry.shard.global_shape
     return entry.name if is_whole else f"{entry.name} from {list(entry.shard.pieces()[0].global_offset)}"
 
@@ -76,16 +73,17 @@ def _largest(values: Tensor, group: Group) -> Tensor:
 
 
 def tensor_checksum(tensor: Tensor) -> Tensor:
-    """Checksum of a tensor's bits as an int64 scalar on its device.
+    """Checksum of the bits as an int64 scalar on the tensor's device.
 
-    The bits are 32-bit words in memory order. Each word is multiplied by an odd random 64-bit key of its index modulo
-    `WORDS`; the sum so far is multiplied by `ODD` before each further part, all modulo 2^64. Odd numbers have inverses,
-    so any single flipped bit changes the sum. Other changes, such as two swapped elements, go undetected with a
-    probability of about 2^-32.
+    Detects any single flipped bit. Other changes, such as two swapped elements, go undetected with a probability near
+    2^-32.
     """
     data = flat_in_memory(tensor.detach()).view(torch.uint8)
     if data.numel() % 4 or data.storage_offset() % 4:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4)).clone()
+    # 32-bit words in memory order, each times an odd random 64-bit key for its index modulo `WORDS`; the sum so far
+    # times `ODD` before each further part, all modulo 2^64. Odd numbers have inverses, so any single flipped bit
+    # changes the sum.
     keys = _keys(data.device)
     total = data.new_zeros((), dtype=torch.int64)
     for words in data.view(torch.int32).split(WORDS):
@@ -95,7 +93,7 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _keys(device: torch.device) -> Tensor:
-    """Odd numbers over the range of int64, `[WORDS]`."""
+    """Odd numbers over int64's range, `[WORDS]`."""
     generator = keyed_generator("replica checksum", 0)
     limits = torch.iinfo(torch.int64)
     keys = torch.randint(limits.min, limits.max, (WORDS,), generator=generator, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Shards: which part of which global tensor a rank holds. Layers declare them; everything else reads them.
+"""Shards: a rank's part in each global tensor. Layers declare them; everything else reads them.
 
 Initial values, counts, norms and checkpoints need no matching on names. The idea is Megatron-core's ``ShardedTensor``.
 """
@@ -22,7 +22,7 @@ Initialiser = Callable[[Tensor, torch.Generator], object]
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a local tensor and its position in the global tensor."""
+    """A box in a local tensor and its position in the global tensor."""
 
     local_offset: tuple[int, ...]
     global_offset: tuple[int, ...]
@@ -44,11 +44,10 @@ def _box(tensor: Tensor, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Ten
 
 @dataclass(frozen=True)
 class Cut:
-    """Division of a tensor over the ranks along one axis of the grid.
+    """Division over ranks along one grid axis.
 
     Attributes:
-        dim: the dimension to divide.
-        blocks: equal blocks in that dimension, each divided separately (3 for fused q, k, v).
+        blocks: equal blocks in `dim`, each divided separately (3 for fused q, k, v).
         even: parts must be equal; otherwise `own_span` divides.
     """
 
@@ -58,11 +57,11 @@ class Cut:
 
 
 def own_span(rows: int, sizes: Sequence[int], index: int) -> range:
-    """A rank's contiguous part of `rows`. Parts differ by at most one row; a single row is rank 0's.
+    """A rank's contiguous part. Parts differ by at most one row; a single row is rank 0's.
 
     Args:
-        sizes: sizes of the ranks' axes, slowest first. Each axis divides the part left by earlier ones.
-        index: index among all `prod(sizes)` ranks.
+        sizes: the ranks' axes, slowest first. Each divides the part left by earlier ones.
+        index: among all `prod(sizes)` ranks.
     """
     start = 0
     ranks = prod(sizes)
@@ -78,14 +77,13 @@ def own_span(rows: int, sizes: Sequence[int], index: int) -> range:
 
 @dataclass(frozen=True)
 class Shard:
-    """Part of a global tensor held by one rank.
+    """One rank's part of a global tensor.
 
     Attributes:
-        cuts: by axis, in order; a later cut divides the part left by earlier ones. Ranks along other axes hold the
-            same part.
-        coordinates: the rank in the grid.
-        partial_gradient: sum a replicated parameter's gradient over the tensor parallel ranks (the time constant of a
-            PLIF neuron with sharded channels).
+        cuts: by axis, in order; a later cut divides the part left by earlier ones. Ranks along other axes hold the same
+            part.
+        partial_gradient: sum a replicated parameter's gradient over the tensor parallel ranks (a PLIF neuron's time
+            constant with sharded channels).
         initialise: fills the global tensor.
 
     Raises:
@@ -108,7 +106,7 @@ class Shard:
         return self
 
     def _indices(self) -> list[np.ndarray]:
-        """Indices into the global tensor, along each dimension."""
+        """Indices into the global tensor, by dimension."""
         shape = self.global_shape
         if not shape and any(not cut.even for _, cut in self.cuts):
             # A scalar owned by one of several ranks is one row.
@@ -128,16 +126,16 @@ class Shard:
         return indices
 
     def is_cut(self, axis: Axis) -> bool:
-        """Whether the ranks along an axis hold different parts."""
+        """Whether ranks along `axis` hold different parts."""
         return self.coordinates.size(axis) > 1 and any(axis == other for other, _ in self.cuts)
 
     @property
     def shared_axes(self) -> tuple[Axis, ...]:
-        """The axes along which other ranks hold the same part."""
+        """Axes along which other ranks hold the same part."""
         return tuple(axis for axis in HOLDING_AXES if self.coordinates.size(axis) > 1 and not self.is_cut(axis))
 
     def is_primary(self) -> bool:
-        """True on exactly one of the ranks with the same part; that rank counts and writes it."""
+        """True on exactly one rank with the same part, which counts and writes it."""
         return all(self.coordinates.index(axis) == 0 for axis in self.shared_axes)
 
     @property
@@ -145,7 +143,7 @@ class Shard:
         return tuple(map(len, self._indices()))
 
     def pieces(self) -> list[Piece]:
-        """The largest boxes that make up the local tensor; an empty list without rows."""
+        """The largest boxes making up the local tensor; none without rows."""
         if not self.global_shape:
             owns_scalar = prod(self.local_shape) == 1
             return [Piece((), (), ())] if owns_scalar else []
@@ -157,13 +155,13 @@ class Shard:
         return pieces
 
     def by_rows(self, axis: Axis) -> Shard:
-        """This part, with its rows (dimension 0) divided over the ranks along an axis."""
+        """This part, with dimension 0 divided over `axis`."""
         if self.coordinates.size(axis) == 1:
             return self
         return replace(self, cuts=(*self.cuts, (axis, Cut(0, even=False))))
 
     def cut(self, full: Tensor) -> Tensor:
-        """A copy of this rank's part of a global tensor."""
+        """A copy of this rank's part."""
         local = full.new_empty(self.local_shape)
         for piece in self.pieces():
             piece.of_local(local).copy_(piece.of_global(full))
@@ -171,7 +169,7 @@ class Shard:
 
 
 def _runs(indices: np.ndarray, length: int) -> list[tuple[int, int, int]]:
-    """Position, first index and length of each run of consecutive indices into a dimension of `length`."""
+    """(position, first index, length) by run of consecutive indices into a dimension of `length`."""
     # Nearly always: the dimension is not divided.
     if len(indices) == length:
         return [(0, 0, length)]
@@ -182,7 +180,7 @@ def _runs(indices: np.ndarray, length: int) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """A parameter or buffer with its global name and shard. A copy is tied to another tensor and has its name."""
+    """A parameter or buffer with its global name and shard. A copy has its tied tensor's name."""
 
     name: str
     tensor: Tensor
@@ -192,5 +190,5 @@ class ShardedTensor:
 
 
 def parameter_count(tensors: Iterable[ShardedTensor]) -> int:
-    """Number of elements of the global parameters."""
+    """Elements in the global parameters."""
     return sum(torch.Size(entry.shard.global_shape).numel() for entry in tensors if entry.is_parameter)

@@ -1,7 +1,6 @@
-"""Batch norm statistics over ranks: of a shared micro-batch, and running statistics of a global batch.
+"""Batch norm statistics over ranks: a shared micro-batch's, and a global batch's running ones.
 
-Every replica forms the same sums in the same order, so that running statistics have the bits of a single rank's. A norm
-called several times in a forward is updated once for each call, in order.
+Running statistics have a single rank's bits.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from megasnn.parallel_state import Group
 
 @dataclass(frozen=True)
 class SharedStatistics:
-    """`megasnn.kernels.norm_neuron.Shared` over a group of several ranks."""
+    """`megasnn.kernels.norm_neuron.Shared` over several ranks."""
 
     group: Group
 
     def statistics(self, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Pools mean and biased variance (Chan et al. 1983, equation 2.1). A rank with count 0 has no effect.
+        """Pools mean and biased variance (Chan et al. 1983, equation 2.1). Count 0 has no effect.
 
         Args:
             own: `[2, C]` in float64, over `count` values a channel.
@@ -45,7 +44,7 @@ class SharedStatistics:
         return torch.stack((mean, variance)), total.squeeze(0)
 
     def total(self, sums: Tensor) -> Tensor:
-        """Sum over the ranks in rank order, for backward."""
+        """Sum in rank order, for backward."""
         return _all_gathered(sums, self.group).sum(0)
 
 
@@ -60,8 +59,8 @@ class RunningNorm(Protocol):
     """A norm with running statistics.
 
     Attributes:
-        calls: calls in one forward of the model.
-        pending: mean and biased variance `[C_local]` and count of values a channel, by call.
+        calls: in one model forward.
+        pending: by call, mean and biased variance `[C_local]` and values a channel.
     """
 
     momentum: float | None
@@ -84,15 +83,15 @@ def merge_running_statistics(
     most_micro_batches: int,
     of_owners: Callable[[Sequence[StepStatistics]], Sequence[StepStatistics]] | None = None,
 ) -> None:
-    """Merges the global batch's statistics into the norms' running statistics. Collective over the replicas.
+    """Merges the global batch's statistics into the norms' running ones. Collective over the replicas.
 
-    Pools means and variances (Chan et al. 1983, equation 2.1) in float64.
+    Pools in float64 (Chan et al. 1983, equation 2.1).
 
     Args:
         norms: the same on every replica. Their `pending` records are consumed.
-        data: the replicas, in the order of their micro-batches.
-        most_micro_batches: largest number of micro-batches of a replica.
-        of_owners: reassigns statistics of tied norms.
+        data: replicas in micro-batch order.
+        most_micro_batches: on any replica.
+        of_owners: reassigns tied norms' statistics.
 
     Raises:
         ValueError: a norm was not called as in the dry run.
@@ -104,6 +103,7 @@ def merge_running_statistics(
             channels_of[norm] = norm.running_mean.numel()
     if not channels_of:
         return
+    # Every replica forms the same sums in the same order, so that all keep the same bits.
     table = _local_table(channels_of, most_micro_batches)
     if data.size > 1:
         table = _all_gathered(table, data).flatten(0, 1)
@@ -123,7 +123,7 @@ def merge_running_statistics(
 
 
 def _local_table(channels_of: Mapping[RunningNorm, int], rows: int) -> Tensor:
-    """A row for each micro-batch: counts, means and variances of all calls of all norms. Unused rows have count 0."""
+    """By micro-batch, a row with all calls' counts, means and variances. Unused rows have count 0."""
     norms = list(channels_of)
     records_of_calls = []
     width = 0
@@ -160,7 +160,7 @@ def _local_table(channels_of: Mapping[RunningNorm, int], rows: int) -> Tensor:
 
 
 def _pooled(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of each column."""
+    """Mean and unbiased variance by column."""
     total = counts.sum(0)
     mean = torch.zeros_like(total)
     squares = torch.zeros_like(total)
@@ -173,7 +173,7 @@ def _pooled(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, T
 
 
 def _update(found: Sequence[StepStatistics]) -> None:
-    """running = (1 - weight) running + weight new, call by call. The weight is the momentum, or 1 / batches."""
+    """running = (1 - weight) running + weight new, by call. The weight is the momentum, or 1 / batches."""
     calls_of: dict[RunningNorm, list[tuple[Tensor, Tensor]]] = {}
     for norm, mean, variance in found:
         calls_of.setdefault(norm, []).append((mean, variance))

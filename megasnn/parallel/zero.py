@@ -1,6 +1,6 @@
-"""Shards of parameters by rows, each owned by one rank of a group (ZeRO-1, arXiv 1910.02054).
+"""Parameter shards by rows, each owned by one rank of a group (ZeRO-1, arXiv 1910.02054).
 
-The owner sums the gradients, keeps the optimizer state, and sends the new values. FSDP scatters gradients with it.
+The owner sums the gradients, keeps the optimizer state, and sends the new values. FSDP scatters gradients here.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ ALIGNMENT = 64
 
 
 class ParameterShards:
-    """The shards of parameters of one type.
+    """Shards of parameters with one type.
 
     Args:
         gradients: with the parameters' memory layout.
-        holders: the ranks sharing the parameters.
         local_shards: this rank's shards if it keeps nothing else (FSDP).
 
     Attributes:
-        shards: this rank's shard of each parameter, possibly empty.
-        sum: the shards' gradients, summed over the ranks since the last `zero`.
+        shards: this rank's, by parameter, possibly empty.
+        sum: the shards' gradients, summed over ranks since the last `zero`.
         sums: views of `sum` by shard.
     """
 
@@ -60,7 +59,7 @@ class ParameterShards:
             shard.grad = total
 
     def start_sum(self) -> Callable[[], None]:
-        """Starts sending copies of gradients to their owners. The returned function waits, and adds to `sum`."""
+        """Starts sending gradient copies. The returned function waits, and adds to `sum`."""
         rank = self._holders.rank
         own = joined(self._gradients[rank], self.sum)
         to_others: list[Tensor] = []
@@ -78,23 +77,23 @@ class ParameterShards:
         return finish
 
     def start_all_gather(self) -> Callable[[], None]:
-        """Starts sending this rank's values to all others. The returned function waits for theirs."""
+        """Starts sending this rank's values. The returned function waits for the others'."""
         own = joined(self._values[self._holders.rank], self.sum)
         return send_shards(own, self._counts, self._values, self._holders)
 
     @property
     def exchange_bytes(self) -> int:
-        """Peak bytes of an exchange."""
+        """Peak, for one exchange."""
         bucket = self.sum.itemsize * sum(self._counts)
         return exchange_bytes(bucket, self.sum.nbytes, self._holders.size)
 
 
 def send_shards(mine: Tensor, counts: Sequence[int], views: Sequence[list[Tensor]], group: Group) -> Callable[[], None]:
-    """Starts sending this rank's shards to all others. The returned function waits, and copies theirs into `views`.
+    """Starts sending this rank's shards. The returned function waits, and copies the others' into `views`.
 
     Args:
-        mine: this rank's shards, `[n]`.
-        counts: elements sent by each rank.
+        mine: `[n]`.
+        counts: elements sent, by rank.
         views: destinations, by rank.
     """
     outgoing = mine if group.size == 2 else mine.repeat(group.size - 1)
@@ -110,7 +109,7 @@ def send_shards(mine: Tensor, counts: Sequence[int], views: Sequence[list[Tensor
 
 
 def by_owner(tensors: Sequence[Tensor], holders: Group) -> list[list[Tensor]]:
-    """For each rank, flat views of its non-empty shards of the tensors.
+    """By rank, flat views of its non-empty shards.
 
     Raises ValueError if a tensor's rows are not contiguous in memory.
     """
@@ -133,7 +132,7 @@ def by_owner(tensors: Sequence[Tensor], holders: Group) -> list[list[Tensor]]:
 
 
 def own_param_shard(parameter: Tensor, holders: Group) -> Tensor:
-    """This rank's rows, as a view of the parameter. A scalar is one row."""
+    """This rank's rows, as a view. A scalar is one row."""
     values = parameter.detach()
     if values.ndim == 0:
         values = values.view(1)
@@ -142,7 +141,7 @@ def own_param_shard(parameter: Tensor, holders: Group) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Flat copy of the parts, `[n]`. `like` decides type and device if there are none."""
+    """Flat copy, `[n]`. `like` decides type and device if there are no parts."""
     return torch.cat(list(parts)) if parts else like.new_empty(0)
 
 
@@ -152,6 +151,6 @@ def aligned(size: int) -> int:
 
 
 def side_by_side(tensors: Sequence[Tensor], flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Views of `flat`, one for each tensor with its shape and strides. `sizes` are the elements reserved for each."""
+    """Views of `flat` with each tensor's shape and strides. `sizes`: reserved elements."""
     starts = accumulate(sizes, initial=0)
     return [flat.as_strided(each.shape, each.stride(), start) for each, start in zip(tensors, starts, strict=False)]

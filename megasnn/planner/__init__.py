@@ -1,1 +1,1 @@
-"""The planner: a model's costs on every layout, the best layout on given machines, and the files to run it."""
+"""The planner: a model's costs on every layout, the best one on given machines, and files to run it."""

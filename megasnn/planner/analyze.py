@@ -1,7 +1,7 @@
-"""`analyze`: possible sizes of each axis, and costs of the layers at these sizes, for a costs file.
+"""`analyze`: each axis' possible sizes, and layer costs at these sizes, for a costs file.
 
 Bytes are counted in one process. torch's `fake` process group stands for the other ranks: its exchanges move nothing.
-Layers compute meaningless values in tensors of the right sizes, and the bytes of their exchanges are counted.
+Layers compute meaningless values in tensors of the right sizes, and their exchanges' bytes are counted.
 
 Seconds are measured on one rank alone, and on all ranks at the same time.
 """
@@ -54,7 +54,7 @@ def analyze(config: PretrainConfig, measure: bool = False) -> Analysis:
     Under torchrun with `measure`, all ranks call it and get the same result.
 
     Args:
-        measure: measure seconds of the layers on this device, and its link where there are several ranks.
+        measure: measure layer seconds on this device, and its link between several ranks.
     Raises:
         ConfigError: one rank cannot build the model.
     """
@@ -77,7 +77,7 @@ def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu:
     """Analyses a model without seconds. No process group may exist.
 
     Args:
-        on_cpu: count a run on a CPU, which may use sparse products; otherwise all products are dense.
+        on_cpu: count a CPU's run, which may use sparse products; otherwise all are dense.
     """
     layers = tuple(map(_facts, description.layers))
     tensor_sizes = sorted({*TENSOR_SIZES, config.parallel.tensor_model_parallel_size})
@@ -123,7 +123,7 @@ def count_layers(
     cut: ContextCut = "samples",
     on_cpu: bool = False,
 ) -> Counted:
-    """Counts the layers' bytes on the first of these ranks, in trial steps."""
+    """The layers' bytes on the first rank, in trial steps."""
     with fake_ranks(tensor, context) as state:
         built_for = context_of(state, config, cut, on_cpu)
         costs = tuple(count_memory(description, size, built_for, CPU).layers for size in trial_sizes(config))
@@ -132,7 +132,7 @@ def count_layers(
 
 
 def trial_sizes(config: PretrainConfig) -> tuple[int, ...]:
-    """Numbers of samples in trial steps: those of a run's own forecast."""
+    """Samples in trial steps: as in a run's own forecast."""
     sizes = {*TRIAL_SAMPLES}
     if config.training.micro_batch_size <= COUNTED_AS_THEY_ARE:
         sizes.add(config.training.micro_batch_size)
@@ -141,7 +141,7 @@ def trial_sizes(config: PretrainConfig) -> tuple[int, ...]:
 
 @contextmanager
 def fake_ranks(tensor: int, context: int) -> Iterator[ParallelState]:
-    """Yields the state of the first of these ranks. No process group may exist."""
+    """Yields the first rank's state. No process group may exist."""
     if tensor * context > 1:
         dist.init_process_group("fake", rank=0, world_size=tensor * context, store=FakeStore())
     try:
@@ -160,22 +160,17 @@ def _exchange(received: Tensor, *_: Any, **__: Any) -> Any:
 
 
 def context_of(state: ParallelState, config: PretrainConfig, cut: ContextCut, on_cpu: bool) -> BuildContext:
-    """Context to build layers on a rank of a grid."""
     return replace(one_rank(config, on_cpu), state=state, cut=cut)
 
 
 def one_rank(config: PretrainConfig, on_cpu: bool) -> BuildContext:
-    """Context to build layers on one rank.
-
-    Args:
-        on_cpu: form products as runs on a CPU do; otherwise all are dense.
-    """
+    """`on_cpu`: form products as runs on a CPU do; otherwise all are dense."""
     device = CPU if on_cpu else torch.device("cuda")
     return BuildContext(numerics=Numerics.of_run(config, device))
 
 
 def _refusal(config: PretrainConfig, tensor: int, context: int, cut: ContextCut) -> str | None:
-    """Why the model cannot be built for these sizes; None where it can."""
+    """Why the model cannot be built at these sizes; None if it can."""
     wrong = config.model.problems(tensor)
     wrong = wrong or building_problems(config.model, config.neuron.spec, tensor, context, cut)
     return wrong[0] if wrong else None
@@ -199,7 +194,7 @@ def _tensors_of(name: str, layer: nn.Module) -> Iterator[ResidentTensor]:
 
 
 def measured(description: ModelDescription, config: PretrainConfig, known: Analysis | None) -> Analysis:
-    """Measures seconds and the machine. Collective over the ranks of torchrun.
+    """Measures seconds and the machine. Collective over torchrun's ranks.
 
     Args:
         known: the analysis without seconds, on the first rank.
@@ -235,7 +230,7 @@ def measured(description: ModelDescription, config: PretrainConfig, known: Analy
 
 
 def _machine(device: torch.device, link: LinkCost | None, ranks: int) -> Machine:
-    """The measured machine. Its rates, from the table, scale the seconds to other sizes.
+    """The measured machine. Its rates, from the table, scale seconds to other sizes.
 
     Args:
         link: between two ranks; None with one rank.

@@ -32,14 +32,11 @@ _BESIDE_SIZES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of a training step over ranks.
+    """A training step's layout over ranks.
 
     Attributes:
-        grid: sizes by axis.
-        micro_batch_size: samples in a micro-batch.
         cut: how context parallel ranks share a micro-batch.
-        schedule: pipeline schedule.
-        chunks: chunks on each pipeline rank.
+        chunks: on each pipeline rank.
         recompute: a name in `RECOMPUTE`.
         shards_optimizer: True for ZeRO-1.
     """
@@ -58,31 +55,31 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """Ranks with the same shards of weights."""
+        """Ranks with the same weight shards."""
         return self.grid.dp_replicate * self.grid.cp
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """Pipeline rank of each chunk."""
+        """Pipeline rank by chunk."""
         if self.grid.pp == 1:
             return (0,) * self.chunks
         return SCHEDULES[self.schedule].placement(self.grid.pp, self.chunks)
 
     @property
     def parts(self) -> int:
-        """Number of axes besides data, and of settings besides the defaults. Simpler layouts have fewer parts."""
+        """Number of axes besides data, and of settings besides the defaults: smaller is simpler."""
         shared = sum(self.grid.size(axis) > 1 for axis in AXES if axis != "dp_replicate")
         return shared + (self.chunks > 1) + (self.recompute != NEVER) + self.shards_optimizer
 
     @property
     def own_samples(self) -> int:
-        """Largest number of a micro-batch's samples on a rank."""
+        """Largest number from a micro-batch on a rank."""
         if self.cut == "rows":
             return self.micro_batch_size
         return -(-self.micro_batch_size // self.grid.cp)
 
     def parallel(self, base: ParallelConfig, bounds: tuple[range, ...] | None = None) -> ParallelConfig:
-        """Flags of a run on this layout.
+        """A run's flags on this layout.
 
         Args:
             base: all other flags.
@@ -136,7 +133,7 @@ class Candidate:
     Attributes:
         seconds: a step's time; infinite for an impossible layout.
         bytes: the largest rank's memory; infinite for an impossible layout.
-        simulated: True where the figures are simulated, not estimated.
+        simulated: False for estimates.
         reason: why the plan is another one; "" for the chosen layout.
     """
 
@@ -148,11 +145,7 @@ class Candidate:
 
 
 def with_layout(config: PretrainConfig, layout: Layout, bounds: tuple[range, ...] | None = None) -> PretrainConfig:
-    """Configuration of a run on a layout.
-
-    Args:
-        bounds: as in `Layout.parallel`.
-    """
+    """A run's configuration on a layout. `bounds` as in `Layout.parallel`."""
     training = replace(config.training, micro_batch_size=layout.micro_batch_size)
     return replace(config, training=training, parallel=layout.parallel(config.parallel, bounds))
 
@@ -169,7 +162,7 @@ def layouts(
     Args:
         counts: numbers of devices, ascending.
         sizes: micro-batch sizes.
-        may_be_best: tests a grid's plain layout (1F1B). Where it returns False, the grid's other layouts are left out.
+        may_be_best: tests a grid's plain layout (1F1B). False leaves out the grid's other layouts.
     """
     tensors = list(analysis.possible["tensor"])
     contexts = sorted({1, *analysis.possible["samples"]})
@@ -181,12 +174,7 @@ def layouts(
 
 
 def _grids(ranks: int, tensor: list[int], context: list[int], layers: int) -> Iterator[Grid]:
-    """Every grid of this many ranks with at least one layer a stage.
-
-    Args:
-        tensor: tensor parallel sizes.
-        context: context parallel sizes.
-    """
+    """Every grid with at least one layer a stage. `tensor`, `context`: possible sizes."""
     for tp, cp, pp in product(tensor, context, range(1, layers + 1)):
         replicas, rest = divmod(ranks, tp * cp * pp)
         if rest:
@@ -220,7 +208,7 @@ def _of_grid(
 
 
 def _size_refusal(analysis: Analysis, config: PretrainConfig, plain: Layout) -> str:
-    """Why a model cannot be cut to the sizes of a grid; "" where it can."""
+    """Why a model cannot be cut to a grid's sizes; "" if it can."""
     grid = plain.grid
     refused = analysis.possible["tensor"][grid.tp]
     if refused is None and grid.cp > 1:
@@ -232,7 +220,7 @@ def _size_refusal(analysis: Analysis, config: PretrainConfig, plain: Layout) -> 
 
 
 def _schedules(stages: int, layers: int) -> Iterator[tuple[str, int]]:
-    """Schedules, each with its possible numbers of chunks a rank. Each chunk has a layer."""
+    """Schedules with their possible chunks a rank. Each chunk has a layer."""
     if stages == 1:
         yield "1f1b", 1
         return
@@ -244,7 +232,7 @@ def _schedules(stages: int, layers: int) -> Iterator[tuple[str, int]]:
 
 
 def _has_given_flags(config: PretrainConfig, layout: Layout, names: set[str]) -> bool:
-    """True where the layout has the user's values of these flags."""
+    """True if the layout has the user's values for these flags."""
     given = [name for name in set_flags(config.parallel) if name in names]
     if not given:
         return True
@@ -254,6 +242,6 @@ def _has_given_flags(config: PretrainConfig, layout: Layout, names: set[str]) ->
 
 @cache
 def set_flags(parallel: ParallelConfig) -> tuple[str, ...]:
-    """Fields with other values than their defaults."""
+    """Fields that differ from their defaults."""
     default = ParallelConfig()
     return tuple(each.name for each in fields(parallel) if getattr(parallel, each.name) != getattr(default, each.name))

@@ -35,11 +35,10 @@ class LayerShare:
     """A rank's share in each layer and micro-batch.
 
     Attributes:
-        tensor: tensor parallel size.
-        context: context parallel size.
+        tensor, context: parallel sizes.
         cut: how context parallel ranks share a micro-batch.
-        samples: samples on this rank.
-        ranks: ranks that compute on the node at the same time.
+        samples: on this rank.
+        ranks: computing on the node at the same time.
     """
 
     tensor: int
@@ -92,8 +91,6 @@ class Counted:
     """The layers' bytes on one rank at one tensor and context parallel size.
 
     Attributes:
-        tensor: tensor parallel size.
-        context: context parallel size.
         cut: how context parallel ranks share a micro-batch.
         costs: for each size in `Analysis.sizes`, by layer; seconds are 0.
         tensors: by layer.
@@ -109,11 +106,11 @@ class Counted:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Timed:
-    """Seconds measured for all layers on a rank that shares none.
+    """All layers' measured seconds on a rank that shares none.
 
     Attributes:
-        samples: samples in the micro-batch.
-        ranks: ranks that computed on the machine at the same time.
+        samples: in the micro-batch.
+        ranks: computing on the machine at the same time.
     """
 
     samples: int
@@ -124,16 +121,15 @@ class Timed:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Analysis:
-    """A model's layers and their costs, from which those on any layout follow.
+    """A model's layers and their costs; costs on any layout follow.
 
     Attributes:
-        model: model name.
         about: settings behind the costs; see `cost_identity`.
         sizes: numbers of samples with counted bytes, ascending.
         alone: bytes on a rank that shares no layer.
-        shared: bytes at the smallest possible size of each axis.
+        shared: bytes at each axis' smallest possible size.
         possible: by axis and size, the reason against this size; None for a possible size.
-        machine: the measured machine; None without a measurement.
+        machine: None without a measurement.
     """
 
     model: str
@@ -154,7 +150,7 @@ class Analysis:
 
     @cached_property
     def layer_groups(self) -> list[str]:
-        """Layer groups, by layer."""
+        """By layer."""
         return [each.layer_group for each in self.layers]
 
 
@@ -162,7 +158,7 @@ def layer_costs(analysis: Analysis, machine: Machine, share: LayerShare, link: L
     """Bytes and seconds by layer. Raises ValueError for an impossible size.
 
     Args:
-        link: slowest link between the ranks that share layers.
+        link: slowest link between ranks that share layers.
     """
     costs = counted_costs(analysis, share)
     seconds = _computed(analysis, machine, costs, share)
@@ -274,7 +270,7 @@ def _shared(
 
 
 def resident_tensors(analysis: Analysis, tensor: int) -> tuple[tuple[ResidentTensor, ...], ...]:
-    """Tensors by layer on a rank at this tensor parallel size."""
+    """A rank's tensors by layer at this tensor parallel size."""
     alone = analysis.alone.tensors
     if tensor == 1:
         return alone
@@ -285,13 +281,13 @@ def resident_tensors(analysis: Analysis, tensor: int) -> tuple[tuple[ResidentTen
 
 
 def _part(whole: ResidentTensor, part: ResidentTensor, tensor: int) -> ResidentTensor:
-    """Cuts the tensor in the dimension where the counted part is smaller."""
+    """Cuts the dimension in which the counted part is smaller."""
     shape = [one if one == some else one // tensor for one, some in zip(whole.shape, part.shape, strict=True)]
     return replace(part, shape=tuple(shape))
 
 
 def _counted(analysis: Analysis, axis: CutAxis, size: int) -> Counted:
-    """The layers at an axis' counted size. Raises ValueError where `size` is impossible."""
+    """Layers at an axis' counted size. Raises ValueError if `size` is impossible."""
     refused = analysis.possible[axis].get(size, "was not asked for by analyze")
     if refused is not None:
         name = "tensor" if axis == "tensor" else f"context by {axis}"
@@ -300,7 +296,7 @@ def _counted(analysis: Analysis, axis: CutAxis, size: int) -> Counted:
 
 
 def _each(of: Callable[..., int], *costs: LayerCost) -> dict[str, Any]:
-    """Fields in bytes, each computed from the costs' same field."""
+    """Byte fields, each computed from the costs' same field."""
     values: dict[str, Any] = {}
     for name in BYTE_FIELDS:
         values[name] = of(*(getattr(cost, name) for cost in costs))
@@ -314,7 +310,7 @@ def _at(analysis: Analysis, share: LayerShare, counted: Counted) -> list[LayerCo
 
 
 def cost_identity(config: PretrainConfig) -> dict[str, FreeForm]:
-    """Settings behind the layers' costs, besides the micro-batch size."""
+    """Settings behind layer costs, besides the micro-batch size."""
     training = config.training
     about = {
         "model": {"name": config.model.name, **to_dict(config.model)},
@@ -326,19 +322,18 @@ def cost_identity(config: PretrainConfig) -> dict[str, FreeForm]:
 
 
 def cost_differences(analysis: Analysis, config: PretrainConfig) -> list[str]:
-    """Differences in `cost_identity` between the costs and a configuration."""
+    """Differences in `cost_identity`, as texts."""
     if analysis.model != config.model.name:
         return [f"they are of {analysis.model}, and the model is {config.model.name}"]
     return list(config_differences(analysis.about, cost_identity(config)))
 
 
 def write(analysis: Analysis, path: Path) -> None:
-    """Writes the costs file."""
     write_whole(path, json.dumps(asdict(analysis)))
 
 
 def read(path: Path) -> Analysis:
-    """Reads a costs file. Raises DescriptionError for an unreadable file, or one with other content."""
+    """Raises DescriptionError for an unreadable file, or one with other content."""
     try:
         content = read_regular(path)
     except OSError as error:

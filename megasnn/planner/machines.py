@@ -28,7 +28,7 @@ class Machine:
     """A device and its links. Rates are per second, sizes in bytes, times in seconds.
 
     Attributes:
-        memory: the device's memory.
+        memory: the device's size.
         operations: multiply-adds in products, by precision.
         moved: memory traffic in everything else.
         least: shortest forward, input gradient or weight gradient, bound by launches.
@@ -63,7 +63,6 @@ class Cluster:
     Attributes:
         ranks: number of devices.
         ranks_of_node: devices on each node.
-        machine: a single device.
     """
 
     ranks: int
@@ -73,7 +72,7 @@ class Cluster:
     def counts(self) -> list[int]:
         """Numbers of devices to plan for: powers of two, also in whole nodes, and all devices.
 
-        More than one node is whole nodes, because torchrun starts the same number of ranks on each.
+        Several nodes are whole nodes: torchrun starts equally many ranks on each.
         """
         found = {self.ranks}
         for power in range(self.ranks.bit_length()):
@@ -86,7 +85,7 @@ class Cluster:
         return able
 
     def link(self, grid: Grid, axis: Axis) -> LinkCost:
-        """Link between the ranks along an axis; the one between nodes unless each group lies on one node."""
+        """The link along an axis: between nodes unless each group lies on one node."""
         extent = 1
         # Later axes vary faster: their ranks are nearer neighbours.
         for each in reversed(AXES):

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state on a rank of a planned layout, from the shapes of the layers' tensors.
+"""A planned rank's weights, gradients and optimizer state, from the layers' tensor shapes.
 
 A run's tensors take the same bytes, but for their alignment in buckets.
 """
@@ -31,7 +31,7 @@ class PlannedStates(StateBytes):
 def states_of(
     chunks: Sequence[Sequence[ResidentTensor]], weight: int, owners: int, optimizer: OptimizerConfig, on_gpu: bool
 ) -> PlannedStates:
-    """States of the rank with the largest shards.
+    """On the rank with the largest shards.
 
     Args:
         chunks: the rank's tensors by chunk.
@@ -80,7 +80,7 @@ def states_of(
 
 
 def gathered_bytes(tensors: Iterable[ResidentTensor]) -> int:
-    """Bytes of a segment's gathered weights."""
+    """For a segment's gathered weights."""
     return sum(prod(each.shape) * each.travels for each in tensors if each.is_parameter)
 
 

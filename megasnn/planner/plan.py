@@ -1,4 +1,4 @@
-"""`plan` and `apply`: the best layout on a cluster, the reasons against all others, and the file that runs it.
+"""`plan` and `apply`: a cluster's best layout, the reasons against others, and the file that runs it.
 
 Reads a costs file, and needs no torch.
 """
@@ -70,7 +70,7 @@ class Plan:
     warnings: tuple[str, ...]
 
     def configuration(self, config: PretrainConfig) -> PretrainConfig:
-        """Configuration of a run on this plan's layout, with its layers of each chunk."""
+        """A run's configuration with this plan's layout and layers by chunk."""
         return with_layout(config, self.layout, self.predicted.bounds)
 
 
@@ -82,9 +82,7 @@ def plan(
     simulations: int = SIMULATIONS,
     micro_batch_sizes: Sequence[int] = (),
 ) -> Plan:
-    """Estimates all layouts, and simulates the best of them.
-
-    Only layouts with the configuration's own layout flags are considered.
+    """Estimates all layouts with the configuration's own layout flags, and simulates the best.
 
     Args:
         prefer: the fastest step; the smallest peak memory on a rank; or room for the largest micro-batches. The latter
@@ -94,6 +92,7 @@ def plan(
     Raises:
         ConfigError: a configuration or cluster without any suitable layout.
         PlanError: costs of another model, or no layout fits.
+        ValueError: an unknown `prefer`.
     """
     begin = time.monotonic()
     if prefer not in get_args(Prefer):
@@ -126,7 +125,7 @@ def plan(
 
 
 def sizes_to_choose(config: PretrainConfig, ranks: int) -> tuple[int, ...]:
-    """Micro-batch sizes to choose from: powers of two, divisors of the global batch.
+    """Micro-batch sizes to choose from: powers of two that divide the global batch.
 
     The first is nearest to one micro-batch a device.
     """
@@ -152,7 +151,7 @@ def problems(config: PretrainConfig, cluster: Cluster) -> list[str]:
 
 
 def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterator[str]:
-    """Advice on settings outside the planner's choice."""
+    """On settings outside the planner's choice."""
     batch = config.training.global_batch_size
     micro_batch = config.training.micro_batch_size
     replicas = layout.grid.replicas
@@ -176,7 +175,7 @@ def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterato
 
 
 def _is_of_another(analysis: Analysis, cluster: Cluster) -> bool:
-    """True where the layers were not measured on the planned device."""
+    """True if the layers were not measured on the planned device."""
     return analysis.machine is None or analysis.machine.name != cluster.machine.name
 
 
@@ -192,14 +191,14 @@ def _warnings(analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> I
 
 
 def apply(found: Plan, config: PretrainConfig, path: Path) -> str:
-    """Writes the plan as a file for `--config`, and returns the command that runs it on each node."""
+    """Writes the plan for `--config`, and returns the command that runs it on each node."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, to_json(found.configuration(config)))
     return command(found, config, path)
 
 
 def command(found: Plan, config: PretrainConfig, path: Path) -> str:
-    """The command that runs a plan from its file, on each node."""
+    """The command that runs a plan's file, on each node."""
     ranks = found.layout.ranks
     of_node = found.cluster.ranks_of_node
     run = f"{_program(config)} --config {shlex.quote(str(path))}"
@@ -215,7 +214,7 @@ def command(found: Plan, config: PretrainConfig, path: Path) -> str:
 
 
 def _program(config: PretrainConfig) -> str:
-    """Program that trains the model: MegaSNN, or the script that defines the model."""
+    """MegaSNN, or the script that defines the model."""
     module = type(config.model).__module__
     if module.partition(".")[0] == "megasnn":
         return f"-m megasnn {config.model.name}"
@@ -224,7 +223,7 @@ def _program(config: PretrainConfig) -> str:
 
 
 def cuts(analysis: Analysis, ranks: int) -> str:
-    """Possible sizes of each axis, and the reasons against others, as text."""
+    """Text: each axis' possible sizes, and the reasons against others."""
     count = len(analysis.layers)
     parameters = sum(each.parameters for each in analysis.layers)
     operations = sum(each.operations for each in analysis.layers)
@@ -248,7 +247,7 @@ def cuts(analysis: Analysis, ranks: int) -> str:
 
 
 def table(plan: Plan) -> str:
-    """The plan and the best other candidates as a table."""
+    """Text: the plan and the best other candidates."""
     lines = _summary(plan)
     lines += [f"advice: {each}" for each in plan.advice]
     lines += [f"WARNING: {each}" for each in plan.warnings]
@@ -265,7 +264,7 @@ def table(plan: Plan) -> str:
 
 
 def _summary(plan: Plan) -> list[str]:
-    """Lines about the chosen layout: parts of its step and of its memory."""
+    """The chosen layout's parts of time and memory."""
     cluster = plan.cluster
     time = plan.predicted.time
     largest = max(plan.predicted.memory, key=lambda each: each.total)

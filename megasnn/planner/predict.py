@@ -1,4 +1,4 @@
-"""Time and memory of a step on a layout: a quick estimate, and a simulation."""
+"""A step's time and memory on a layout: a quick estimate, and a simulation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step.
+    """A step's seconds.
 
     Attributes:
         pipeline: forwards and backwards, with the time ranks wait.
@@ -52,7 +52,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Prediction of a step by simulation.
+    """A simulated step.
 
     Attributes:
         memory: by pipeline rank.
@@ -83,7 +83,7 @@ class Predictor:
         self._gathered_bytes = lru_cache(maxsize=None)(self._gathered_bytes_of_layers)
 
     def estimate(self, layout: Layout) -> tuple[float, float]:
-        """Estimates a step's seconds and its largest rank's bytes. Raises ValueError as `predict`.
+        """A step's seconds and its largest rank's bytes. Raises ValueError as `predict`.
 
         Idle times assume equal stages.
         """
@@ -149,7 +149,7 @@ class Predictor:
         return Predicted(time, tuple(memory), bounds, result.idle_share, count)
 
     def costs(self, layout: Layout) -> PipelineCosts:
-        """A rank's costs for all layers and the link between stages. Raises ValueError for an impossible size."""
+        """A rank's costs by layer, and the stages' link. Raises ValueError for an impossible size."""
         return PipelineCosts(self._layers(*self._share(layout)), self._cluster.link(layout.grid, "pp"))
 
     def bounds(self, layout: Layout, placement: Placement | None = None) -> tuple[range, ...]:
@@ -157,13 +157,13 @@ class Predictor:
         return bounds_by_seconds(self._layers(*self._share(layout)), placement or layout.placement)
 
     def states(self, layout: Layout) -> list[PlannedStates]:
-        """States by pipeline rank."""
+        """By pipeline rank."""
         grid = layout.grid
         owners = layout.copies if layout.shards_optimizer else 1
         return [self._states_of(stage.spans, grid.tp, grid.dp_shard, owners) for stage in self._stages(layout)]
 
     def samples(self, layout: Layout, rank: int) -> int:
-        """Bytes for input samples, which the first stage reads."""
+        """Input samples' bytes. Only the first stage reads them."""
         if rank != layout.placement[0]:
             return 0
         itemsize = ITEM_SIZES[PRECISIONS[self._config.training.precision].weights]
@@ -171,7 +171,7 @@ class Predictor:
         return sample_bytes(self._config, itemsize, self.micro_batches(layout), samples, not self._on_gpu)
 
     def micro_batches(self, layout: Layout) -> int:
-        """Largest number of micro-batches on a replica."""
+        """Largest number on a replica."""
         return self._counts(layout)[0]
 
     def _counts(self, layout: Layout) -> tuple[int, ...]:
@@ -179,7 +179,7 @@ class Predictor:
         return micro_batch_counts(batch, layout.micro_batch_size, layout.grid.replicas)
 
     def agreement(self, layout: Layout) -> float:
-        """Seconds for the step's all-reduce over all ranks, which has only a few numbers."""
+        """Seconds for the step's all-reduce of a few numbers over all ranks."""
         machine = self._cluster.machine
         # Every rank takes part, so that one node boundary is enough to slow it.
         link = machine.within if layout.ranks <= self._cluster.ranks_of_node else machine.between
@@ -195,11 +195,11 @@ class Predictor:
         return machine.program + tensors * (1 + machine.rest)
 
     def _update(self, states: Sequence[PlannedStates]) -> float:
-        """Seconds for the optimizer's step."""
+        """The optimizer step's seconds."""
         return max(each.updated for each in states) * self._cluster.machine.update
 
     def _share(self, layout: Layout) -> tuple[LayerShare, LinkCost]:
-        """A rank's share in layers and micro-batches, and the slowest link between ranks that share a layer."""
+        """A rank's share, and the slowest link between ranks that share a layer."""
         grid = layout.grid
         busy = min(layout.ranks, self._cluster.ranks_of_node)
         share = LayerShare(grid.tp, grid.cp, layout.cut, layout.own_samples, busy)
@@ -265,11 +265,7 @@ class Predictor:
         return states_of(chunks, weight, owners, self._config.optimizer, self._on_gpu)
 
     def _gradients(self, layout: Layout, states: Sequence[PlannedStates], backward: float) -> tuple[float, float]:
-        """Seconds for gradient reduction after the last backward, and for the all-gather of updated shards.
-
-        Equal buckets are reduced during the last micro-batch's backward, the last one after it. Ranks with the same
-        shards sum them at the end.
-        """
+        """Seconds for reduction after the last backward, and for the all-gather of updated shards."""
         copies = layout.copies
         weight = layout.grid.dp_shard
         link = self._cluster.link(layout.grid, "dp_replicate")
@@ -284,6 +280,8 @@ class Predictor:
             sharing = link.exchange(copies, updated)
         elif copies > 1:
             over_copies = link.all_reduce(copies, reduced / buckets, self._on_gpu)
+        # Equal buckets are reduced during the last micro-batch's backward, the last one after it. Ranks with the same
+        # shards sum them at the end.
         during = over_copies
         after = 0.0
         if weight > 1:

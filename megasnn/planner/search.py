@@ -1,4 +1,4 @@
-"""The search: every layout by an estimate, the best of them simulated, and the reasons against the others."""
+"""The search: every layout by an estimate, the best simulated, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -87,7 +87,6 @@ class Search:
         return chosen, predicted, found, len(self._simulated)
 
     def _estimates(self) -> Iterator[Candidate]:
-        """Yields every layout with its estimate."""
         counts = self._cluster.counts()
         for layout, refused in layouts(self._analysis, self._config, counts, self._sizes, self._may_be_best):
             each = Candidate(layout, reason=refused) if refused else self._estimated(layout)
@@ -103,13 +102,11 @@ class Search:
         return Candidate(layout, seconds, need, reason=self._misfit(need, NEAR))
 
     def _may_be_best(self, plain: Layout) -> bool:
-        """False for a grid with a much slower 1F1B than the fastest step.
-
-        Other schedules gain less than `SLOWER` where there are as many micro-batches as stages. On 4,096 devices this
-        leaves a fifth of 113,000 layouts. One device is always considered.
-        """
+        """False for a grid with a much slower 1F1B than the fastest step. One device is always considered."""
         if self._prefer != "speed" or plain.ranks == 1:
             return True
+        # Other schedules gain less than `SLOWER` with as many micro-batches as stages. On 4,096 devices this leaves a
+        # fifth of 113,000 layouts.
         return self._estimated(plain).seconds < SLOWER * self._fastest
 
     def _misfit(self, need: float, near: float = 1.0) -> str:
@@ -119,7 +116,7 @@ class Search:
         return f"needs {need / GB:.2f} GB a rank, and there are {limit / GB:.2f}"
 
     def rank(self, each: Candidate) -> tuple[object, ...]:
-        """Sort key, best first: layouts that fit, then the preferred quantity. Impossible layouts come last."""
+        """Sort key, best first: layouts that fit, then the preferred quantity; impossible ones last."""
         if math.isinf(each.seconds):
             return (2,)
         misfits = bool(self._misfit(each.bytes))
@@ -133,13 +130,12 @@ class Search:
         return misfits, step, parts, -each.layout.micro_batch_size, each.seconds, each.bytes
 
     def largest_micro_batch(self, each: Candidate) -> int:
-        """Most samples in a micro-batch within the memory. All bytes besides the states grow with the samples."""
+        """Most samples within the memory. All bytes besides the states grow with the samples."""
         states = self._predictor.without_samples(each.layout)
         growing = max(each.bytes - states, 1.0)
         return max(0, int(each.layout.micro_batch_size * (self._cluster.machine.memory - states) / growing))
 
     def _simulate(self, each: Candidate) -> Candidate:
-        """Simulates a candidate, and returns it with the result."""
         found = each
         predicted = None
         segments = len(each.layout.placement)
@@ -162,7 +158,7 @@ class Search:
         return found
 
     def _preferred(self, each: Candidate) -> float:
-        """Quantity to minimise before the time of a step."""
+        """Quantity to minimise before a step's time."""
         if self._prefer == "memory":
             return each.bytes
         if self._prefer == "capacity":
@@ -175,7 +171,7 @@ class Search:
         return [each for each in found if each.seconds <= AS_FAST * self._slowest]
 
     def _chosen(self) -> Candidate | None:
-        """The simplest candidate within 1 % of the fastest, among those with the least of the preferred quantity.
+        """The simplest candidate within 1 % of the fastest, among those with the least preferred quantity.
 
         Equally simple ones: larger micro-batches first.
         """

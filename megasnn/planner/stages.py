@@ -46,11 +46,7 @@ def bounds_by_seconds(layers: tuple[LayerCost, ...], placement: Placement) -> tu
 
 
 def balanced_stages(layers: tuple[LayerCost, ...], placement: Placement, recomputes: bool) -> list[Stage]:
-    """Stages by pipeline rank.
-
-    Args:
-        recomputes: True with recompute.
-    """
+    """By pipeline rank."""
     bounds = bounds_by_seconds(layers, placement)
     segments = segment_memory(PipelineCosts(layers, LinkCost()), [range(i, i + 1) for i in range(len(layers))])
     crossed = [chunk for chunk in range(len(placement)) if crosses(placement, chunk)]
@@ -109,8 +105,8 @@ def equal_stages(
     Times are in multiples of a stage's time for one micro-batch.
 
     Args:
-        name: the schedule's name.
-        chunks: chunks per rank.
+        name: the schedule's.
+        chunks: per rank.
         message: time for one transfer.
     """
     # Forward, input gradient and weight gradient take one each.

@@ -9,21 +9,21 @@ from megasnn.telemetry.records import EvaluationRecord, IterationRecord, RunOutl
 
 
 class Callback:
-    """Base class for hooks into a run. Override the methods you need.
+    """Override the methods you need.
 
-    They run on the first rank only, and must not wait for other ranks. An exception becomes one warning; training goes
-    on, and the method is called again the next time. SystemExit and KeyboardInterrupt stop the run as a signal does:
-    all ranks finish the next step, save it, and exit with status 0.
+    They run on the first rank only, and must not wait for other ranks. An exception becomes one warning, and training
+    goes on. SystemExit and KeyboardInterrupt stop the run as a signal does: all ranks finish the next step, save it,
+    and exit with status 0.
     """
 
     def start(self, outline: RunOutline, flags: Mapping[str, bool | int | float | str]) -> None:
-        """Called before the first step, with the run's length and the flags to compare runs by."""
+        """Called before the first step. `flags`: the ones to compare runs by."""
 
     def step(self, iteration: int, result: StepResult) -> None:
         """Called after each optimizer step."""
 
     def log(self, record: IterationRecord, scalars: Mapping[str, float]) -> None:
-        """Called at each log line (--log-interval). scalars: all TensorBoard values, such as "training/loss"."""
+        """Called at each log line (--log-interval). scalars: TensorBoard values, such as "training/loss"."""
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """Called after each evaluation."""

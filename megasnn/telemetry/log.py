@@ -16,9 +16,9 @@ FILE_NAME = "log.jsonl"
 
 
 class BestEffort:
-    """Turns reporting errors into warnings: ``with best_effort("drawing"): ...``.
+    """Turns reporting errors into warnings, one by name: ``with best_effort("drawing"): ...``.
 
-    Each name warns once. The block must not contain a collective: the other ranks would wait for the failed one.
+    The block must not contain a collective: other ranks would wait for the failed one.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -36,18 +36,18 @@ class BestEffort:
 
 
 class JsonLog:
-    """Appends JSON objects, one a line, to `log.jsonl` in a directory. None writes nothing.
+    """Appends JSON objects, one a line, to a directory's `log.jsonl`. None writes nothing.
 
-    Every line has `time` (ISO 8601 with the UTC offset) and `kind`: "start" (all flags), "iteration" (log line and
-    layer spikes), "validation", "memory_predicted", "memory" or "message". nan and infinities are strings: "nan",
-    "inf", "-inf".
+    Every line has `time` (ISO 8601 with UTC offset) and `kind`: "start" (all flags), "iteration" (log line and layer
+    spikes), "validation", "memory_predicted", "memory" or "message". nan and infinities are strings: "nan", "inf",
+    "-inf".
     """
 
     def __init__(self, directory: str | Path | None) -> None:
         self.path = None if directory is None else Path(directory) / FILE_NAME
 
     def add(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Appends a line. Raises OSError."""
+        """Raises OSError."""
         if self.path is None:
             return
         line = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "kind": kind, **values}
@@ -58,6 +58,7 @@ class JsonLog:
 
 
 def _finite(value: Any) -> Any:
+    # JSON has neither nan nor infinity.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -68,7 +69,7 @@ def _finite(value: Any) -> Any:
 
 
 class Console:
-    """Prints lines. A closed pipe silences the console and does not end the run."""
+    """A closed pipe silences it and does not end the run."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet

@@ -1,9 +1,8 @@
-"""Synaptic operations and their energy, by the definitions of NeuroBench 2.3.0.
+"""Synaptic operations and their energy, by NeuroBench 2.3.0 (Yik et al. 2025, arXiv 2304.04640).
 
-Yik et al. 2025, arXiv 2304.04640. Each nonzero input of a weighted product counts once for every output it reaches.
-Padding, biases and products between activations (attention) count nothing. A product has accumulations (ACs) if all its
-inputs are 0, 1 or -1, otherwise multiply-adds (MACs). NeuroBench decides this for each call; here the whole evaluation
-decides, so layout and batch size do not matter.
+Each nonzero input of a weighted product counts once for every output it reaches. Padding, biases and products between
+activations (attention) count nothing. A product has accumulations (ACs) if all its inputs in an evaluation are 0, 1 or
+-1, otherwise multiply-adds (MACs).
 
 Energies: float32 arithmetic in 45 nm (Horowitz, ISSCC 2014), on hardware that skips zeros.
 """
@@ -36,7 +35,7 @@ class Counted(NamedTuple):
 
 
 class LayerOperations(NamedTuple):
-    """Operations of a convolution or linear layer, per sample."""
+    """A convolution's or linear layer's, per sample."""
 
     name: str
     effective_macs: float
@@ -44,7 +43,6 @@ class LayerOperations(NamedTuple):
 
     @property
     def energy_mj(self) -> float:
-        """Energy in millijoules."""
         return 1e3 * (self.effective_macs * MAC_JOULES + self.effective_acs * AC_JOULES)
 
 
@@ -59,17 +57,11 @@ def not_counting() -> Iterator[None]:
 
 
 class _InputCounts(NamedTuple):
-    """Counts for one product and image size, on the device.
+    """One product's counts at one image size, on the device."""
 
-    Attributes:
-        nonzero: `[H, W]`, nonzero values at each pixel.
-        others: above 0 once a value was not 0, 1 or -1.
-        times_used: `[H, W]`, outputs that each pixel reaches in all its time steps.
-    """
-
-    nonzero: Tensor
-    others: Tensor
-    times_used: Tensor
+    nonzero: Tensor  # [H, W], nonzero values
+    others: Tensor  # above 0 once a value was not 0, 1 or -1
+    times_used: Tensor  # [H, W], outputs that each pixel reaches in all its time steps
 
 
 class OperationCounter:
@@ -83,7 +75,6 @@ class OperationCounter:
         """Adds one call.
 
         Args:
-            name: global name of the layer.
             x: inputs `[frames, C, H, W]`, or with other dimensions after the channels.
             steps: time steps that each frame stands for, the same in every call.
             are_spikes: all values are known to be 0 or 1.
@@ -97,6 +88,7 @@ class OperationCounter:
         counts = self._inputs[name, space]
         # Sums of ones take a tenth of the time of torch.count_nonzero on a CPU.
         is_exact = x.shape[0] * x.shape[1] <= LARGEST_EXACT_FLOAT32 and x.dtype != torch.bfloat16
+        # bfloat16 counts exactly up to 256 only.
         dtype = x.dtype if is_exact else torch.float64
         if are_spikes:
             counts.nonzero.add_(x.sum((0, 1), dtype=dtype))
@@ -106,13 +98,14 @@ class OperationCounter:
         counts.nonzero.add_(signs.abs_().sum((0, 1), dtype=dtype))
 
     def take(self) -> dict[str, Counted]:
-        """Returns the counts by name and resets them. Waits for the device once."""
+        """Returns and resets the counts. Waits for the device once."""
         inputs = self._inputs
         self._inputs = {}
         if not inputs:
             return {}
         rows = [torch.stack([(each.nonzero * each.times_used).sum(), each.others]) for each in inputs.values()]
         sums: dict[str, Counted] = {}
+        # One transfer for all layers: each would wait for the device.
         for (name, _), (operations, others) in zip(inputs, torch.stack(rows).tolist(), strict=True):
             _add(sums, name, Counted(operations, others == 0))
         return sums
@@ -121,12 +114,14 @@ class OperationCounter:
 def _add(sums: dict[str, Counted], name: str, count: Counted) -> None:
     known = sums.get(name, Counted(0.0, True))
     operations = known.operations + count.operations
+    # NeuroBench decides for each call, so its energy depends on the batch size (findings/neurobench_batch_size.sh). The
+    # whole evaluation decides here, on any layout.
     is_spiking = known.is_spiking and count.is_spiking
     sums[name] = Counted(operations, is_spiking)
 
 
 def add_ranks(rank_counts: Iterable[Mapping[str, Counted]], samples: int) -> list[LayerOperations]:
-    """Returns operations per sample. rank_counts: counts of each rank over all `samples`."""
+    """Operations per sample. rank_counts: by rank, over all `samples`."""
     sums: dict[str, Counted] = {}
     for counts in rank_counts:
         for name, count in counts.items():
@@ -142,7 +137,7 @@ def add_ranks(rank_counts: Iterable[Mapping[str, Counted]], samples: int) -> lis
 
 
 def times_used(product: Callable[[Tensor], Tensor], space: Sequence[int]) -> Tensor:
-    """Returns `[H, W]`: outputs that each pixel reaches in a one-channel product with weights of 1."""
+    """`[H, W]`: outputs that each pixel reaches in a one-channel product with weights of 1."""
     # The gradient of the outputs' sum is this number, for any stride, padding and dilation.
     with torch.enable_grad():
         x = torch.ones((1, 1, *space), dtype=torch.float64, requires_grad=True)
@@ -151,7 +146,7 @@ def times_used(product: Callable[[Tensor], Tensor], space: Sequence[int]) -> Ten
 
 
 def operation_scalars(layers: Sequence[LayerOperations]) -> dict[str, float]:
-    """Returns sums over all layers by TensorBoard name; empty without layers."""
+    """Sums over all layers by TensorBoard name; empty without layers."""
     if not layers:
         return {}
     macs = acs = energy = 0.0
@@ -167,7 +162,7 @@ def operation_scalars(layers: Sequence[LayerOperations]) -> dict[str, float]:
 
 
 def describe_operations(layers: Sequence[LayerOperations], multiply_adds: int) -> str:
-    """Returns the log line. multiply_adds: per sample, zeros included."""
+    """The log line. multiply_adds: per sample, zeros included."""
     sums = operation_scalars(layers)
     dense_mj = 1e3 * multiply_adds * MAC_JOULES
     return (

@@ -23,7 +23,7 @@ DPI = 100
 
 
 def to_rgb(sample: NDArray[Any]) -> Picture:
-    """Converts a sample to uint8 `[H, W, 3]`.
+    """Converts to uint8 `[H, W, 3]`.
 
     Args:
         sample: event frames `[T, 2, H, W]`, drawn side by side; or an image, uint8 `[H, W]` or `[H, W, C]`, or floats
@@ -44,7 +44,7 @@ def to_rgb(sample: NDArray[Any]) -> Picture:
 
 
 def _frames_to_rgb(frames: NDArray[np.float32]) -> Picture:
-    """Event frames `[T, 2, H, W]` side by side on white: polarity 1 (brighter) red, polarity 0 (darker) blue."""
+    """`[T, 2, H, W]` side by side on white: polarity 1 (brighter) red, polarity 0 (darker) blue."""
     positive = frames[frames > 0]
     shade = frames
     if len(positive):
@@ -58,14 +58,14 @@ def _frames_to_rgb(frames: NDArray[np.float32]) -> Picture:
 
 
 def sample_sheet(samples: Sequence[NDArray[Any]], captions: Sequence[str]) -> Picture:
-    """Draws samples with captions: event frames one sample a row, images four a row."""
+    """Event frames one sample a row, images four a row."""
     has_frames = any(sample.ndim == 4 for sample in samples)
     title = EVENT_LEGEND if has_frames else ""
     return _sheet([to_rgb(sample) for sample in samples], captions, title, one_a_row=has_frames)
 
 
 def raster_sheet(rasters: Mapping[str, Raster]) -> Picture:
-    """Draws rasters: a row of pixels for each neuron, a column for each time step, grey between samples."""
+    """A row of pixels for each neuron, a column for each time step, grey between samples."""
     samples, neurons, time_steps = next(iter(rasters.values())).shape
     legend = f"black: a spike; up to {neurons} neurons of each layer, {time_steps} steps of each of {samples} samples"
     pictures = [raster_picture(raster) for raster in rasters.values()]
@@ -73,7 +73,7 @@ def raster_sheet(rasters: Mapping[str, Raster]) -> Picture:
 
 
 def raster_picture(raster: Raster) -> Picture:
-    """Draws one layer as `[neurons, samples * (T + 1) - 1, 3]`: spikes black, borders grey, the rest white."""
+    """`[neurons, samples * (T + 1) - 1, 3]`: spikes black, borders grey, the rest white."""
     samples, neurons, time_steps = raster.shape
     picture = np.full((neurons, samples, time_steps + 1), BORDER_GREY, np.uint8)
     picture[..., :time_steps] = np.where(raster, 0, 255).transpose(1, 0, 2)
@@ -103,7 +103,6 @@ def _sheet(pictures: Sequence[Picture], captions: Sequence[str], title: str, one
 
 
 def pixels(figure: Figure) -> Picture:
-    """Draws a matplotlib figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)

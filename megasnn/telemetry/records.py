@@ -17,11 +17,9 @@ class RunOutline:
     """Length, folders and start of a run.
 
     Attributes:
-        iterations: total number.
         epoch_samples: training samples in an epoch.
-        directory: TensorBoard folder; None writes none.
-        log_directory: folder for log.jsonl; None writes none.
-        resumed: (iteration, consumed samples) at the checkpoint, in a resumed run.
+        directory, log_directory: for TensorBoard and log.jsonl; None writes none.
+        resumed: (iteration, consumed samples) at the checkpoint.
     """
 
     iterations: int
@@ -33,15 +31,14 @@ class RunOutline:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of an optimizer step, over all replicas.
+    """An optimizer step's result, over all replicas.
 
     Attributes:
-        loss: mean over the samples.
-        sums: metrics summed over the samples, by name; "top1" in a classification.
-        samples: number of samples.
-        grad_norm: gradient norm before clipping.
-        skipped: True if no parameter was updated.
-        not_finite: where the first nan or infinity arose, as a text for the log; None without one.
+        loss: mean over samples.
+        sums: summed metrics by name; "top1" in a classification.
+        grad_norm: before clipping.
+        skipped: no parameter was updated.
+        not_finite: where the first nan or infinity arose, as a text for the log.
     """
 
     loss: float
@@ -54,7 +51,7 @@ class StepResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics by name, means over the samples."""
+        """Means over samples."""
         return {name: value / self.samples for name, value in self.sums.items()}
 
     @property
@@ -69,14 +66,14 @@ class IterationRecord:
 
     Attributes:
         epoch: passes through the training data so far.
-        elapsed_ms: mean milliseconds per iteration.
+        elapsed_ms: mean per iteration.
         loss: mean; nan if one iteration had nan.
         metrics: means by name; "accuracy" (top-1, 0 to 1) in a classification.
-        learning_rate, global_batch_size, grad_norm: values at the last iteration.
-        samples_per_second: throughput, all ranks together.
-        skipped_iterations: iterations without an update.
-        nan_iterations: iterations whose loss was not finite.
-        skipped_samples: broken samples replaced by others since the run began, on all ranks.
+        learning_rate, global_batch_size, grad_norm: at the last iteration.
+        samples_per_second: on all ranks.
+        skipped_iterations: without an update.
+        nan_iterations: without a finite loss.
+        skipped_samples: broken samples replaced since the run began, on all ranks.
     """
 
     iteration: int
@@ -98,13 +95,12 @@ class IterationRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Result of an evaluation.
+    """An evaluation's result.
 
     Attributes:
-        samples: evaluated samples.
-        loss: mean over the samples.
+        loss: mean over samples.
         metrics: means by name; "top1" in a classification, and "top5" with more than five classes.
-        skipped_samples: broken samples, which are not among `samples`.
+        skipped_samples: broken samples, not among `samples`.
     """
 
     iteration: int
@@ -116,12 +112,12 @@ class EvaluationRecord:
 
     @property
     def top1(self) -> float:
-        """Share of samples classified right, 0 to 1. Raises AttributeError if it was not computed."""
+        """Share classified right, 0 to 1. Raises AttributeError if it was not computed."""
         return self._metric("top1")
 
     @property
     def top5(self) -> float:
-        """Share of samples with the class among the five highest logits. Raises AttributeError like `top1`."""
+        """Share with the class among the five highest logits. Raises AttributeError like `top1`."""
         return self._metric("top5")
 
     def _metric(self, name: str) -> float:
@@ -132,14 +128,14 @@ class EvaluationRecord:
 
 
 def record_values(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
-    """Returns all values by name, with the metrics among them."""
+    """Flat: metrics are among the values."""
     values = dict(vars(record))
     metrics = values.pop("metrics")
     return {**values, **metrics}
 
 
 def scalars_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
-    """Returns the TensorBoard values by name, such as "training/loss"."""
+    """By TensorBoard name, such as "training/loss"."""
     hints = get_type_hints(type(record), include_extras=True)
     cards = {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
     group = cards.pop("metrics")
@@ -150,7 +146,7 @@ def scalars_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
 
 
 def format_iteration(record: IterationRecord, now: datetime | None = None) -> str:
-    """Formats the log line as Megatron-LM does. Failures are counted only if there are some."""
+    """The log line, as Megatron-LM's. Failures are counted only if there are some."""
     width = len(str(record.train_iters))
     parts = [
         f"{_stamp(now)} iteration {record.iteration:>{width}}/ {record.train_iters}",
@@ -174,7 +170,6 @@ def format_iteration(record: IterationRecord, now: datetime | None = None) -> st
 
 
 def format_evaluation(record: EvaluationRecord, now: datetime | None = None) -> str:
-    """Formats an evaluation as one line, with accuracies in per cent."""
     parts = [
         f"{_stamp(now)} validation at iteration {record.iteration}",
         f"validation samples: {record.samples}",
@@ -187,7 +182,6 @@ def format_evaluation(record: EvaluationRecord, now: datetime | None = None) -> 
 
 
 def _metrics(record: IterationRecord | EvaluationRecord, digits: int) -> list[str]:
-    """Accuracies in per cent; a model's own metrics as they are."""
     parts = []
     for name, value in record.metrics.items():
         if name in _ACCURACIES:
@@ -198,7 +192,7 @@ def _metrics(record: IterationRecord | EvaluationRecord, digits: int) -> list[st
 
 
 def format_duration(seconds: float) -> str:
-    """Formats seconds as "2:03"; from an hour on as "1:02:03", from a day on as "2 days, 1:02:03"."""
+    """As "2:03"; from an hour on "1:02:03", from a day on "2 days, 1:02:03"."""
     whole = round(seconds)
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02}"

@@ -34,13 +34,11 @@ class Reporter:
 
     Args:
         is_writer: False on all ranks but the first: they report nothing.
-        callbacks: hooks that this rank calls.
 
     Attributes:
         best_effort: contexts for other reporting code.
-        board: TensorBoard, for texts and pictures.
-        asked_to_stop: True once a callback has raised SystemExit or KeyboardInterrupt.
-        multiply_adds: per sample, forward only; for the evaluation's log line.
+        asked_to_stop: a callback has raised SystemExit or KeyboardInterrupt.
+        multiply_adds: per sample, forward only.
     """
 
     def __init__(self, outline: RunOutline, is_writer: bool, callbacks: Sequence[Callback] = ()) -> None:
@@ -74,21 +72,20 @@ class Reporter:
         self._has_logged = False
 
     def line(self, text: str) -> None:
-        """Prints a line, and writes it to log.jsonl as a message."""
+        """Prints, and writes to log.jsonl as a message."""
         self._console.line(text)
         self.entry("message", {"text": text})
 
     def entry(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Writes a line to log.jsonl only; `JsonLog` lists the kinds."""
+        """Writes to log.jsonl only; `JsonLog` lists the kinds."""
         with self.best_effort(f"writing {self._log.path}"):
             self._log.add(kind, values)
 
     def flags(self, values: Mapping[str, bool | int | float | str]) -> None:
-        """Calls `Callback.start`, before the first step. values: the flags to compare runs by."""
+        """Calls `Callback.start`. values: flags to compare runs by."""
         self._call("start", self._outline, values)
 
     def step(self, result: StepResult) -> None:
-        """Adds an iteration."""
         self._steps.append(result)
         self._iteration += 1
         self._call("step", self._iteration, result)
@@ -101,13 +98,12 @@ class Reporter:
         layers: Sequence[LayerSpikes] = (),
         skipped_samples: int = 0,
     ) -> None:
-        """Writes the log line and scalars, for the iterations since the last one.
+        """Writes log line and scalars, for the iterations since the last one.
 
         Args:
-            samples: samples consumed so far.
-            more: further scalars by name, for TensorBoard and log.jsonl.
-            layers: spike statistics, for TensorBoard and log.jsonl.
-            skipped_samples: broken samples replaced by others so far.
+            samples: consumed so far.
+            more: further scalars by name.
+            skipped_samples: broken samples replaced so far.
         """
         record = self._record(iteration, samples, skipped_samples)
         self._console.line(format_iteration(record))
@@ -160,7 +156,7 @@ class Reporter:
         return (self._outline.iterations - iteration) * (now - began) / max(iteration - first, 1)
 
     def evaluation(self, record: EvaluationRecord, operations: Sequence[LayerOperations] = ()) -> None:
-        """Writes an evaluation. operations: synaptic operations by layer, in model order."""
+        """`operations`: by layer, in model order."""
         self._console.line(format_evaluation(record))
         if operations:
             self._console.line(describe_operations(operations, self.multiply_adds))
@@ -172,12 +168,12 @@ class Reporter:
         self._call("evaluation", record)
 
     def saved(self, iteration: int, path: Path) -> None:
-        """Calls `Callback.save` for a complete checkpoint."""
+        """Calls `Callback.save`."""
         self._call("save", iteration, path)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Excludes the time inside, such as a save, from iteration times."""
+        """Excludes the time inside, such as a save."""
         began = time.perf_counter()
         yield
         self._interval_start += time.perf_counter() - began

@@ -1,9 +1,4 @@
-"""Spike statistics by layer: firing rate, silent and saturated neurons, rasters.
-
-A neuron is silent if no sample on any rank makes it fire. So spikes are first added neuron by neuron, over ranks with
-the same neurons (data parallel, context parallel by samples). Then neurons are counted, over ranks with other neurons
-(tensor parallel, context parallel by rows).
-"""
+"""Spike statistics by layer: firing rate, silent and saturated neurons, rasters."""
 
 from __future__ import annotations
 
@@ -26,12 +21,12 @@ Raster = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class LayerSpikes:
-    """Spike statistics of a layer; a neuron is one channel at one pixel.
+    """A neuron is one channel at one pixel.
 
     Attributes:
         firing_rate: spikes per neuron and time step; may exceed 1 with integer neurons.
-        silent: share of neurons that never fired.
-        saturated: share of neurons with a firing rate at or above 1.
+        silent: share that never fired on any rank.
+        saturated: share with a firing rate at or above 1.
     """
 
     name: str
@@ -60,16 +55,19 @@ class SpikeRecorder:
         self._counts[name] = count
 
     def reduce(self, same: dist.ProcessGroup | None, others: Sequence[dist.ProcessGroup | None]) -> list[LayerSpikes]:
-        """Returns statistics for this stage on all its ranks, and resets the counts. Collective.
+        """Returns this stage's statistics on all its ranks, and resets the counts. Collective.
 
         Args:
-            same: group of ranks with the same neurons; None for one rank.
-            others: groups of ranks with other neurons of the layer; None for one rank.
+            same: ranks with the same neurons; None for one rank.
+            others: groups of ranks with the layer's other neurons; None for one rank.
         """
         counts = self._counts
         self._counts = {}
         if not counts:
             return []
+        # A neuron is silent if no sample on any rank makes it fire. So spikes are first added over ranks with the same
+        # neurons (data parallel, context parallel by samples). Then neurons are counted, over ranks with other neurons
+        # (tensor parallel, context parallel by rows).
         if same is not None:
             # One all-reduce for all layers: every rank of the group has observed the same ones in the same order.
             flat = torch.cat([*counts.values()])
@@ -103,14 +101,14 @@ class RasterRecorder:
         self._rasters[name] = (few[..., chosen] != 0).permute(1, 2, 0)
 
     def take(self) -> dict[str, Raster]:
-        """Returns this stage's rasters and resets them."""
+        """Returns and resets this stage's rasters."""
         rasters = self._rasters
         self._rasters = {}
         return {name: raster.cpu().numpy() for name, raster in rasters.items()}
 
 
 def mean_spikes(layers: Sequence[LayerSpikes]) -> dict[str, float]:
-    """Returns the means over the layers by TensorBoard name; empty without layers."""
+    """Means over layers by TensorBoard name; empty without layers."""
     if not layers:
         return {}
     scalars = {}
@@ -120,7 +118,7 @@ def mean_spikes(layers: Sequence[LayerSpikes]) -> dict[str, float]:
 
 
 def position_in_model(module: str, order: Sequence[str]) -> int:
-    """Returns the index in `order` of the layer that contains a module; len(order) without one."""
+    """Index in `order` of the layer that contains a module; len(order) without one."""
     for position, layer in enumerate(order):
         if module == layer or module.startswith(f"{layer}."):
             return position
@@ -128,7 +126,7 @@ def position_in_model(module: str, order: Sequence[str]) -> int:
 
 
 def _sums(count: Tensor) -> Tensor:
-    """Returns float64 `[4]`: number of neurons, sum of their rates, silent neurons, saturated neurons."""
+    """float64 `[4]`: number of neurons, sum of their rates, silent neurons, saturated neurons."""
     spikes = count[:-1].double()
     presentations = count[-1].double()
     number = torch.full_like(presentations, len(spikes))

@@ -1,7 +1,4 @@
-"""TensorBoard: ordered cards, and charts with several lines.
-
-TensorBoard sorts cards by name and unfolds two groups. Numbers in the names put the important ones first.
-"""
+"""TensorBoard: ordered cards, and charts with several lines."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from numpy.typing import NDArray
 
 from megasnn.telemetry.log import BestEffort
 
+# TensorBoard sorts cards by name and unfolds two groups: numbers in the names put the important ones first.
 GROUPS: dict[str, tuple[str, ...]] = {
     "training": ("loss", "accuracy", "samples_per_second", "grad_norm", "learning_rate", "consumed_samples"),
     "validation": ("loss", "accuracy_top1", "accuracy_top5"),
@@ -28,7 +26,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def card(name: str) -> str:
-    """Returns a scalar's tag: "1_training/1_loss" for "training/loss". Raises ValueError for an unknown group."""
+    """A scalar's tag: "1_training/1_loss" for "training/loss". Raises ValueError for an unknown group."""
     group, _, rest = name.partition("/")
     if group not in GROUPS or not rest:
         raise ValueError(f"scalar {name!r} belongs to none of the groups {', '.join(GROUPS)}")
@@ -40,7 +38,7 @@ def card(name: str) -> str:
 
 
 def charts() -> dict[str, dict[str, list[object]]]:
-    """Returns charts for `SummaryWriter.add_custom_scalars`."""
+    """For `SummaryWriter.add_custom_scalars`."""
 
     def chart(*names: str) -> list[object]:
         tags = "|".join(card(name) for name in names)
@@ -66,13 +64,13 @@ def charts() -> dict[str, dict[str, list[object]]]:
 
 
 class TensorBoard:
-    """Writes scalars, texts and pictures. A scalar has no card until it is not zero.
+    """A scalar has no card until it is not zero.
 
     After the first error, such as a full disk, nothing more is written.
 
     Args:
-        directory: folder for event files; None writes nothing.
-        resumed_iteration: where the run continues; hides later points.
+        directory: None writes nothing.
+        resumed_iteration: hides later points.
     """
 
     def __init__(
@@ -87,6 +85,7 @@ class TensorBoard:
         with best_effort(self._name):
             from torch.utils.tensorboard import SummaryWriter
 
+            # Points after the checkpoint are from steps that the resumed run repeats.
             purge_step = None if resumed_iteration is None else resumed_iteration + 1
             self._writer = SummaryWriter(str(directory), purge_step=purge_step)
         self._write(lambda writer: writer.add_custom_scalars(charts()))
@@ -102,7 +101,7 @@ class TensorBoard:
             self._writer = writer
 
     def scalars(self, values: Mapping[str, float], iteration: int) -> None:
-        """Writes values by name, such as "training/loss"; nan and infinities as they are."""
+        """Values by name, such as "training/loss"; nan and infinities as they are."""
         shown = {}
         for name, value in values.items():
             tag = card(name)
@@ -119,11 +118,10 @@ class TensorBoard:
         self._write(add_shown)
 
     def text(self, tag: str, markdown: str) -> None:
-        """Writes a text in Markdown."""
         self._write(lambda writer: writer.add_text(tag, markdown))
 
     def picture(self, tag: str, draw: Callable[[], NDArray[np.uint8]], iteration: int) -> None:
-        """Writes a picture. draw: returns uint8 `[height, width, 3]`; not called where nothing is written."""
+        """`draw` returns uint8 `[height, width, 3]`; not called where nothing is written."""
         self._write(lambda writer: writer.add_image(tag, draw(), iteration, dataformats="HWC"))
 
     def flush(self) -> None:

@@ -14,7 +14,7 @@ Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class Timers:
-    """Measures device time by name: ``with timers("forward"): ...``. Never waits for the device.
+    """Device time by name: ``with timers("forward"): ...``. Never waits for the device.
 
     A GPU part has a time once the GPU has passed its end. The last 10,000 parts are kept.
     """
@@ -39,7 +39,7 @@ class Timers:
         self._parts.append((name, (begin, end)))
 
     def mean_ms(self) -> dict[str, float]:
-        """Returns the mean milliseconds of each part that ended since the last call."""
+        """Mean milliseconds by part that ended since the last call."""
         times: dict[str, list[float]] = {}
         while self._parts:
             name, part = self._parts[0]
@@ -56,7 +56,7 @@ class Timers:
 
 
 def named(name: object) -> AbstractContextManager[object]:
-    """Names a range in a trace that is being recorded; otherwise costs nothing."""
+    """Names a range in a trace; without a recording it costs nothing."""
     # True while torch.profiler or torch.autograd.profiler.emit_nvtx records this process.
     if profiler._is_profiler_enabled:
         return profiler.record_function(str(name))

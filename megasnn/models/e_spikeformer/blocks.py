@@ -26,12 +26,7 @@ VALUE_RATIO = 4
 
 
 class ConvNorm(nn.Module):
-    """Convolution and norm of images, or of counts divided by the largest count.
-
-    Args:
-        largest: largest count.
-        conv_options: see ParallelConv.
-    """
+    """Convolution and norm of images, or counts divided by `largest`. `conv_options` as in ParallelConv."""
 
     def __init__(self, inputs: int, outputs: int, kernel_size: int = 1, largest: int = 1, **conv_options: Any) -> None:
         super().__init__()
@@ -51,7 +46,7 @@ class ConvNorm(nn.Module):
 
 
 class CountConvNorm(ConvNorm):
-    """Neurons, convolution and norm: potentials -> potentials. Args: see ConvNorm."""
+    """Neurons, convolution and norm: potentials -> potentials."""
 
     def __init__(self, inputs: int, outputs: int, kernel_size: int = 1, **conv_options: Any) -> None:
         neuron = make_neuron()
@@ -77,7 +72,7 @@ class SeparableConv(nn.Module):
 
 
 class MLP(nn.Module):
-    """x + fc2(fc1(x)). Args: dim, hidden: global numbers of channels. conv_options: see CountConvNorm."""
+    """x + fc2(fc1(x)), with global numbers of channels."""
 
     def __init__(self, dim: int, hidden: int, **conv_options: Any) -> None:
         super().__init__()
@@ -89,12 +84,12 @@ class MLP(nn.Module):
 
 
 class CountAttention(nn.Module):
-    """x + attention(x), E-SDSA: out = q (k^T v) * 2 / sqrt(d) for each head over the tokens, without softmax.
+    """x + attention(x), E-SDSA: out = q (k^T v) * 2 / sqrt(d) by head over tokens, without softmax.
 
-    v has four times the channels of q and k. A rank computes whole heads. Backward stores q, k, v in the compute type.
+    A rank computes whole heads. Backward stores q, k, v in the compute type.
 
     Args:
-        dim: C, the global number of channels.
+        dim: C, global.
     Raises:
         ValueError: see `own_heads`.
     """
@@ -113,6 +108,7 @@ class CountAttention(nn.Module):
         self.k_neuron = make_neuron()
         self.v_neuron = make_neuron()
         self.projection = CountConvNorm(wide, dim)
+        # q, k and v are counts, each to be divided by the largest.
         self.scale = 2 / math.sqrt(dim // num_heads) / largest**3
         self._rows = context.row_group
 
@@ -133,7 +129,7 @@ class CountAttention(nn.Module):
 
 
 class Head(MeanLinear):
-    """Mean over the tokens, neurons, and a linear layer on their counts: potentials -> logits `[T, N, classes]`."""
+    """Mean over tokens, neurons, and a linear layer on counts: potentials -> logits `[T, N, classes]`."""
 
     def __init__(self, dim: int, num_classes: int) -> None:
         super().__init__(dim, num_classes, initialise=trunc_normal, initialise_bias=zeros)

@@ -1,12 +1,11 @@
-"""E-SpikeFormer (Spike-driven Transformer V3, arXiv 2411.16061) as in the published code: dimensions and layers.
+"""E-SpikeFormer (Spike-driven Transformer V3, arXiv 2411.16061) as published: dimensions and layers.
 
 Published: github.com/BICLab/Spike-Driven-Transformer-V3, `Classification/Model_Base/models.py`.
 
 Equal weights give equal logits and gradients with one time step. The authors' neuron has no memory and rounds its input
-to 0 to 4, like an integer LIF in its first step. Over several time steps potentials go on here.
+to 0 to 4, like an integer LIF in its first step. Over several steps potentials go on here.
 
-Left out: the larger models pretrained by an autoencoder (`Model_Large`), distillation from a teacher, and conversion of
-counts to single spikes for chips. The published blocks take stochastic depth and layer scale, but apply neither.
+Left out: larger models (`Model_Large`, autoencoder pretraining), distillation, and single spikes for chips.
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ class ESpikeFormer(Model):
         return wrong
 
     def layers(self) -> Iterable[Layer]:
-        """For each stage a downsampling and the two or three parts of each block; then the head."""
         from megasnn.layers.layer import layer
         from megasnn.models.e_spikeformer import blocks as e
 
@@ -80,6 +78,7 @@ class ESpikeFormer(Model):
         dims = (first // 2, first, second, third, last)
         depths = (1, 1, 2, *parse_numbers("depths", self.depths, 2))
         inputs = self.in_channels
+        # The published blocks take stochastic depth and layer scale, but apply neither.
         for stage, (dim, depth) in enumerate(zip(dims, depths, strict=True)):
             attends = stage >= FIRST_WITH_ATTENTION
             if stage == 0:

@@ -1,7 +1,4 @@
-"""Names of E-SpikeFormer's tensors in the published code. Shapes are equal.
-
-Published: arXiv 2411.16061, github.com/BICLab/Spike-Driven-Transformer-V3.
-"""
+"""E-SpikeFormer's tensor names in github.com/BICLab/Spike-Driven-Transformer-V3. Shapes are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patch embedding of QKFormer."""
+"""QKFormer's patch embedding."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class PatchEmbedding(nn.Module):
     """Convolutions that halve height and width, and a strided shortcut; the first stage halves twice.
 
     Args:
-        begins: True for the first stage, which has one more convolution.
-        small: True for small images: no biases, the first stage keeps height and width, and the others halve them in
-            their last convolution.
+        begins: the first stage, with one more convolution.
+        small: small images: no biases, the first stage keeps height and width, others halve them in the last
+            convolution.
     """
 
     def __init__(self, inputs: int, outputs: int, begins: bool, small: bool) -> None:

@@ -1,8 +1,7 @@
 """QKFormer (arXiv 2403.16552) as in SpikingJelly 2.0.0's `model.qkformer`: dimensions and layers.
 
-Each of the three stages halves height and width and doubles the channels. Attention in the first two masks tokens by q
-alone; the last has Spikformer's. Small images use the patch embeddings of the authors' CIFAR model, which SpikingJelly
-lacks.
+Each of three stages halves height and width and doubles the channels. Attention in the first two masks tokens by q
+alone; the last has Spikformer's.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class QKFormer(Model):
         return wrong
 
     def layers(self) -> Iterable[Layer]:
-        """For each stage a patch embedding and the two halves of each block; then the head."""
         from megasnn.layers import MeanLinear, Residual, ResidualMLP, SpikingSelfAttention, TokenAttention
         from megasnn.layers.layer import layer
         from megasnn.models.qkformer.blocks import PatchEmbedding

@@ -1,4 +1,4 @@
-"""Names of QKFormer's tensors in SpikingJelly. Shapes are equal."""
+"""QKFormer's tensor names in SpikingJelly. Shapes are equal."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ SPIKINGJELLY = prefix_dialect(
         "stage{}.{}.attention.inner.neuron": "stage{}.{}.attn.attn_lif",
         "head": "head",
     },
+    # The authors' CIFAR model, which SpikingJelly lacks.
     lacks={"patch_embedding": "cifar"},
 )
 

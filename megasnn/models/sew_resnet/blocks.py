@@ -1,4 +1,4 @@
-"""Block of SEW-ResNet."""
+"""SEW-ResNet's block."""
 
 from __future__ import annotations
 

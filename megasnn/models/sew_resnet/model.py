@@ -33,7 +33,6 @@ class SewResNet(Model):
     num_classes: Size = 1000
 
     def layers(self) -> Iterable[Layer]:
-        """Stem, blocks and head."""
         from megasnn.layers import ConvNormNeuron, MaxPool, MeanLinear
         from megasnn.layers.init import kaiming_normal
         from megasnn.layers.layer import layer

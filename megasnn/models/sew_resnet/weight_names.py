@@ -1,4 +1,4 @@
-"""Names of SEW-ResNet's tensors in SpikingJelly and in the published code. Shapes are equal.
+"""SEW-ResNet's tensor names in SpikingJelly and in the published code. Shapes are equal.
 
 Published: arXiv 2102.04159, github.com/fangwei123456/Spike-Element-Wise-ResNet.
 """

@@ -29,7 +29,7 @@ class Potential(nn.Module):
 
 
 class MLP(nn.Module):
-    """x + fc2(fc1(x)), pointwise over tokens; fc1 has a shortcut too if the hidden channels are as many."""
+    """x + fc2(fc1(x)), pointwise over tokens; fc1 has a shortcut too at equal numbers of channels."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class MLP(nn.Module):
 
 
 class Head(nn.Module):
-    """Mean over the tokens, neurons, and a linear layer: potentials -> logits `[T, N, num_classes]`."""
+    """Mean over tokens, neurons, and a linear layer: potentials -> logits `[T, N, num_classes]`."""
 
     def __init__(self, dim: int, num_classes: int) -> None:
         super().__init__()

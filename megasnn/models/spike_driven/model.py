@@ -45,7 +45,6 @@ class SpikeDrivenTransformer(Model):
         return wrong
 
     def layers(self) -> Iterable[Layer]:
-        """Patch stem and positional encoding, the two halves of each block, and the head."""
         from megasnn.layers import ConvNormNeuron, MaxPool, NeuronConvNorm, Residual, SpikeDrivenAttention
         from megasnn.layers.layer import layer
         from megasnn.models.spike_driven.blocks import MLP, Head, Potential

@@ -1,4 +1,4 @@
-"""Names of the Spike-driven Transformer's tensors in SpikingJelly. Shapes are equal."""
+"""The Spike-driven Transformer's tensor names in SpikingJelly. Shapes are equal."""
 
 from __future__ import annotations
 

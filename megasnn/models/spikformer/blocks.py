@@ -1,4 +1,4 @@
-"""Blocks of Spikformer: a convolution and an attention, each with a shortcut."""
+"""Spikformer's blocks: a convolution and an attention, each with a shortcut."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from megasnn.layers import ConvNormNeuron, SpikingSelfAttention
 
 
 class PositionalEncoding(ConvNormNeuron):
-    """x + neuron(norm(conv(x))): a convolution that encodes the position of tokens."""
+    """x + neuron(norm(conv(x))): encodes the tokens' position."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
 
 
 class AttentionHalf(SpikingSelfAttention):
-    """The first half of a block: x + attention(x)."""
+    """A block's first half: x + attention(x)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)

@@ -50,7 +50,6 @@ class Spikformer(Model):
         return wrong
 
     def layers(self) -> Iterable[Layer]:
-        """Patch stem and positional encoding, the two halves of each block, and the head."""
         from megasnn.layers import ConvNormNeuron, MeanLinear, ResidualMLP
         from megasnn.layers.init import trunc_normal, zeros
         from megasnn.layers.layer import layer

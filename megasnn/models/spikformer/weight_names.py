@@ -1,16 +1,8 @@
-"""Names of Spikformer's tensors in SpikingJelly and in the published code (arXiv 2209.15425; ZK-Zhou/spikformer).
+"""Spikformer's tensor names in SpikingJelly and as published (arXiv 2209.15425; ZK-Zhou/spikformer).
 
-    here                                     SpikingJelly                                  published
-    patch_embed.stages.0.conv.weight         patch_embed.stages.0.conv_bn.block.0.weight   patch_embed.proj_conv.weight
-    patch_embed.positional_encoding.norm     ....positional_encoding.conv_bn.block.1       patch_embed.rpe_bn
-    blocks.0.attention.qkv.conv.weight       blocks.0.attn.qkv_conv_bn.0.weight            block.0.attn.q_linear.weight
-    blocks.0.attention.neuron.w              blocks.0.attn.attn_lif.w                      (none)
-    blocks.0.mlp.fc1.norm.weight             blocks.0.mlp.fc1.1.weight                     block.0.mlp.fc1_bn.weight
-
-SpikingJelly's tensors have equal shapes. The published code has a model for CIFAR10 (`_linear`) and one for ImageNet
-(`_conv`), with q, k and v apart. A norm cancels the bias before it, so the running mean takes it up here.
-The published layer norms compute nothing. One difference remains: the published stem pools after a stage's neuron,
-SpikingJelly and MegaSNN before it. Published weights need some training here.
+SpikingJelly's tensors have equal shapes. The published code has q, k and v apart, in a model for CIFAR10 (`_linear`)
+and one for ImageNet (`_conv`). Its stem pools after a stage's neuron, SpikingJelly and MegaSNN before it: published
+weights need some training here.
 """
 
 from __future__ import annotations
@@ -55,7 +47,7 @@ _IN_BLOCK = {
 
 
 def _conv_norms(names: Collection[str]) -> dict[str, list[tuple[str, str]]]:
-    """Our path of each ConvNormNeuron -> their convolutions and norms: one pair, or three for q, k and v."""
+    """Our ConvNormNeuron path -> their convolutions and norms: one pair, or three for q, k and v."""
     conv_norms = {"patch_embed.positional_encoding": [("patch_embed.rpe_conv", "patch_embed.rpe_bn")]}
     for stage in range(STEM_STAGES):
         # The first stage has none.
@@ -81,6 +73,7 @@ def _incoming(names: Collection[str]) -> NameMap:
         for tensor in NORM_TENSORS:
             sources = tuple(f"{norm}.{tensor}" for _, norm in conv_norms)
             recipe[f"{ours}.norm.{tensor}"] = Made(sources, _joined)
+        # A norm cancels the bias before it, so the running mean takes it up.
         if biases[0] in names:
             means = recipe[f"{ours}.norm.running_mean"].sources
             recipe[f"{ours}.norm.running_mean"] = Made(means + biases, _without_biases)
@@ -106,6 +99,7 @@ PUBLISHED = Dialect(
     marker="block.0.attn.q_bn.weight",
     incoming=_incoming,
     outgoing=None,
+    # The published layer norms compute nothing.
     unused=(".norm1.weight", ".norm1.bias", ".norm2.weight", ".norm2.bias"),
 )
 

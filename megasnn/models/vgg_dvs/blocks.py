@@ -9,10 +9,7 @@ from megasnn.layers import ParallelDropout, ParallelLinear, WholeImages
 
 
 class Classifier(nn.Module):
-    """Average pooling, dropout and a linear layer: spikes -> logits `[T, N, num_classes]`.
-
-    Features are ordered by channel, so a rank's channels are neighbouring columns of the weight.
-    """
+    """Average pooling, dropout and a linear layer: spikes -> logits `[T, N, num_classes]`."""
 
     def __init__(self, features: int, num_classes: int, pool: int, dropout: float) -> None:
         super().__init__()
@@ -24,4 +21,5 @@ class Classifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.whole_images(x)
         pooled = F.avg_pool2d(x.flatten(0, 1), self.pool).unflatten(0, x.shape[:2])
+        # Features are ordered by channel: a rank's channels are neighbouring columns of the weight.
         return self.linear(self.dropout(pooled.flatten(2)))

@@ -1,7 +1,6 @@
-"""The VGG for event cameras as in SpikingJelly 2.0.0's `CIFAR10DVSVGG`: dimensions, neuron and layers.
+"""The event-camera VGG as in SpikingJelly 2.0.0's `CIFAR10DVSVGG`: dimensions, neuron and layers.
 
-Equal weights give equal logits and gradients. Average pooling turns spikes into quarters. The layer after a pooling
-therefore pools its own input, and spikes travel between ranks and are stored for backward.
+Equal weights give equal logits and gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ CIFAR10_DVS = "64,128,P,256,256,P,512,512,P,512,512,P"
 def parse_channels(text: str) -> tuple[list[tuple[int, bool]], bool]:
     """Parses convolutions like "64,128,P,256".
 
-    Returns (channels, True after a pooling) for each convolution, and True if a pooling follows the last one.
+    Returns (channels, True after a pooling) by convolution, and True if a pooling follows the last.
 
     Raises:
         ValueError: anything but numbers of channels, each followed by at most one P.
@@ -86,7 +85,6 @@ class VggDvs(Model):
         return wrong
 
     def layers(self) -> Iterable[Layer]:
-        """Each convolution with norm and neurons, then the classifier."""
         from megasnn.layers import ConvNormNeuron
         from megasnn.layers.init import kaiming_normal
         from megasnn.layers.layer import layer
@@ -96,6 +94,8 @@ class VggDvs(Model):
         inputs = self.in_channels
         size = self.image_size
         for index, (channels, pools) in enumerate(convolutions):
+            # Average pooling turns spikes into quarters. The next layer pools its own input, so that spikes travel
+            # between ranks and are stored for backward.
             pool = 2 if pools else 1
             size //= pool
             conv_norm_neuron = ConvNormNeuron(

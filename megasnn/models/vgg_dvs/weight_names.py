@@ -1,15 +1,4 @@
-"""Names of the VGG's tensors in SpikingJelly's CIFAR10DVSVGG.
-
-Shapes are equal; only names differ. In SpikingJelly's blocks a pooling shifts the numbers of convolution and norm. In
-its classifier a dropout shifts the number of the linear layer:
-
-    here                          spikingjelly.activation_based.examples.memopt.models.CIFAR10DVSVGG
-    features.0.conv.weight        features.0.proj_bn.0.weight
-    features.2.conv.weight        features.2.proj_bn.1.weight         (behind a pooling)
-    features.2.norm.running_var   features.2.proj_bn.2.running_var
-    features.2.neuron.w           features.2.neuron.w                 (parametric LIF only)
-    classifier.linear.weight      classifier.1.weight                 (classifier.0.weight without dropout)
-"""
+"""The VGG's tensor names in SpikingJelly's memopt.models.CIFAR10DVSVGG. Shapes are equal."""
 
 from __future__ import annotations
 
@@ -21,10 +10,12 @@ from megasnn.models.weight_names import Dialect, ModelValues, NameMap, moved
 
 
 def _prefixes(pools: Sequence[bool], dropout: bool) -> dict[str, str]:
-    """Our path of each module -> SpikingJelly's. Args: pools: True for a convolution after a pooling."""
+    """Our module path -> SpikingJelly's. `pools`: True for a convolution after a pooling."""
+    # A dropout comes first and shifts the linear layer from 0 to 1.
     prefixes = {"classifier.linear": f"classifier.{int(dropout)}"}
     for index, pool in enumerate(pools):
         conv_norm = f"features.{index}"
+        # A pooling comes first, too, and shifts convolution and norm.
         prefixes[f"{conv_norm}.conv"] = f"{conv_norm}.proj_bn.{int(pool)}"
         prefixes[f"{conv_norm}.norm"] = f"{conv_norm}.proj_bn.{int(pool) + 1}"
         prefixes[f"{conv_norm}.neuron"] = f"{conv_norm}.neuron"
@@ -33,6 +24,7 @@ def _prefixes(pools: Sequence[bool], dropout: bool) -> dict[str, str]:
 
 def _incoming(theirs: Collection[str]) -> NameMap:
     blocks = [f"features.{index}.proj_bn" for index in range(len(theirs))]
+    # Number 2 is a norm behind a pooling; without one the norm is number 1.
     pools = [f"{block}.2.weight" in theirs for block in blocks if f"{block}.1.weight" in theirs]
     prefixes = _prefixes(pools, dropout="classifier.1.weight" in theirs)
     back = {there: here for here, there in prefixes.items()}
