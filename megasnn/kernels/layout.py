@@ -1,6 +1,6 @@
-"""Memory order of dense tensors, memory for large new ones, and rounding of products to TF32.
+"""Memory order, memory for large new tensors, and TF32 rounding in products.
 
-TF32 has the exponents of float32 and 11 significant bits. By default torch rounds in convolutions (cuDNN) and not in
+TF32 has float32's exponents and 11 significant bits. By default torch rounds in convolutions (cuDNN) and not in
 matrix products (cuBLAS). `let_products_round` sets both alike.
 """
 
@@ -26,7 +26,7 @@ OPERATIONS = (CUDNN.conv, CUDNN.rnn, CUBLAS)
 
 
 def flat_in_memory(x: Tensor) -> Tensor:
-    """A view of the elements in memory order; a row-major copy of a tensor that is not dense."""
+    """A view in memory order; a row-major copy if the tensor is not dense."""
     if x.is_contiguous():
         return x.view(-1)
     # From the slowest dimension to the fastest. Dimensions of size 1 may have any stride, and come first.
@@ -51,7 +51,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised numpy array that starts at a multiple of 64 bytes."""
+    """An uninitialised numpy array, aligned to 64 bytes."""
     size = math.prod(shape) * dtype.itemsize
     raw = counted_array(np.empty(size + _ALIGNMENT, np.uint8))
     start = -raw.ctypes.data % _ALIGNMENT
@@ -67,7 +67,7 @@ def on_gpu(values: Tensor) -> bool:
 
 
 def let_products_round(allowed: bool) -> None:
-    """Allows or forbids TF32 in products of float32, for the whole process."""
+    """Allows or forbids TF32 in float32 products, for the whole process."""
     # torch.compile reads the first two settings, and fails where they contradict the others.
     CUDNN.allow_tf32 = CUBLAS.allow_tf32 = allowed
     for operation in OPERATIONS:

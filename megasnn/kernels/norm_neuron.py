@@ -31,7 +31,7 @@ class Shared(Protocol):
     """Exchange between ranks whose values are normalised together."""
 
     def statistics(self, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Merges the ranks' means and biased variances `[2, C]` of `count` values a channel; adds up the counts."""
+        """Merges the ranks' means and biased variances `[2, C]` over `count` values a channel; adds up the counts."""
 
     def total(self, sums: Tensor) -> Tensor:
         """The sum over the ranks."""
@@ -42,7 +42,7 @@ class BatchNorm(NamedTuple):
 
     Attributes:
         weight, bias: scale and shift `[C]`, or None.
-        running: mean and variance `[C]`; None for statistics of the input over time, samples and space.
+        running: mean and variance `[C]`; None for input statistics over time, samples and space.
         shared: exchange with other ranks; None where this rank has all values.
     """
 
@@ -53,11 +53,10 @@ class BatchNorm(NamedTuple):
 
 
 class NormNeuronOutput(NamedTuple):
-    """
-    Attributes:
-        spikes: `[time_steps, N, C, ...]` in the type of the input.
-        mean, variance: `[C]` of the norm in double precision, without gradient.
-        values: number of values per channel behind them; a scalar on the device where ranks share them.
+    """Attributes:
+        spikes: `[time_steps, N, C, ...]` in the input's type.
+        mean, variance: the norm's, `[C]` in double precision, without gradient.
+        values: values per channel behind them; a scalar on the device where ranks share them.
     """
 
     spikes: Tensor
@@ -83,12 +82,12 @@ def norm_pool_neuron(
     Args:
         x: ``[T, N, C, H, W]`` or ``[T, N, C, L]``, with ``time_steps`` steps or 1. On the meta device only shapes are
             computed.
-        above: with pooling, another rank's row ``[T, N, C, 1, W]`` above ``x``, without part in the statistics. ``x``
-            then begins with an even row of the image. None, or no column: ``x`` begins at the edge.
+        above: with pooling, another rank's row ``[T, N, C, 1, W]`` above ``x``, not in the statistics. ``x`` then
+            begins with an even image row. None, or no column: ``x`` begins at the edge.
         fires: False where only the graph is wanted: the spikes are then zeros without memory.
 
     Raises:
-        ValueError: an unknown or unusable backend, time steps that do not fit, or statistics of a single value.
+        ValueError: an unknown or unusable backend, time steps that do not fit, or statistics over a single value.
     """
     spec = norm_neuron.spec
     own_values = x.numel() // x.shape[2]
@@ -124,7 +123,7 @@ def norm_pool_neuron(
 def _statistics(
     kernels: NormNeuronKernels[Any], x: Tensor, norm: BatchNorm, eps: float
 ) -> tuple[Statistics, int | Tensor]:
-    """Statistics to normalise with, and the number of values per channel behind them."""
+    """Statistics to normalise with, and the values per channel behind them."""
     own_values = x.numel() // x.shape[2]
     shared = norm.shared
     if norm.running is not None:
@@ -153,10 +152,8 @@ def _with_coefficients(
 
 
 class _CallOptions(NamedTuple):
-    """Options of a forward and its backward.
-
-    Attributes:
-        values: number of values per channel behind them; None where they do not depend on the input.
+    """Attributes:
+        values: values per channel behind the statistics; None where they do not depend on the input.
         fires, packed: the spikes are wanted; their bits are wanted, too.
     """
 
@@ -245,7 +242,7 @@ class _NormNeuronFunction(torch.autograd.Function):
 
 
 def parameter_gradients(sums: Tensor, norm: Norm, eps: float) -> ParameterGradients:
-    """Gradients of scale and shift from the sums of a backward."""
+    """Scale and shift gradients from a backward's sums."""
     of_weight = None
     of_bias = None
     if norm.weight is not None:

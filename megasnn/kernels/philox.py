@@ -1,4 +1,4 @@
-"""Random choices for tensors, keyed by the place of a value in the whole tensor: equal bits on every device.
+"""Random choices for tensors, keyed by a value's place in the whole tensor: equal bits on every device.
 
 A compiled loop draws them on the CPU, and a Triton kernel on a GPU; both must equal integer arithmetic on tensors.
 """
@@ -27,12 +27,12 @@ def kept(
     """Mask of the values that dropout with probability p keeps: bool `[steps, N, pixels, channels]`.
 
     Each sample's values `[steps, pixels, all_channels]` are numbered in this order. A value's number is its place in
-    the stream of the sample's key. The value is kept where the draw there, in [0, 1), is at least p.
+    its key's stream. The value is kept where the draw there, in [0, 1), is at least p.
 
     Args:
-        keys: int64 `[2, N]`, contiguous, of `megasnn.common.random.philox_key`. The mask is on their device.
+        keys: int64 `[2, N]`, contiguous, from `megasnn.common.random.philox_key`. The mask is on their device.
         channels: this rank's among `all_channels`.
-        first_step: number of the first time step.
+        first_step: the first time step's number.
     """
     # All channels of all pixels are one run of values; some channels are a run for each pixel.
     runs = 1 if len(channels) == all_channels else pixels
@@ -53,7 +53,7 @@ def kept(
 
 
 class Runs(NamedTuple):
-    """Runs of neighbouring values in each time step: run r begins at r * stride + offset."""
+    """Neighbouring values in each time step: run r begins at r * stride + offset."""
 
     runs: int
     stride: int

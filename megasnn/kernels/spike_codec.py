@@ -1,9 +1,9 @@
-"""Exact small formats: the known content of a tensor decides how it travels and is stashed.
+"""Exact small formats: a tensor's known content decides how it travels and is stashed.
 
-A spike, 0 or 1, takes one bit. A small count of spikes, as in Spikformer's residual stream, takes one byte. Everything
-else (images, averages, gradients) is dense. A value that does not fit raises; nothing is truncated.
+A spike, 0 or 1, takes one bit. A small count, as in Spikformer's residual stream, takes one byte. Everything else
+(images, averages, gradients) is dense. A value that does not fit raises; nothing is truncated.
 
-Packed values are flat, in the memory order of their tensor. numpy packs on the CPU, Triton kernels on a GPU, and plain
+Packed values are flat, in their tensor's memory order. numpy packs on the CPU, Triton kernels on a GPU, and plain
 tensor operations elsewhere, with equal results.
 """
 
@@ -25,7 +25,7 @@ from megasnn.kernels.triton.available import MOST_VALUES, usable_on
 
 
 class Content(Enum):
-    """Content of a tensor: anything, zeros and ones, or whole numbers from 0 to 255."""
+    """A tensor's content: anything, zeros and ones, or whole numbers from 0 to 255."""
 
     DENSE = "dense"
     SPIKES = "spikes"
@@ -70,7 +70,6 @@ def _explain_content(content: Content, text: str) -> str:
 
 
 def encoded_like(count: int, content: Content, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty buffer for `count` encoded values."""
     if content is Content.SPIKES:
         return torch.empty(packed_size(count), dtype=torch.uint8, device=device)
     if content is Content.COUNTS:
@@ -79,7 +78,7 @@ def encoded_like(count: int, content: Content, dtype: torch.dtype, device: torch
 
 
 def decode_into(payload: Tensor, content: Content, rows: Tensor) -> None:
-    """Unpacks into a 2-d tensor of unit column stride: a dense [R, C], or some columns of a wider one."""
+    """Unpacks into a 2-d tensor with unit column stride: a dense [R, C], or some columns of a wider one."""
     if content is Content.SPIKES:
         unpack_bits_into(payload, rows)
     else:
@@ -102,7 +101,7 @@ def remember_bits(spikes: Tensor, bits: Tensor | None) -> Tensor:
 
 
 def bits_of(x: Tensor) -> Tensor | None:
-    """The bits of spikes, as `remember_bits` stored them; None for all other tensors."""
+    """Spikes' bits, as `remember_bits` stored them; None for all other tensors."""
     bits, version = getattr(x, "_bits", (None, 0))
     if bits is None or x.is_inference():  # a copy made in `torch.inference_mode` takes the stored bits along
         return None
@@ -110,15 +109,14 @@ def bits_of(x: Tensor) -> Tensor | None:
 
 
 def packed_size(numel: int) -> int:
-    """Bytes that ``numel`` spikes take."""
     return -(-numel // 8)
 
 
 def pack_bits(x: Tensor, check: bool = False) -> Tensor:
     """Packs spikes, 0 or 1 in any dtype, as uint8 ``[ceil(numel / 8)]``.
 
-    The first spike is the lowest bit of the first byte; the last byte is filled up with zero bits. A tensor that is
-    not dense is packed in row-major order.
+    The first spike is the first byte's lowest bit; the last byte is filled up with zero bits. A tensor that is not
+    dense is packed in row-major order.
 
     Raises:
         ValueError: with ``check``, a value is neither 0 nor 1 (-0 is neither); inside a step it is noted
@@ -142,7 +140,7 @@ def pack_bits(x: Tensor, check: bool = False) -> Tensor:
 
 
 def pack_where_not_zero(x: Tensor) -> tuple[Tensor, bool]:
-    """Packs the positions of nonzero values of a CPU tensor; the second result: all of them are 1."""
+    """Packs a CPU tensor's nonzero positions; the second result: all nonzero values are 1."""
     flat = flat_in_memory(x.detach())
     if _by_numpy(flat):
         packed, differs = _pack_bits_by_numpy(flat)
@@ -226,7 +224,6 @@ def _pack_bits_by_numpy(flat: Tensor) -> tuple[Tensor, Callable[[], bool]]:
 
 
 def _values(flat: Tensor) -> np.ndarray:
-    """The same values in a type of numpy."""
     return (flat.float() if flat.dtype == torch.bfloat16 else flat).numpy()
 
 
@@ -241,7 +238,6 @@ def _differ(narrow: np.ndarray, values: np.ndarray) -> bool:
 
 
 def _on_gpu(values: Tensor) -> ModuleType | None:
-    """The module of the kernels that pack these values; None where there are none."""
     if not usable_on(values.device) or values.numel() > MOST_VALUES:
         return None
     from megasnn.kernels.triton import codec
