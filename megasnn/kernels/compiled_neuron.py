@@ -19,7 +19,7 @@ class CompiledKernels(NormNeuronKernels[Carried]):
 
     @abstractmethod
     def fire_alone(self, inputs: NeuronInput, packed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Spikes, last potential and, with `packed` and where a time step fills whole bytes, the spikes' bits."""
+        """Spikes, last potential and, with `packed` and where a step fills whole bytes, the spikes' bits."""
 
     @abstractmethod
     def backward_alone(

@@ -1,4 +1,4 @@
-"""Convolution and average pooling on `[frames, C, H, W]`, channels last: forward and separate gradients.
+"""Convolution and average pooling on `[frames, C, H, W]`, channels last, with separate gradients.
 
 Pooling has no overlap (AvgPool2d). Rows and columns that do not fill a window are left out, as in torch.
 """
@@ -65,7 +65,10 @@ def convolution_input_gradient(grad: Tensor, weight: Tensor, geometry: Geometry,
 
 
 def _transposed(grad: Tensor, weight: Tensor, geometry: Geometry, space: torch.Size) -> Tensor:
-    """Input gradient by a transposed convolution: on a GPU the same kernel, and no tensor is made for a shape."""
+    """Input gradient by a transposed convolution.
+
+    On a GPU it is the same kernel, and no tensor is made for a shape.
+    """
     output_padding = []
     for dim in range(len(space)):
         reach = geometry.dilation[dim] * (weight.shape[2 + dim] - 1) + 1
@@ -77,7 +80,7 @@ def _transposed(grad: Tensor, weight: Tensor, geometry: Geometry, space: torch.S
 
 
 def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: Geometry) -> None:
-    """Adds the weight gradient to `total` `[C_out, C_in / groups, k, k]`, which may have higher precision.
+    """Adds the weight gradient to `total` `[C_out, C_in / groups, k, k]`, maybe in higher precision.
 
     Args:
         grad: output gradient.

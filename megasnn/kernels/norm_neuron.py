@@ -1,4 +1,4 @@
-"""Batch norm, optional max pooling and neurons in one call: arguments are checked, a backend computes."""
+"""Batch norm, optional max pooling and neurons in one call: checks arguments, a backend computes."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Shared(Protocol):
     """Exchange between ranks whose values are normalised together."""
 
     def statistics(self, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Merges the ranks' means and biased variances `[2, C]` over `count` values a channel; adds up the counts."""
+        """Merges the ranks' means and biased variances `[2, C]`, each over `count` values; adds the counts."""
 
     def total(self, sums: Tensor) -> Tensor:
-        """The sum over the ranks."""
+        """Sum over the ranks."""
 
 
 class BatchNorm(NamedTuple):
@@ -253,7 +253,7 @@ def parameter_gradients(sums: Tensor, norm: Norm, eps: float) -> ParameterGradie
 
 
 def _subtracted_means(inputs: NormNeuronInput, x: Tensor, means: Tensor) -> Tensor:
-    """Part that the input gradient at values x loses through the statistics: mean gradient and mean per deviation."""
+    """Loss of the input gradient at values x through the statistics: mean g and mean g per deviation."""
     norm = inputs.norm
     precision = (norm.variance + inputs.norm_neuron.eps).reciprocal()
     scale = precision.sqrt()

@@ -149,7 +149,9 @@ class NormNeuronKernels(ABC, Generic[Carried]):
     def backward_sums(
         self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool, count: int | None = None
     ) -> BackwardSums[Carried]:
-        """Args:
+        """Sums from the spikes' gradient.
+
+        Args:
             learn: the gradient of w is wanted.
             count: values a channel where `input_gradient` takes these sums as they are; None where other ranks add to
                 them, or it takes none.
@@ -159,7 +161,9 @@ class NormNeuronKernels(ABC, Generic[Carried]):
     def input_gradient(
         self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, carried: Carried
     ) -> Tensor:
-        """Args:
+        """Gradient with respect to x.
+
+        Args:
             sums: `BackwardSums.sums` over `count` values a channel; None where the statistics do not depend on x.
         """
 
@@ -171,7 +175,7 @@ class NormNeuronKernels(ABC, Generic[Carried]):
 
 
 def gradient_of_w(total: Tensor, w: Tensor, spec: NeuronSpec) -> Tensor:
-    """Gradient for a learned time constant's w from the kernels' sum, which lacks a factor q = sigmoid(w)."""
+    """Gradient for a learned time constant's w; the kernels' sum `total` lacks a factor q = sigmoid(w)."""
     q = w.detach().double().sigmoid()
     factor = (1 - q) / q if spec.decay_input else q * (1 - q)
     return (total * factor).view(w.shape).to(w.dtype)

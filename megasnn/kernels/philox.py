@@ -1,6 +1,6 @@
-"""Random choices for tensors, keyed by a value's place in the whole tensor: equal bits on every device.
+"""Random choices keyed by a value's place in the whole tensor: equal bits on every device.
 
-A compiled loop draws them on the CPU, and a Triton kernel on a GPU; both must equal integer arithmetic on tensors.
+A compiled loop draws on the CPU, a Triton kernel on a GPU; both must equal integer arithmetic on tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A layer's products: input and weight give the output, input and output gradient the weight gradient.
+"""A layer's products: input with weight for the output, with output gradient for the weight gradient.
 
 Where few input values are nonzero, `megasnn.kernels.numba.spike_sums` sums over these alone.
 """

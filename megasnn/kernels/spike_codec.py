@@ -36,7 +36,7 @@ DENSE, SPIKES, COUNTS = Content
 
 
 def may_be_sparse(content: Content, pool: int = 1) -> bool:
-    """True where a layer may sum over spikes: for spikes, counts, or their averages over 2, 4, ... pixels square."""
+    """True for spikes, counts, or their averages over 2, 4, ... pixels square."""
     if content is Content.DENSE:
         return False
     largest = 1 if content is Content.SPIKES else 255
@@ -45,7 +45,9 @@ def may_be_sparse(content: Content, pool: int = 1) -> bool:
 
 
 def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:
-    """Packs a contiguous 1-d tensor: uint8 [ceil(n/8)] for SPIKES, uint8 [n] for COUNTS, the tensor itself for DENSE.
+    """Packs a contiguous 1-d tensor.
+
+    Returns uint8 [ceil(n/8)] for SPIKES, uint8 [n] for COUNTS, the tensor itself for DENSE.
 
     Raises:
         ValueError: with `check`, a value that the format cannot hold exactly. Inside a step it is noted
@@ -149,7 +151,7 @@ def pack_where_not_zero(x: Tensor) -> tuple[Tensor, bool]:
 
 
 def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
-    """Writes ``rows * columns`` bits, row after row, into ``out [rows, columns]``, which may be a strided view.
+    """Writes ``rows * columns`` bits, row after row, into ``out [rows, columns]``, maybe a strided view.
 
     Raises:
         ValueError: ``packed`` does not have ``ceil(rows * columns / 8)`` bytes.

@@ -1,4 +1,4 @@
-"""Neurons, and batch norm and max pooling before them, in plain PyTorch: the reference for every faster kernel.
+"""Neurons, batch norm and max pooling in plain PyTorch: the reference for every faster kernel.
 
 Charge, fire and reset do SpikingJelly 2.0.0's arithmetic (``spikingjelly/_ops``) in its order.
 """
@@ -177,7 +177,7 @@ class _Recomputed(torch.autograd.Function):
 def batch_norm(
     x: Tensor, running: tuple[Tensor, Tensor] | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """torch's batch norm of ``[N, C, ...]`` with running statistics, or with x's own where there are none."""
+    """torch's batch norm for ``[N, C, ...]``, with running statistics, or x's own where there are none."""
     mean, var = running or (None, None)
     training = running is None
     if x.shape[0] != 1:

@@ -1,4 +1,4 @@
-"""Compiling and running loops: machine code cached on disk, work shared by threads."""
+"""Compiles and runs loops: machine code cached on disk, work shared by threads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ os.register_at_fork(after_in_child=_threads.clear)  # threads do not survive a f
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function that Python calls; its machine code is cached on disk where the folder is writable."""
+    """Compiles a function that Python calls; caches machine code on disk where the folder is writable."""
     compiled = njit(**COMPILED)(function)
     try:
         with _cached_in_own_folder():
@@ -49,10 +49,10 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MachineCode(FunctionCache):
-    """Numba's cache of a kernel's machine code, safe for processes that fill it at the same time."""
+    """Numba's machine code cache, safe for processes that fill it at the same time."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Loads machine code; where there is none, tells the user that compiling takes a while."""
+        """Loads machine code; if there is none, tells the user that compiling takes a while."""
         found = super().load_overload(sig, target_context)
         if found is None:
             _announce_compiling()
@@ -67,13 +67,13 @@ class MachineCode(FunctionCache):
 
 @cache
 def _announce_compiling() -> None:
-    """Tells the user once, on the first rank."""
+    """Once, on the first rank."""
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write("compiling kernels for this processor: half a minute to a minute, once for each kernel\n")
 
 
 class FolderLocator(UserProvidedCacheLocator):
-    """Cache folder whose machine code is outdated once a file beside the kernel's, or in this package, changes."""
+    """Cache folder, outdated once a file beside the kernel's, or in this package, changes."""
 
     def get_cache_path(self) -> str:
         # numba unpickles a cache's index before it compares the stamp. An index of a release whose modules had other
@@ -94,7 +94,7 @@ class FolderLocator(UserProvidedCacheLocator):
 
 @contextlib.contextmanager
 def _cached_in_own_folder() -> Iterator[None]:
-    """Lets numba look for its cache in NUMBA_CACHE_DIR or else in the user's cache folder, and nowhere else."""
+    """Lets numba cache in NUMBA_CACHE_DIR, or else in the user's cache folder, and nowhere else."""
     # numba unpickles and runs the files of its cache. Its default is a folder beside the source, where other users may
     # be able to write.
     config: Any = numba.config

@@ -27,7 +27,7 @@ _ROW_BLOCK = 1024  # elements: with the potentials of 4 to 10 steps they stay in
 
 
 class NumbaKernels(CompiledKernels[np.ndarray]):
-    """Carries the gradient of the normalised input: computing it again would take longer than reading it."""
+    """Carries the normalised input's gradient: computing it again would take longer than reading it."""
 
     def statistics(self, x: Tensor, affine: Affine | None = None) -> Statistics:
         data = _pixels(x)
@@ -147,14 +147,14 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
 
 
 def _bits_for(spikes: np.ndarray, packed: bool) -> np.ndarray:
-    """Memory for the bits of spikes `[T, M]`; empty where they are not wanted or a step does not fill whole bytes."""
+    """Memory for bits of spikes `[T, M]`; empty if not wanted, or a step does not fill whole bytes."""
     if packed and spikes.shape[1] % 8 == 0:
         return empty_array((spikes.size // 8,), np.dtype(np.uint8))
     return np.empty(0, np.uint8)
 
 
 def constants_of(spec: NeuronSpec, dtype: np.dtype, w: Tensor | None, learn: bool) -> Constants:
-    """Numbers of a neuron for the loops. w: its learned charging factor is sigmoid(w)."""
+    """w: the learned charging factor is sigmoid(w)."""
     if w is None:
         return _fixed_constants(spec, dtype, learn)
     number = torch.float64 if dtype == np.float64 else torch.float32
@@ -195,18 +195,18 @@ def _tiles(length: int, dtype: np.dtype, *values: np.ndarray) -> np.ndarray:
 
 
 def _pixels(x: Tensor) -> np.ndarray:
-    """`[T, N, C, ...]` as a contiguous array `[T, N, ..., C]`, without a copy where the memory is channels-last."""
+    """`[T, N, C, ...]` as a contiguous array `[T, N, ..., C]`, without a copy if channels-last."""
     x = x.detach().movedim(2, -1)
     return (x.float() if x.dtype in REDUCED else x).contiguous().numpy()
 
 
 def _rows(x: Tensor) -> np.ndarray:
-    """`[T, M]` in the type of the arithmetic."""
+    """`[T, M]` in the arithmetic's type."""
     return (x.float() if x.dtype in REDUCED else x).view(len(x), -1).numpy()
 
 
 def _potential(v: Tensor | None, x: Tensor, otherwise: float) -> np.ndarray:
-    """A potential `[1, M]` for an input x, in the type of the arithmetic."""
+    """A potential `[1, M]` for an input x, in the arithmetic's type."""
     dtype = torch.float32 if x.dtype in REDUCED else x.dtype
     v = torch.full_like(x[0], otherwise, dtype=dtype) if v is None else v.to(dtype)
     return v.view(1, -1).numpy()

@@ -1,4 +1,4 @@
-"""Inputs and devices that the Triton kernels cannot take: found without triton, and once for each GPU."""
+"""Inputs and devices that the Triton kernels cannot take: found without triton, once for each GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_VALUES = 2**31 - 2**26
 
 
 def interpreted() -> bool:
-    """True where Triton runs its kernels in Python, on tensors of the CPU."""
+    """True where Triton runs its kernels in Python, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "yes", "on", "y")
 
 
@@ -35,13 +35,13 @@ def refuses(x: Tensor) -> str | None:
 
 
 def usable_on(device: torch.device) -> bool:
-    """True where kernels run on the device. False for every CPU: interpreted kernels must be asked for."""
+    """False for every CPU: interpreted kernels must be asked for."""
     return device.type == "cuda" and _unusable(device) is None
 
 
 @cache
 def _unusable(device: torch.device) -> str | None:
-    """Reason why no kernel runs on a device: the card is too old, or triton is missing, does not compile or start.
+    """Reason against a device: the card is too old, or triton is missing, does not compile or start.
 
     Raises:
         torch.OutOfMemoryError, or triton's error, when the card's memory is full: that may pass, so it is not cached.
