@@ -1,4 +1,4 @@
-"""LAMB (You et al., arXiv 1904.00962): Adam's direction, with a step length proportional to the tensor's norm."""
+"""LAMB (You et al., arXiv 1904.00962): Adam's direction, step length proportional to the tensor's norm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EPS = 1e-6  # added to the denominator, as in timm
 
 
 class Lamb(torch.optim.Optimizer):
-    """LAMB as in timm's `Lamb`, used by published recipes of spiking transformers.
+    """LAMB as in timm's `Lamb`, used by published recipes for spiking transformers.
 
     For a tensor p with gradient g, in step t:
 
@@ -27,11 +27,10 @@ class Lamb(torch.optim.Optimizer):
         p = p - lr |p| / |u| u
 
     |p| / |u| is 1 if either norm is 0 (the paper's phi is the identity). Unlike in the paper it is also 1 in groups
-    without weight decay: biases and norms take Adam's step. timm's clipping of the gradient norm is `--clip-grad` here.
+    without weight decay: biases and norms take Adam's step. timm's gradient clipping is `--clip-grad` here.
 
     Args:
-        groups: each with its `weight_decay`.
-        norms: norms of whole tensors by parameter (megasnn.optim.norms.ShardedNorms).
+        norms: whole tensors' norms by parameter (megasnn.optim.norms.ShardedNorms).
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Takes one step. Collective over the ranks with parts of the same tensors."""
+        """Collective over the ranks with parts of the same tensors."""
         # Operators on lists of tensors: the number of kernels does not grow with the number of tensors.
         updates: dict[Tensor, Tensor] = {}
         adapted: list[Tensor] = []
@@ -59,7 +58,7 @@ class Lamb(torch.optim.Optimizer):
                 torch._foreach_sub_(parameters, [updates[each] for each in parameters], alpha=group["lr"])
 
     def _updates(self, parameters: list[Tensor], group: Mapping[str, Any]) -> Sequence[Tensor]:
-        """u of the formula. Updates the moments."""
+        """The formula's u. Updates the moments."""
         gradients: list[Tensor] = []
         steps: list[Tensor] = []
         means: list[Tensor] = []
@@ -115,6 +114,5 @@ def build_lamb(
     adam_beta2: float,
     adam_eps: float | None,
 ) -> Lamb:
-    """Builds the optimizer for the registry."""
     eps = EPS if adam_eps is None else adam_eps
     return Lamb(groups, lr, (adam_beta1, adam_beta2), eps, norms)

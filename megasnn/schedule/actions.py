@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """Action kind; the value is its printed notation."""
+    """The value is the printed notation."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -93,7 +93,7 @@ class Action(NamedTuple):
 
     @property
     def key(self) -> ActionKey:
-        """Segment and micro-batch; only for actions with a micro-batch."""
+        """Only for actions with a micro-batch."""
         assert self.micro_batch is not None
         return self.segment, self.micro_batch
 
@@ -108,7 +108,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Ordered actions of every pipeline rank.
+    """Ordered actions on every pipeline rank.
 
     Attributes:
         placement: each segment's pipeline rank.
@@ -132,15 +132,14 @@ class Schedule:
         return len(self.placement)
 
     def segments_of(self, rank: int) -> tuple[int, ...]:
-        """Segments on a pipeline rank, ascending."""
+        """Ascending."""
         return tuple(segment for segment, home in enumerate(self.placement) if home == rank)
 
 
 def format_actions(orders: Collection[Sequence[Action]], marks: Collection[Position] = ()) -> str:
-    """Formats actions as text, one line per rank.
+    """Formats actions, one line per rank.
 
     Args:
-        orders: each rank's actions.
         marks: positions to show as ``>1B3<``, with their neighbours only. The index after the last action is the end.
     """
     marked = [index for _, index in marks]

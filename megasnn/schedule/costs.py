@@ -20,8 +20,8 @@ class ChunkCost:
         transfer: time to send the output to the next chunk's rank.
         transfer_back: time to send its gradient back.
         activation: stashed from the forward until its backward or weight gradient; 1 counts micro-batches.
-        unshard: time to all-gather the weights.
-        reduce_scatter: time to reduce-scatter the gradients.
+        unshard: all-gather time for the weights.
+        reduce_scatter: reduce-scatter time for the gradients.
     """
 
     forward: float
@@ -38,7 +38,6 @@ class ChunkCost:
         return self.input_gradient + self.weight_gradient
 
     def times(self) -> dict[Kind, float]:
-        """Time by kind of computation."""
         return {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
@@ -49,7 +48,7 @@ class ChunkCost:
 
 
 def chunk_costs(stages: Sequence[ChunkCost], placement: Sequence[int]) -> list[ChunkCost]:
-    """Chunk costs from stage costs, one per rank: each chunk costs its share."""
+    """Each chunk costs its share of its rank's stage."""
     costs = []
     for rank, share in zip(placement, stage_shares(placement), strict=True):
         stage = stages[rank]
@@ -105,6 +104,6 @@ def resident_weights(schedule: Schedule, rank: int, segment_bytes: Sequence[int]
 
 
 def stage_shares(placement: Sequence[int]) -> list[float]:
-    """Each segment's share of its stage: 1 / segments on its rank."""
+    """1 / segments on its rank, for each segment."""
     segments = Counter(placement)
     return [1 / segments[rank] for rank in placement]

@@ -1,7 +1,7 @@
 """Places weight gradients (W) where a rank would wait: the mechanism of all zero-bubble schedules.
 
-Forwards and input gradients have a fixed order on each rank. Weight gradients run in gaps that are long enough, and
-when a rank needs their memory.
+Forwards and input gradients have a fixed order per rank. Weight gradients run in gaps that are long enough, and when
+a rank needs their memory.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ def _in_ticks(times: dict[Kind, list[float]], duration: float) -> dict[Kind, lis
 
 @dataclass(frozen=True)
 class Filled:
-    """Schedule with weight gradients.
-
-    Attributes:
+    """Attributes:
         makespan: in ticks.
         bubble: a rank's longest wait between its first and last computation, in ticks.
     """
@@ -153,7 +151,7 @@ class _Filling:
         self.rank_bits = ranks.bit_length()
 
     def run(self, longest: float, widest: float) -> Filled | None:
-        """Serves all orders; None if they block or miss the cutoff."""
+        """None if the orders block or miss the cutoff."""
         bits = self.rank_bits
         rank_mask = (1 << bits) - 1
         micro_batches = self.order.micro_batches
@@ -208,7 +206,6 @@ class _Filling:
         self.steps[rank] = step
 
     def serve(self, rank: int, action: Action, start: int) -> None:
-        """Does a computation, passes on its result, and finds the next ones."""
         chunk, kind, m = action
         end = start + self.ticks.times[kind][chunk]
         self.free[rank] = end

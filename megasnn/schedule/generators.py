@@ -53,7 +53,7 @@ Orders = list[tuple[Action, ...]]
 def gpipe(stages: int, micro_batches: int) -> Schedule:
     """All forwards, then all backwards (arXiv 1811.06965).
 
-    Time (m + p - 1)(T_F + T_B + T_W); peak activations m M_B on every rank.
+    Time (m + p - 1)(T_F + T_B + T_W); peak activations m M_B.
     """
     orders = []
     for stage in range(stages):
@@ -78,7 +78,7 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
 
 
 def _alternating(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
-    """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards."""
+    """Warm-up, then one forward and one backward in turn, then the remaining backwards."""
     order = [*forwards[:warm_up]]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         order.append(forward)
@@ -118,7 +118,7 @@ def _interleaved_order(rank: int, stages: int, micro_batches: int, chunks_per_ra
 
 
 def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
-    """Evaluation on any placement: each rank runs its ready chunk nearest to the output."""
+    """Evaluation: each rank runs its ready chunk nearest to the output."""
     orders: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     done = [0] * len(placement)  # micro-batches computed by each chunk
     while done[-1] < micro_batches:
@@ -135,18 +135,18 @@ def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
 
 
 def half_limit(stages: int) -> int:
-    """V-Half's activation limit, in whole-stage micro-batches."""
+    """In whole-stage micro-batches."""
     return stages // 2 + 1
 
 
 def min_limit(stages: int) -> int:
-    """V-Min's activation limit, in whole-stage micro-batches."""
+    """In whole-stage micro-batches."""
     return -(-(stages + 2) // 3)
 
 
 @dataclass(frozen=True)
 class ZeroBubble:
-    """A zero-bubble schedule: candidate orders for F and B, and the rules for placing W.
+    """Candidate orders for F and B, and the rules for placing W.
 
     Attributes:
         limit: activations a rank may hold, in whole-stage micro-batches.
@@ -169,7 +169,7 @@ class ZeroBubble:
         return v_placement(self.stages) if self.v else loop_placement(self.stages)
 
     def fill(self, ticks: Ticks, micro_batches: int, cutoff: tuple[float, float] = NO_CUTOFF) -> Filled | None:
-        """Fastest filled order that beats the cutoff of `fill`, with the smallest bubble; None if there is none."""
+        """Fastest order that beats the cutoff, with the smallest bubble; None if there is none."""
         best = None
         for orders in self.orders(micro_batches):
             order = Schedule(self.name, self.placement, micro_batches, tuple(orders))
@@ -180,7 +180,7 @@ class ZeroBubble:
         return best
 
     def orders(self, micro_batches: int) -> Iterator[Orders]:
-        """Candidates: each rank's forwards and input gradients."""
+        """Each rank's forwards and input gradients."""
         if not self.v:
             yield _one_chunk_orders(self.stages, micro_batches, self.pace, self.most)
             return
@@ -230,7 +230,6 @@ def _block(stages: int, steps: Sequence[int], turns: Sequence[int]) -> dict[tupl
 
 
 def _repeated(block: dict[tuple[int, Kind], int], stages: int, micro_batches: int) -> Orders:
-    """The block repeated for all micro-batches."""
     placement = v_placement(stages)
     # Each rank's computations: tick within a period, first period, actions of all micro-batches.
     computations: list[list[tuple[int, int, list[Action]]]] = [[] for _ in range(stages)]

@@ -25,14 +25,14 @@ EQUAL = 1 + 1e-9  # makespans within this factor count as equal
 
 @dataclass(frozen=True)
 class NamedSchedule:
-    """A schedule selectable by name. It has either an `order` or a `zero_bubble`.
+    """A schedule with either an `order` or a `zero_bubble`.
 
     Attributes:
-        summary: text for --help.
+        summary: for --help.
         order: (stages, micro-batches, chunks per rank) -> computations, with whole backwards.
         zero_bubble: (stages) -> candidate orders with split backwards, filled according to costs.
         chunks: default chunks per rank.
-        any_chunks: whether other numbers are possible; with fewer than `chunks` it is another schedule.
+        any_chunks: other numbers are possible; with fewer than `chunks` it is another schedule.
         placed: name in `PLACEMENTS`.
     """
 
@@ -51,7 +51,7 @@ class NamedSchedule:
         return self.any_chunks or chunks_per_rank == self.chunks
 
     def placement(self, stages: int, chunks: int) -> tuple[int, ...]:
-        """Pipeline rank of each chunk."""
+        """Each chunk's pipeline rank."""
         return PLACEMENTS[self.placed](stages, chunks)
 
 
@@ -91,7 +91,7 @@ SCHEDULES: Registry[NamedSchedule] = Registry(
 
 
 def equal_costs(stages: int) -> CostsOf:
-    """Unit time for a stage's forward, input gradient and weight gradient each; transfers take none."""
+    """Unit time per stage for forward, input gradient and weight gradient; transfers take none."""
     return per_stage([ChunkCost(1, 1, 1)] * stages)
 
 
@@ -158,7 +158,7 @@ def find_best(
 
 
 def _candidates(stages: int, micro_batches: int, counts: tuple[int, ...]) -> Iterator[ZeroBubble]:
-    """Zero-bubble schedules, likely winners first: their makespan cuts the others short."""
+    """Likely winners first: their makespan cuts the others short."""
     named = [each.zero_bubble(stages) for each in SCHEDULES.values() if each.zero_bubble]
     if 2 in counts:
         fastest, *others = [candidate for candidate in named if candidate.v]
@@ -179,7 +179,7 @@ def _candidates(stages: int, micro_batches: int, counts: tuple[int, ...]) -> Ite
 
 
 class _Search:
-    """Best schedule so far, with its makespan and its largest activation peak."""
+    """Best schedule so far, its makespan and its largest activation peak."""
 
     def __init__(self, micro_batches: int, costs_of: CostsOf) -> None:
         self._micro_batches = micro_batches
@@ -189,7 +189,7 @@ class _Search:
         self.activations = math.inf
 
     def try_filling(self, candidate: ZeroBubble) -> None:
-        """Fills a candidate according to the costs, and gives up once it cannot win."""
+        """Gives up once the candidate cannot win."""
         costs = self._costs_of(candidate.placement)
         ticks = Ticks.of(candidate.placement, costs, self._micro_batches)
         longest = self.makespan * EQUAL / ticks.duration

@@ -28,17 +28,17 @@ FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """Schedule of a run, for any number of micro-batches per step.
+    """A run's schedule, for any number of micro-batches per step.
 
     Attributes:
         name: "auto" searches the best schedule on this placement for each number of micro-batches.
         placement: each chunk's pipeline rank.
         costs: chunk costs; None: equal costs.
         decided: chunk schedules found earlier; ranks do not search again.
-        segments_per_chunk: segments in each chunk; None: chunks stay whole.
+        segments_per_chunk: None: chunks stay whole.
         recompute: name in `RECOMPUTE`.
         chosen: segments whose forwards are always recomputed.
-        weights: sharded weights; None: every rank holds its weights whole.
+        weights: None: every rank holds its weights whole.
     """
 
     name: str
@@ -83,7 +83,7 @@ class ScheduleChoice:
 
     @property
     def segment_counts(self) -> tuple[int, ...]:
-        """Segments in each chunk."""
+        """Per chunk."""
         return self.segments_per_chunk or (1,) * len(self.placement)
 
     @property
@@ -95,7 +95,7 @@ class ScheduleChoice:
         return tuple(placement)
 
     def segment_bounds(self, bounds: Sequence[range]) -> list[range]:
-        """Layers of each segment, from each chunk's layers: one each, and the rest in the last segment."""
+        """Each segment's layers, from each chunk's: one each, and the rest in the last segment."""
         segments = []
         for layers, count in zip(bounds, self.segment_counts, strict=True):
             last = layers.start + count - 1
@@ -105,13 +105,13 @@ class ScheduleChoice:
 
     @cached_property
     def training(self) -> Callable[[int], Schedule]:
-        """(number of micro-batches) -> validated schedule. Cached: large schedules take seconds to build."""
+        """(micro-batches) -> validated schedule. Cached: large schedules take seconds to build."""
         # A cache on the method itself would be shared, and keep every choice alive.
         return cache(self._training)
 
     @cached_property
     def evaluation(self) -> Callable[[int], Schedule]:
-        """(number of micro-batches) -> validated schedule for evaluation. Cached."""
+        """(micro-batches) -> validated schedule without backwards. Cached."""
         return cache(self._evaluation)
 
     def of_chunks(self, micro_batches: int) -> Schedule:

@@ -1,4 +1,4 @@
-"""Simulation of a schedule from the costs of its segments: exact times and memory, without contention."""
+"""Simulation from segment costs: exact times and memory, without contention."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from megasnn.schedule.validate import runs
 
 
 class TimedAction(NamedTuple):
-    """An action with its start and end."""
-
     action: Action
     start: float
     end: float
@@ -42,7 +40,7 @@ class Simulation:
 
     @property
     def idle_share(self) -> float:
-        """Idle fraction of all ranks' time; 0 if the schedule takes no time."""
+        """Idle fraction over all ranks; 0 if the schedule takes no time."""
         whole = self.makespan * len(self.idle)
         return sum(self.idle) / whole if whole else 0.0
 
@@ -98,7 +96,7 @@ class _ReplicaLink:
     gathering: dict[int, float] = field(default_factory=dict)
 
     def queue(self, now: float, seconds: float) -> tuple[float, float]:
-        """Adds a collective; returns its start and end."""
+        """Returns the collective's start and end."""
         start = max(now, self.free)
         self.free = start + seconds
         return start, self.free

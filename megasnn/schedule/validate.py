@@ -1,4 +1,4 @@
-"""Validation before a run: a schedule computes everything once, in a possible order, and cannot deadlock."""
+"""Validation before a run: everything is computed once, in a possible order, without deadlock."""
 
 from __future__ import annotations
 
