@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NeuronBackend:
-    """Attributes:
+    """
+    Attributes:
         summary: for --help.
         neurons, surrogates: names the backend computes.
         norm_neuron_kernels: makes its `megasnn.kernels.norm_neuron_kernels.NormNeuronKernels`.

@@ -65,10 +65,8 @@ def convolution_input_gradient(grad: Tensor, weight: Tensor, geometry: Geometry,
 
 
 def _transposed(grad: Tensor, weight: Tensor, geometry: Geometry, space: torch.Size) -> Tensor:
-    """Input gradient by a transposed convolution.
-
-    On a GPU it is the same kernel, and no tensor is made for a shape.
-    """
+    """Input gradient by a transposed convolution."""
+    # On a GPU it is the same kernel, and no tensor is made for a shape.
     output_padding = []
     for dim in range(len(space)):
         reach = geometry.dilation[dim] * (weight.shape[2 + dim] - 1) + 1

@@ -1,7 +1,6 @@
 """Memory order, memory for large new tensors, and TF32 rounding in products.
 
-TF32 has float32's exponents and 11 significant bits. By default torch rounds in convolutions (cuDNN) and not in
-matrix products (cuBLAS). `let_products_round` sets both alike.
+TF32 has float32's exponents and 11 significant bits.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised contiguous tensor."""
     # On the CPU numpy asks for huge pages: touching a large tensor for the first time costs several times less than
     # with torch's allocator.
     if device.type != "cpu":
@@ -68,6 +66,7 @@ def on_gpu(values: Tensor) -> bool:
 
 def let_products_round(allowed: bool) -> None:
     """Allows or forbids TF32 in float32 products, for the whole process."""
+    # By default torch rounds in convolutions (cuDNN) and not in matrix products (cuBLAS). Both are set alike.
     # torch.compile reads the first two settings, and fails where they contradict the others.
     CUDNN.allow_tf32 = CUBLAS.allow_tf32 = allowed
     for operation in OPERATIONS:

@@ -26,7 +26,8 @@ _LAYERS = "megasnn.layers.psn"
 
 @dataclass(frozen=True)
 class Neuron:
-    """Attributes:
+    """
+    Attributes:
         summary: for --help.
         charge: (a step's input, last potential, description, q) -> potential before firing. q is a learned time
             constant's `sigmoid(w)`, or the result of `constant`.
@@ -201,7 +202,6 @@ class NeuronSpec:
 
     @property
     def largest(self) -> int:
-        """The largest number fired in a step."""
         return NEURONS[self.kind].levels or 1
 
     @property
@@ -216,7 +216,6 @@ class NeuronSpec:
 
 
 def _flag(name: str, value: Any) -> str:
-    """A field with its value as on the command line."""
     flag = "surrogate-alpha" if name == "alpha" else name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
@@ -272,7 +271,7 @@ class Numbers:
 
 @lru_cache(maxsize=256)  # each launch of a kernel asks; a learned leak changes with every step
 def numbers(spec: NeuronSpec, learned_leak: float = 0.0) -> Numbers:
-    """learned_leak: a learned factor's value, where the host knows it."""
+    """learned_leak: a learned factor's value, if the host knows it."""
     surrogate = FUSED_SURROGATES[spec.surrogate]
     neuron = NEURONS[spec.kind]
     charge = "CHARGE_ADD"

@@ -53,7 +53,8 @@ class BatchNorm(NamedTuple):
 
 
 class NormNeuronOutput(NamedTuple):
-    """Attributes:
+    """
+    Attributes:
         spikes: `[time_steps, N, C, ...]` in the input's type.
         mean, variance: the norm's, `[C]` in double precision, without gradient.
         values: values per channel behind them; a scalar on the device where ranks share them.
@@ -152,18 +153,13 @@ def _with_coefficients(
 
 
 class _CallOptions(NamedTuple):
-    """Attributes:
-        values: values per channel behind the statistics; None where they do not depend on the input.
-        fires, packed: the spikes are wanted; their bits are wanted, too.
-    """
-
     norm_neuron: NormNeuron
     kernels: NormNeuronKernels[Any]
     statistics: Statistics
-    values: int | Tensor | None
+    values: int | Tensor | None  # per channel behind the statistics; None where they do not depend on the input
     shared: Shared | None
-    fires: bool
-    packed: bool
+    fires: bool  # the spikes are wanted
+    packed: bool  # their bits are wanted, too
 
 
 class _NormNeuronFunction(torch.autograd.Function):
@@ -242,7 +238,6 @@ class _NormNeuronFunction(torch.autograd.Function):
 
 
 def parameter_gradients(sums: Tensor, norm: Norm, eps: float) -> ParameterGradients:
-    """Scale and shift gradients from a backward's sums."""
     of_weight = None
     of_bias = None
     if norm.weight is not None:

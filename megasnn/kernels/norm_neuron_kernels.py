@@ -49,12 +49,11 @@ class NormNeuron:
 
 
 class Norm(NamedTuple):
-    """A norm's tensors.
-
+    """
     Attributes:
         mean, variance: `[C]`, the biased variance, in double precision.
         weight, bias: scale and shift `[C]`, or None.
-        coefficients: the others as a backend's kernels read them; None where its kernels work them out.
+        coefficients: the others as a backend's kernels read them; None if its kernels work them out.
     """
 
     mean: Tensor
@@ -73,7 +72,8 @@ class Affine(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Attributes:
+    """
+    Attributes:
         values: each channel's mean and biased variance, `[2, C]` in double precision.
         coefficients: see `Norm`; None where they were not asked for, or the backend has none.
     """
@@ -83,7 +83,8 @@ class Statistics(NamedTuple):
 
 
 class NormNeuronInput(NamedTuple):
-    """Attributes:
+    """
+    Attributes:
         x: `[X, N, C, ...]` with X = T or 1, channels-last in memory.
         w: a learned time constant's scalar parameter, or None.
     """
@@ -95,12 +96,11 @@ class NormNeuronInput(NamedTuple):
 
 
 class NeuronInput(NamedTuple):
-    """Arguments of neurons without a norm.
+    """Neurons without a norm.
 
     Attributes:
         x: `[T, N, ..., C]`, contiguous.
         v0: potential before the first step, `[N, ..., C]`; None at rest.
-        w: as in `NormNeuronInput`.
     """
 
     x: Tensor
@@ -171,7 +171,7 @@ class NormNeuronKernels(ABC, Generic[Carried]):
     def neuron_multi_step(
         self, x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Neurons without a norm, with gradients: see `megasnn.kernels.neuron.neuron_multi_step`."""
+        """See `megasnn.kernels.neuron.neuron_multi_step`; with gradients."""
 
 
 def gradient_of_w(total: Tensor, w: Tensor, spec: NeuronSpec) -> Tensor:

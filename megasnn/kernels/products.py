@@ -31,7 +31,7 @@ class Products:
     geometry: Geometry = Geometry()
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The layer's output, without bias."""
+        """Without bias."""
         y = sparse_output(x, weight, self.geometry) if self.sparse else None
         return convolve(x, weight, self.geometry) if y is None else y
 

@@ -88,7 +88,7 @@ def decode_into(payload: Tensor, content: Content, rows: Tensor) -> None:
 
 
 def wants_bits(x: Tensor) -> bool:
-    """True where neurons with the input `[T, N, C, ...]` also give their spikes as bits."""
+    """True if neurons with the input `[T, N, C, ...]` also give their spikes as bits."""
     # A backward needs them, and they cost next to nothing while the spikes are at hand.
     return torch.is_grad_enabled() and x.ndim > 2 and not torch.compiler.is_exporting()
 
@@ -213,7 +213,7 @@ def _unpack_bits_plain(packed: Tensor, numel: int) -> Tensor:
 
 
 def _by_numpy(x: Tensor) -> bool:
-    """True on a CPU, where numpy packs several times faster than torch."""
+    # numpy packs several times faster than torch on a CPU.
     return x.device.type == "cpu"
 
 

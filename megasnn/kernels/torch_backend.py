@@ -97,7 +97,6 @@ class _Count(torch.autograd.Function):
 
 
 def reset(h: Tensor, spike: Tensor, spec: NeuronSpec) -> Tensor:
-    """Membrane potential after firing."""
     if spec.detach_reset:
         spike = spike.detach()
     if spec.v_reset is None:

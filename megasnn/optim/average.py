@@ -60,7 +60,6 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Starts again from the tensors' current values."""
         self.steps = 0
         for average, current in self._pairs:
             average.copy_(current)

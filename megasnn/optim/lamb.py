@@ -1,4 +1,4 @@
-"""LAMB (You et al., arXiv 1904.00962): Adam's direction, step length proportional to the tensor's norm."""
+"""LAMB (You et al., arXiv 1904.00962): Adam's direction, steps proportional to the tensor's norm."""
 
 from __future__ import annotations
 

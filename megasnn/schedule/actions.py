@@ -77,11 +77,9 @@ Position = tuple[int, int]
 
 
 class Action(NamedTuple):
-    """One step on a pipeline rank. A tuple, because large schedules hold half a million actions.
+    """micro_batch: None for an action done once per training step."""
 
-    Attributes:
-        micro_batch: None for an action done once per training step.
-    """
+    # A tuple, because large schedules hold half a million actions.
 
     segment: int
     kind: Kind

@@ -76,7 +76,8 @@ def _in_ticks(times: dict[Kind, list[float]], duration: float) -> dict[Kind, lis
 
 @dataclass(frozen=True)
 class Filled:
-    """Attributes:
+    """
+    Attributes:
         makespan: in ticks.
         bubble: a rank's longest wait between its first and last computation, in ticks.
     """
@@ -101,51 +102,40 @@ def fill(
 
 
 class _Filling:
-    """Event simulation over all ranks; lists have one entry per rank.
-
-    Attributes:
-        served: actions done.
-        left: actions to do, the next one last.
-        free: end of the last action.
-        waited: total wait.
-        bubble: total wait since the first computation.
-        resident: activations held, in chunk micro-batches.
-        room: limit on `resident`.
-        pending: weight gradients that can run.
-        arrivals: by kind and chunk, when unused inputs arrive.
-        takers: by kind and chunk, the (chunk, kind) that uses its result; None at the end.
-        gaps: by chunk, the shortest wait its weight gradient fills.
-        steps: next computation, on the heap too; `NOT_KNOWN` until its input arrives.
-    """
+    """Event simulation over all ranks; lists have one entry per rank."""
 
     def __init__(self, ticks: Ticks, order: Schedule, limit: float, gap: float) -> None:
         ranks = order.ranks
         chunks = order.segments
         self.ticks = ticks
         self.order = order
-        self.served: list[list[Action]] = [[] for _ in range(ranks)]
-        self.left = [[*reversed(actions)] for actions in order.actions]
-        self.free = [0] * ranks
-        self.waited = [0] * ranks
-        self.bubble = [0] * ranks
-        self.resident = [0] * ranks
+        self.served: list[list[Action]] = [[] for _ in range(ranks)]  # actions done
+        self.left = [[*reversed(actions)] for actions in order.actions]  # actions to do, the next one last
+        self.free = [0] * ranks  # end of the last action
+        self.waited = [0] * ranks  # in all
+        self.bubble = [0] * ranks  # total wait since the first computation
+        self.resident = [0] * ranks  # activations held, in chunk micro-batches
+        # Limit on `resident`.
         self.room = [math.floor(limit * ticks.placement.count(rank) + ROUNDING) for rank in range(ranks)]
-        self.pending: list[deque[Action]] = [deque() for _ in range(ranks)]
+        self.pending: list[deque[Action]] = [deque() for _ in range(ranks)]  # weight gradients that can run
+        # By kind and chunk, when unused inputs arrive.
         self.arrivals: dict[Kind, list[deque[int]]] = {
             FORWARD: [deque() for _ in range(chunks)],
             INPUT_GRADIENT: [deque() for _ in range(chunks)],
         }
         # The first chunk's inputs are there from the start.
         self.arrivals[FORWARD][0].extend([0] * order.micro_batches)
+        # By kind and chunk, the (chunk, kind) that uses its result; None at the end.
         self.takers: dict[Kind, list[tuple[int, Kind] | None]] = {FORWARD: [], INPUT_GRADIENT: [None]}
         for chunk in range(chunks - 1):
             self.takers[FORWARD].append((chunk + 1, FORWARD))
             self.takers[INPUT_GRADIENT].append((chunk, INPUT_GRADIENT))
         # The loss turns round: the last chunk's output is used by its own backward.
         self.takers[FORWARD].append((chunks - 1, INPUT_GRADIENT))
+        # By chunk, the shortest wait that its weight gradient fills.
         self.gaps = [math.ceil(gap * NEARLY * time) for time in ticks.times[WEIGHT_GRADIENT]]
-        # A step is (start, is a weight gradient, rank) in one integer, from the highest bits to the lowest: a heap
-        # compares integers faster than tuples.
+        # Next computation, on the heap too; NOT_KNOWN until its input arrives. A step is (start, is a weight gradient,
+        # rank) in one integer, from the highest bits to the lowest: a heap compares integers faster than tuples.
         self.steps = [NOT_KNOWN] * ranks
         self.heap: list[int] = []
         self.rank_bits = ranks.bit_length()

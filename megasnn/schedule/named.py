@@ -158,7 +158,7 @@ def find_best(
 
 
 def _candidates(stages: int, micro_batches: int, counts: tuple[int, ...]) -> Iterator[ZeroBubble]:
-    """Likely winners first: their makespan cuts the others short."""
+    # Likely winners first: their makespan cuts the others short.
     named = [each.zero_bubble(stages) for each in SCHEDULES.values() if each.zero_bubble]
     if 2 in counts:
         fastest, *others = [candidate for candidate in named if candidate.v]
@@ -198,7 +198,6 @@ class _Search:
             self.consider(filled.schedule)
 
     def consider(self, order: Schedule) -> None:
-        """Simulates computations, and keeps them if they beat the best."""
         schedule = complete(order)
         simulation = simulate(schedule, self._costs_of(order.placement))
         activations = max(simulation.peak_activations)

@@ -51,7 +51,7 @@ class ScheduleChoice:
     weights: SharedWeights | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Fields alone: other ranks rebuild the cached schedules."""
+        # Fields alone: other ranks rebuild the cached schedules.
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def in_segments(self, bounds: Sequence[range], recompute: str) -> ScheduleChoice:
@@ -83,7 +83,7 @@ class ScheduleChoice:
 
     @property
     def segment_counts(self) -> tuple[int, ...]:
-        """Per chunk."""
+        """One count per chunk."""
         return self.segments_per_chunk or (1,) * len(self.placement)
 
     @property

@@ -1,7 +1,7 @@
 """When a rank posts each receive, and how many messages have arrived by then.
 
-Loading kernels, allocating memory and capturing CUDA graphs may wait for all work queued on the device, receives
-included. A receive is therefore posted early only if its message was certainly sent.
+A receive is posted early only if its message was certainly sent: loading kernels, allocating memory and capturing CUDA
+graphs may wait for all work queued on the device, receives included.
 """
 
 from __future__ import annotations

@@ -85,14 +85,10 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
 
 @dataclass
 class _ReplicaLink:
-    """A rank's link to the other replicas, which carries one collective at a time.
+    """A rank's link to the other replicas, which carries one collective at a time."""
 
-    Attributes:
-        free: when the last collective ends.
-        gathering: by segment, when its UNSHARD ends; until the weights are used.
-    """
-
-    free: float = 0.0
+    free: float = 0.0  # when the last collective ends
+    # By segment, when its UNSHARD ends; until the weights are used.
     gathering: dict[int, float] = field(default_factory=dict)
 
     def queue(self, now: float, seconds: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Exponential on lanes, for surrogate gradients: the mathematical library's takes one number at a time.
+"""Exponential on lanes, for surrogate gradients; the mathematical library takes one number at a time.
 
 Fused multiply-adds are faster, and give the same bits on every processor.
 """
@@ -17,19 +17,14 @@ from megasnn.kernels.numba.lanes import constant_lanes, multiply_add, of_lanes, 
 
 
 class _Format(NamedTuple):
-    """A floating-point type and its constants.
-
-    Attributes:
-        degree: of the Taylor polynomial for exp(r), exact enough for |r| <= ln 2 / 2.
-        lowest: its exp is still a normal number.
-        ln2_high, ln2_low: ln 2 in two parts; the first has so few bits that its product with k is exact.
-    """
+    """A floating-point type and its constants."""
 
     number: Any
     exponent_bias: int
     mantissa_bits: int
-    degree: int
-    lowest: float
+    degree: int  # of a Taylor polynomial for exp(r) that is exact enough for |r| <= ln 2 / 2
+    lowest: float  # its exp is still a normal number
+    # ln 2 in two parts. The first has so few bits that its product with k is exact.
     ln2_high: float
     ln2_low: float
 

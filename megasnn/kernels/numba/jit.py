@@ -52,14 +52,14 @@ class MachineCode(FunctionCache):
     """Numba's machine code cache, safe for processes that fill it at the same time."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Loads machine code; if there is none, tells the user that compiling takes a while."""
+        """If there is none, tells the user that compiling takes a while."""
         found = super().load_overload(sig, target_context)
         if found is None:
             _announce_compiling()
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Saves machine code; on a full disk it is used without being saved."""
+        """On a full disk, machine code is used without being saved."""
         # Without the lock two processes that save at once give the code of two signatures the same file name.
         with contextlib.suppress(OSError), FileLock(Path(self.cache_path) / ".saving.lock"):
             super().save_overload(sig, data)
@@ -110,9 +110,9 @@ def _cached_in_own_folder() -> Iterator[None]:
 
 
 def run_kernel(kernel: Callable[..., None], slices: int, *args: Any) -> None:
-    """Calls ``kernel(*args, first, last)`` on parts of ``range(slices)``, in as many threads as torch uses.
+    """Calls ``kernel(*args, first, last)`` on parts of ``range(slices)``, in torch's number of threads.
 
-    Results do not depend on the number of threads.
+    Results do not depend on that number.
     """
     threads = min(torch.get_num_threads(), slices)
     if threads <= 1:

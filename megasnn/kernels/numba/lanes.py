@@ -63,7 +63,7 @@ def _as_lanes(builder: Any, value: Any, kind: Any, count: int) -> Any:
 
 
 def _lanes_of(context, number):
-    """A number in each lane; the lanes fill `VECTOR_BYTES`."""
+    """As many lanes as fill `VECTOR_BYTES`."""
     lanes = Lanes(number, VECTOR_BYTES * 8 // number.bitwidth)
     return lanes(number), lambda context, builder, signature, args: repeated(builder, args[0], lanes.count)
 
@@ -74,7 +74,7 @@ def _lane_of(context, number):
 
 
 def _lanes(context, number, size):
-    """A number in each lane; the lanes fill `size` bytes, a literal."""
+    """As many lanes as fill `size` bytes, a literal."""
     if not isinstance(size, types.IntegerLiteral):
         raise TypeError(f"lanes(number, size) takes a literal number of bytes, got {size}")
     kind = Lanes(number, size.literal_value * 8 // number.bitwidth)
@@ -82,7 +82,7 @@ def _lanes(context, number, size):
 
 
 def _filled(context, number, like):
-    """A number in as many lanes as `like` has."""
+    """As many lanes as `like` has."""
     return like(number, like), lambda context, builder, signature, args: repeated(builder, args[0], like.count)
 
 
@@ -91,7 +91,6 @@ def _count_of(context, lanes):
 
 
 def _address(context: Any, builder: Any, kind: Any, vector: Any, array: Any, row: Any, column: Any, *_: Any) -> Any:
-    """Address of `array[row, column]`, as a pointer to a vector type."""
     if kind.ndim != 2 or kind.layout != "C":
         raise TypeError(f"lanes are loaded from contiguous arrays of two dimensions, not from {kind}")
     struct = context.make_array(kind)(context, builder, array)
@@ -100,8 +99,6 @@ def _address(context: Any, builder: Any, kind: Any, vector: Any, array: Any, row
 
 
 def _load(context, array, row, column, like):
-    """Loads lanes like `like` from ``array[row, column]`` on."""
-
     def generate(context, builder, signature, args):
         vector = context.get_value_type(like)
         place = _address(context, builder, array, vector, *args)
@@ -111,8 +108,6 @@ def _load(context, array, row, column, like):
 
 
 def _store(context, array, row, column, lanes):
-    """Stores lanes from ``array[row, column]`` on."""
-
     def generate(context, builder, signature, args):
         place = _address(context, builder, array, args[3].type, *args)
         builder.store(args[3], place, align=array.dtype.bitwidth // 8)
@@ -121,7 +116,10 @@ def _store(context, array, row, column, lanes):
 
 
 def _stream(context, array, row, column, lanes, past):
-    """As `store`; with `past`, whole cache lines go past the caches. Other threads see them after `ordered`."""
+    """As `store`; with `past`, whole cache lines bypass the caches.
+
+    Other threads see them after `ordered`.
+    """
 
     def generate(context, builder, signature, args):
         place = _address(context, builder, array, args[3].type, *args)
@@ -197,7 +195,6 @@ def _where(context, flags, a, b):
 
 
 def of_lanes(builder: Any, name: str, *vectors: Any) -> Any:
-    """Calls an LLVM function on vectors with one type."""
     kind = vectors[0].type
     function = ir.FunctionType(kind, [kind] * len(vectors))
     mangled = f"{name}.v{kind.count}{kind.element.intrinsic_name}"

@@ -97,7 +97,7 @@ def slice_statistics(x, channels, width, rows, means, squares, first, last):
 
 @kernel
 def merge(means, squares, length, pixels, merged, first, last):
-    """Each channel's mean and variance, `merged [2, C]`, from slices with `length` pixels, `pixels` in all."""
+    """Each channel's mean and variance, `merged [2, C]`; slices have `length` pixels, `pixels` in all."""
     slices, channels = means.shape
     mean = merged[0]
     variance = merged[1]
@@ -127,7 +127,7 @@ def fire_block(x, norm, v_first, v_last, spikes, bits, p, length, first, last):
 
 @kernel
 def block_backward(x, norm, v_first, g_spikes, g_v, g_y, sums, channels, length, blocks, p, first, last):
-    """Gradient `g_y [X, M]` for the neurons' input, and `sums [slices, 3, C]`; the rest as `time_loop.back`.
+    """Neurons' input gradient `g_y [X, M]`, and `sums [slices, 3, C]`; the rest as `time_loop.back`.
 
     A work slice is `blocks` blocks.
     """

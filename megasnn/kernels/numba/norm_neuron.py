@@ -27,7 +27,9 @@ _ROW_BLOCK = 1024  # elements: with the potentials of 4 to 10 steps they stay in
 
 
 class NumbaKernels(CompiledKernels[np.ndarray]):
-    """Carries the normalised input's gradient: computing it again would take longer than reading it."""
+    """Carries the normalised input's gradient."""
+
+    # Computing it again would take longer than reading it.
 
     def statistics(self, x: Tensor, affine: Affine | None = None) -> Statistics:
         data = _pixels(x)
@@ -187,7 +189,8 @@ def _affine(norm: Norm, eps: float) -> _Affine:
 
 
 def _tiles(length: int, dtype: np.dtype, *values: np.ndarray) -> np.ndarray:
-    """Repeats each of `values [C]`; np.tile takes several times longer for so few."""
+    """Repeats each of `values [C]`."""
+    # np.tile takes several times longer for so few values.
     channels = len(values[0])
     tiled = empty_array((len(values), length // channels, channels), dtype)
     tiled[:] = np.stack(values)[:, None]

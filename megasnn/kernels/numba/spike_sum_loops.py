@@ -161,7 +161,7 @@ def outputs(words, x, weight, out, cuts, sizes, steps, offsets, rows, at_once, f
 
 @kernel
 def weight_gradients(words, x, grad, total, seen, cuts, sizes, offsets, rows, first, last):
-    """Adds the weight gradient to `total [kh kw C, out]`, from `grad [frames H' W', out]`, for strides of 1.
+    """Adds the weight gradient to `total [kh kw C, out]`, from `grad [frames H' W', out]`; stride 1.
 
     A work slice is a column block. `seen [out]` collects 0 times each gradient. sizes, offsets: as in `outputs`.
     """

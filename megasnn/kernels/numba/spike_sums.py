@@ -1,7 +1,7 @@
 """Convolution output and weight gradient from spikes or counts on a CPU: time grows with the spikes.
 
-An input zero adds nothing to a dense sum, so nothing is computed for it. A spike adds a row of the weight, or of the
-output gradient. `Work` predicts whether that is faster than the dense product.
+A zero adds nothing and is skipped. A spike adds a row of the weight, or of the output gradient. `Work` predicts
+whether that is faster than the dense product.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Spikes:
 
 
 def output(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
-    """Convolves `[frames, C, H, W]` with a weight `[out, C, k, k]`: `[frames, out, H', W']`, channels last.
+    """Convolves `[frames, C, H, W]` with `[out, C, k, k]`: `[frames, out, H', W']`, channels last.
 
     Returns None where the dense product is faster, the loops do not fit, or the weight is not finite.
     """
@@ -128,7 +128,8 @@ def _spikes(packed: Tensor, shape: torch.Size, values: np.ndarray) -> Spikes:
 def _work(
     device: torch.device, dtype: torch.dtype, shape: torch.Size, weight: Tensor, geometry: Geometry
 ) -> Work | None:
-    """None where the loops do not fit: then the dense product reports wrong shapes."""
+    """None where the loops do not fit."""
+    # The dense product then reports wrong shapes.
     if device.type != "cpu" or weight.device != device or geometry.groups != 1:
         return None
     if dtype != weight.dtype or dtype not in SUMMED_TYPES:
@@ -247,7 +248,7 @@ def _cuts(columns: int, dtype: torch.dtype, most: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Work:
-    """A product's sizes: output pixels in all frames, input and output channels, kernel places, value bytes."""
+    """A product's sizes: output pixels in all frames, channels, kernel places, value bytes."""
 
     pixels: int
     channels: int

@@ -1,6 +1,6 @@
 """One time step on lanes: charge, fire, reset, and their gradients.
 
-The types of a neuron's numbers select its formulas. So numba compiles a loop without branches for each kind in use.
+A number's type selects its formula. So numba compiles a loop without branches for each kind in use.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class LeakScaled(NamedTuple):
 
 
 class Hard(NamedTuple):
-    """Hard reset: after a spike the potential becomes `by`."""
+    """After a spike the potential becomes `by`."""
 
     by: Any
 
 
 class Soft(NamedTuple):
-    """Soft reset: after a spike the potential loses `by`."""
+    """After a spike the potential loses `by`."""
 
     by: Any
 

@@ -35,7 +35,7 @@ _LARGE = 4 * 2**20  # bytes: an L2 cache does not hold so many until they are re
 
 @part
 def large(array):
-    """True for arrays to write past the caches."""
+    """Whether to write past the caches."""
     # A cache would first read the memory that is overwritten.
     return array.size * array.itemsize >= _LARGE
 
@@ -89,7 +89,7 @@ def fire_lanes(like, first, last, x, at_x, norm, v_first, v_last, spikes, at, bi
 
 @part
 def pack(spikes, bits):
-    """Packs spikes in a multiple of 8."""
+    """Takes a multiple of 8 spikes."""
     for i in range(spikes.size // 8):
         byte = 0
         for k in range(8):
@@ -99,7 +99,7 @@ def pack(spikes, bits):
 
 @part
 def back(x, from_x, norm, v_first, g_spikes, low, n, g_v, g_x, sums, p, scratch):
-    """Runs `n` neurons backward: `g_spikes` from column `low` on; x, potentials, g_x from column `from_x` on.
+    """Runs `n` neurons backward: `g_spikes` from column `low` on, the others from column `from_x` on.
 
     `g_v` holds the last potential's gradient, and afterwards the first's. `sums [3, >= n]` grows by g_x and
     g_x (x - mean) with a norm, and by `of_factor` with a learned factor. `scratch [2 T, LANES]`.
@@ -178,5 +178,4 @@ def lanes_back(like, first, last, x, at_x, norm, v_first, g_spikes, at, g_v, g_x
 
 @part
 def after(h, p):
-    """Potential after firing, from h."""
     return where(h >= p.threshold, fired(h, p.reset), h)

@@ -35,7 +35,8 @@ def refuses(x: Tensor) -> str | None:
 
 
 def usable_on(device: torch.device) -> bool:
-    """False for every CPU: interpreted kernels must be asked for."""
+    """False for every CPU."""
+    # Interpreted kernels must be asked for.
     return device.type == "cuda" and _unusable(device) is None
 
 
@@ -43,9 +44,9 @@ def usable_on(device: torch.device) -> bool:
 def _unusable(device: torch.device) -> str | None:
     """Reason against a device: the card is too old, or triton is missing, does not compile or start.
 
-    Raises:
-        torch.OutOfMemoryError, or triton's error, when the card's memory is full: that may pass, so it is not cached.
+    Raises torch.OutOfMemoryError, or triton's error, when the card's memory is full.
     """
+    # A full memory may pass, so it is not cached.
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < OLDEST:

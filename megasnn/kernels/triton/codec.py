@@ -1,4 +1,4 @@
-"""Packs spikes into bits and counts into bytes, in one pass each; must equal spike_codec.py's plain codec."""
+"""Packs spikes into bits and counts into bytes in one pass each; must equal spike_codec.py's codec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that normalise, charge and fire, or compute the input gradient, in one pass over memory each.
+"""Kernels that normalise, charge and fire, or give the input gradient, in one pass over memory each.
 
 They must equal torch_backend.py's `fire` and `input_gradient`. `x [X, in_size]` with X = T, or 1 for a repeated input;
 `size` neurons fire spikes `[T, size]`. Without `norm` they compute the neurons alone.
@@ -31,7 +31,8 @@ from megasnn.kernels.triton.step import (
 def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channels, height, width, above,
                 T: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
                 AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Args:
+    """
+    Args:
         bits: `[T, size / 8]`, the spikes packed as in `megasnn.kernels.spike_codec`, or None.
         AT_ONCE: unrolled steps, a divisor of T.
     """

@@ -67,15 +67,14 @@ def chunk_memory(x: Tensor, time_steps: int, size: int) -> Tensor | None:
 class Launch:
     """Starts a kernel with fixed numbers and constants; a call passes the tensors.
 
-    Triton's `kernel[grid](...)` binds, checks and hashes all arguments in every call. It returns the compiled kernel,
-    whose `compiled[grid](...)` only starts it, as in Triton's tutorial on fused softmax (the same from 3.6 to 3.9).
-
     Args:
         kernel: takes tensors (or None), then numbers, then constants.
-        programs: number of programs.
         numbers: argument values behind the tensors.
         constants: compile-time arguments by name.
     """
+
+    # Triton's `kernel[grid](...)` binds, checks and hashes all arguments in every call. It returns the compiled kernel,
+    # whose `compiled[grid](...)` only starts it, as in Triton's tutorial on fused softmax (the same from 3.6 to 3.9).
 
     def __init__(self, kernel: Any, programs: int, *numbers: float, **constants: Any) -> None:
         self.kernel = kernel

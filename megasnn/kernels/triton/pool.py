@@ -16,7 +16,7 @@ from megasnn.kernels.triton.step import norm_backward, of_channel
 
 @triton.jit
 def pooled(x, place, inside, scale, shift, channels, height, width, above, D: tl.constexpr):
-    """Each window's largest normalised value in a time step, its input value, and its place in the window.
+    """Each window's largest normalised value in a time step, its input value and its place.
 
     Args:
         above: the first windows' middle input row.

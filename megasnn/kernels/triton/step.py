@@ -54,7 +54,6 @@ def _divided(x, y):
 
 @triton.jit
 def charge(y, v, q, N: tl.constexpr):
-    """Potential before firing."""
     rest = tl.full((), N.rest, q.dtype)
     if N.charge == "CHARGE_ADD":
         h = v + y
@@ -77,7 +76,6 @@ def fires(h, N: tl.constexpr):
 
 @triton.jit
 def reset(h, N: tl.constexpr):
-    """Potential after firing."""
     if N.hard:
         v = tl.where(fires(h, N), tl.full((), N.rest, h.dtype), h)
     else:
@@ -183,7 +181,7 @@ def recomputed(x, place, inside, scale, shift, v, q, size, BEGIN: tl.constexpr, 
 @triton.jit
 def keep_chunk_starts(x, place, inside, scale, shift, v, q, size, kept, T: tl.constexpr, CHUNK: tl.constexpr,
                       REPEATED: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Stores the potential before each chunk but the last in `kept [(T - 1) // CHUNK, size]`; returns the last's."""
+    """Stores the potential before each chunk in `kept [(T - 1) // CHUNK, size]`; returns the last one's."""
     for _ in range((T - 1) // CHUNK):
         tl.store(kept + place, v, mask=inside)
         for t in tl.static_range(CHUNK):

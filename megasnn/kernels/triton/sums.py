@@ -1,4 +1,4 @@
-"""Kernels for sums over time, samples and space per channel: norm statistics, and the norm's backward.
+"""Sums over time, samples and space per channel: norm statistics, and the norm's backward.
 
 They must equal torch_backend.py's `statistics` and `backward_sums`. Memory `[..., C]` is cut into rows with k C values.
 A program sums some tiles in one block of columns. Its sums are a row in `[programs, k C]`, which is also
@@ -66,7 +66,7 @@ def statistics_kernel(x, partial, size, row, programs, tiles,
 
 @triton.jit
 def inverse_deviation(variance, EPS: tl.constexpr):
-    """1 / sqrt(variance + EPS) in double precision."""
+    """In double precision."""
     return tl.full((), 1.0, tl.float64) / tl.sqrt(variance + tl.full((), EPS, tl.float64))
 
 
@@ -218,7 +218,6 @@ def sums_of_chunk(source, g_spikes, place, inside, scale, shift, mean, start, g_
 
 @triton.jit
 def summed_up(source, g, place, inside, mean, sum_g, sum_gx, POOL: tl.constexpr, D: tl.constexpr):
-    """The sums, with one more time step's input gradient."""
     value = tl.load(source + place, mask=inside, other=0).to(D)
     if POOL:
         tl.debug_barrier()  # no thread still reads there
