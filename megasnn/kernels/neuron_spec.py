@@ -167,13 +167,12 @@ class NeuronSpec:
 
     Attributes:
         kind: name in `megasnn.kernels.NEURONS`.
-        tau: time constant in time steps, above 1; plif's initial one.
-        v_threshold: threshold; psn's and sliding_psn's initial one.
-        v_reset: potential after a spike; None subtracts the threshold (soft reset).
-        decay_input: divide the input by tau, too.
+        tau: in time steps, above 1; plif's initial one.
+        v_threshold: psn's and sliding_psn's initial one.
+        v_reset: potential after a spike; None: soft reset.
         detach_reset: no gradient through the spike in the reset.
         surrogate: name in `megasnn.kernels.SURROGATES`; ilif has the gradient of h / v_threshold from 0 to 4 instead.
-        alpha: sharpness of the surrogate; None for SpikingJelly's default.
+        alpha: surrogate sharpness; None for SpikingJelly's default.
     Raises:
         ValueError: unknown kind or surrogate, tau <= 1 with a leak, or a value that the kind does not allow.
     """
@@ -206,6 +205,7 @@ class NeuronSpec:
 
     @property
     def surrogate_alpha(self) -> float:
+        """Not for ilif4, whose gradient has no sharpness."""
         assert self.alpha is not None
         return float(self.alpha)
 

@@ -1,7 +1,6 @@
 """Base class of a backend's norm, pooling and neuron kernels, and the values they take.
 
-A backend normalises, pools and fires in four calls. Between them, ranks that share a micro-batch exchange their sums
-over samples and pixels.
+A backend normalises, pools and fires in four calls. Between them, ranks with a common micro-batch exchange sums.
 """
 
 from __future__ import annotations

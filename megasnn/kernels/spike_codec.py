@@ -72,6 +72,7 @@ def _explain_content(content: Content, text: str) -> str:
 
 
 def encoded_like(count: int, content: Content, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty buffer for `count` encoded values."""
     if content is Content.SPIKES:
         return torch.empty(packed_size(count), dtype=torch.uint8, device=device)
     if content is Content.COUNTS:
@@ -111,6 +112,7 @@ def bits_of(x: Tensor) -> Tensor | None:
 
 
 def packed_size(numel: int) -> int:
+    """In bytes."""
     return -(-numel // 8)
 
 

@@ -14,8 +14,7 @@ from megasnn.parallel.sharding import ShardedTensor
 class WeightAverage:
     """average = decay * average + (1 - decay) * tensor after each step, from the initial tensors on.
 
-    After n steps the decay is at most (1 + n) / (10 + n), as in TensorFlow's ExponentialMovingAverage with
-    `num_updates`. Running statistics are averaged like weights, as in timm's `ModelEma`; integer tensors are copied.
+    Running statistics are averaged like weights, as in timm's `ModelEma`; integer tensors are copied.
 
     Args:
         tensors: this rank's parameters and buffers.
@@ -39,6 +38,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """On a GPU this launches at most two kernels."""
+        # As in TensorFlow's ExponentialMovingAverage with `num_updates`.
         # Without the warm-up a short run would keep its initial values: 0.9999 ** 78 is 0.992.
         decay = min(self._decay, (1 + self.steps) / (10 + self.steps))
         self.steps += 1

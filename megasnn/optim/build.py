@@ -25,8 +25,8 @@ def build_optimizer(
     """Parameter groups have `weight_decay` and `lr_scale`.
 
     Args:
-        groups: this rank's group along each axis that cuts a tensor; None without cuts.
-        scales: learning rate factor by parameter name (`learning_rate_scales`); 1 for all others.
+        groups: this rank's, along each axis that cuts a tensor; None without cuts.
+        scales: `learning_rate_scales`; 1 for parameters not named.
     """
     trained = _trained(tensors)
     # A pipeline stage may hold no parameters. torch's optimizers accept empty groups, but not an empty list of groups.

@@ -18,16 +18,14 @@ EPS = 1e-6  # added to the denominator, as in timm
 
 
 class Lamb(torch.optim.Optimizer):
-    """LAMB as in timm's `Lamb`, used by published recipes for spiking transformers.
-
-    For a tensor p with gradient g, in step t:
+    """LAMB as in timm's `Lamb`. For a tensor p with gradient g, in step t:
 
         m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2
         u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p
         p = p - lr |p| / |u| u
 
-    |p| / |u| is 1 if either norm is 0 (the paper's phi is the identity). Unlike in the paper it is also 1 in groups
-    without weight decay: biases and norms take Adam's step. timm's gradient clipping is `--clip-grad` here.
+    |p| / |u| is 1 if either norm is 0 (the paper's phi is the identity), and in groups without weight decay.
+    timm's gradient clipping is `--clip-grad` here.
 
     Args:
         norms: whole tensors' norms by parameter (megasnn.optim.norms.ShardedNorms).
@@ -49,6 +47,7 @@ class Lamb(torch.optim.Optimizer):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters:
                 updates.update(zip(parameters, self._updates(parameters, group), strict=True))
+                # Biases and norms take Adam's step, as in timm and unlike in the paper.
                 if group["weight_decay"]:
                     adapted += parameters
         self._adapt(adapted, updates)
@@ -58,7 +57,7 @@ class Lamb(torch.optim.Optimizer):
                 torch._foreach_sub_(parameters, [updates[each] for each in parameters], alpha=group["lr"])
 
     def _updates(self, parameters: list[Tensor], group: Mapping[str, Any]) -> Sequence[Tensor]:
-        """The formula's u. Updates the moments."""
+        """The formula's u; updates m and v."""
         gradients: list[Tensor] = []
         steps: list[Tensor] = []
         means: list[Tensor] = []
@@ -89,7 +88,7 @@ class Lamb(torch.optim.Optimizer):
         return updates
 
     def _adapt(self, adapted: Sequence[Tensor], updates: Mapping[Tensor, Tensor]) -> None:
-        """Multiplies each update by |p| / |u|, or by 1 where a norm is 0."""
+        """Multiplies each update by |p| / |u|."""
         parameter_norms = self._norms({each: each for each in adapted})
         update_norms = self._norms({each: updates[each] for each in adapted})
         # After the collectives: other ranks may have adapted tensors.

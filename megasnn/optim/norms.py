@@ -28,11 +28,8 @@ def sums_of_squares(values: Sequence[Tensor | None], device: torch.device) -> Te
 class GradientNorm:
     """Global L2 norm over all gradients; every parameter counts once.
 
-    Each global parameter has a slot with its sum of squares. Slots are summed over the ranks, then in model order, so
-    the number of pipeline stages changes no bit.
-
     Args:
-        names: the whole model's parameters, in order.
+        names: the whole model's parameters, in order. Each has a slot.
         tensors: tensors owned by this rank.
     """
 
@@ -46,7 +43,8 @@ class GradientNorm:
         self._nothing = torch.zeros(len(names), dtype=torch.float64, device=device)
 
     def squares(self) -> Tensor:
-        """This rank's part in each slot, float64 on the device."""
+        """This rank's sum of squares in each slot, float64 on the device."""
+        # Slots are summed over the ranks, then in model order: the number of pipeline stages changes no bit.
         found = sums_of_squares([each.grad for each in self._counted], self._nothing.device)
         return self._nothing.index_copy(0, self._slots, found)
 
@@ -74,11 +72,11 @@ class GradientNorm:
 
 
 class ShardedNorms:
-    """Whole tensors' L2 norms from this rank's shards. Sums squares along each axis that cuts a tensor.
+    """Whole tensors' L2 norms from this rank's shards.
 
     Args:
         tensors: the same on all ranks along the holding axes.
-        groups: this rank's group along each axis that cuts a tensor.
+        groups: this rank's, along each axis that cuts a tensor.
     """
 
     def __init__(self, tensors: Sequence[ShardedTensor], groups: Mapping[Axis, Group]) -> None:
@@ -91,10 +89,7 @@ class ShardedNorms:
                 self._sums.append((groups[axis], torch.tensor(is_cut, device=self._device)))
 
     def __call__(self, values: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Float64 scalars by parameter, without a host wait.
-
-        Collective over the axes that cut tensors. `values` are this rank's shards.
-        """
+        """Float64 scalars by parameter, without a host wait. Collective over the axes that cut tensors."""
         squares = sums_of_squares([values.get(tensor) for tensor in self._tensors], self._device)
         for group, is_cut in self._sums:
             # One exchange for all tensors.

@@ -10,9 +10,7 @@ from megasnn.config.optimizer import DECAY_STYLES, OptimizerConfig
 def learning_rate(config: OptimizerConfig, iteration: int, iterations: int, epoch: Fraction = Fraction(1)) -> float:
     """Rate for step `iteration` (from 0): linear warm-up, `--lr-decay-style` to min_lr, then min_lr.
 
-    Args:
-        iterations: training length.
-        epoch: iterations per epoch.
+    `epoch` is in iterations.
     """
     interval = epoch if config.lr_interval == "epoch" else Fraction(1)
     done = iteration // interval * interval  # iterations before this interval

@@ -12,9 +12,9 @@ from megasnn.models.description import ModelDescription
 def learning_rate_scales(config: OptimizerConfig, description: ModelDescription) -> dict[str, float]:
     """Factor by global name, for the whole model's trained parameters.
 
-    Layer groups with parameters are numbered 0 to L - 1 from input to output. A parameter in group i takes the factor
-    layer_decay ** (L - 1 - i), as in timm's `param_groups_layer_decay`: 1 for the head, the smallest for the stem. Tied
-    parameters count for the layer that owns them. `--lr-scale` factors multiply this.
+    Layer groups with parameters are numbered 0 to L - 1 from input to output. Group i takes
+    layer_decay ** (L - 1 - i), as in timm's `param_groups_layer_decay`. Tied parameters count for the layer that owns
+    them. `--lr-scale` multiplies this.
 
     Raises ValueError if an `--lr-scale` pattern matches no trained parameter.
     """

@@ -77,7 +77,9 @@ Position = tuple[int, int]
 
 
 class Action(NamedTuple):
-    """micro_batch: None for an action done once per training step."""
+    """One step on a pipeline rank; `micro_batch` is None if it is done once per training step."""
+
+    # A tuple, because large schedules hold half a million actions.
 
     # A tuple, because large schedules hold half a million actions.
 
@@ -111,7 +113,6 @@ class Schedule:
     Attributes:
         placement: each segment's pipeline rank.
         micro_batches: number per step.
-        actions: one sequence per pipeline rank.
         forward_only: evaluation, without backwards.
     """
 

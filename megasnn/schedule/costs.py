@@ -21,7 +21,7 @@ class ChunkCost:
         transfer_back: time to send its gradient back.
         activation: stashed from the forward until its backward or weight gradient; 1 counts micro-batches.
         unshard: all-gather time for the weights.
-        reduce_scatter: reduce-scatter time for the gradients.
+        reduce_scatter: time for the gradients.
     """
 
     forward: float
@@ -62,9 +62,9 @@ def resident_activations(
 ) -> list[float]:
     """Activations a rank holds after each action.
 
-    A forward holds its activations until its backward ends, or its weight gradient if the backward is split. A forward
-    to be recomputed holds only its input until then. In evaluation a forward holds them only while it runs. Tensors in
-    transfer, activation gradients and weights do not count.
+    A forward holds its activations until its backward ends, or its weight gradient if split. A forward to be recomputed
+    holds only its input until then. In evaluation it holds them only while it runs. Tensors in transfer, activation
+    gradients and weights do not count.
 
     Args:
         activation: per segment and micro-batch; None: equal shares, in whole-stage micro-batches.

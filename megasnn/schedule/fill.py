@@ -1,7 +1,6 @@
 """Places weight gradients (W) where a rank would wait: the mechanism of all zero-bubble schedules.
 
-Forwards and input gradients have a fixed order per rank. Weight gradients run in gaps that are long enough, and when
-a rank needs their memory.
+Forwards and input gradients have a fixed order per rank. Weight gradients run in gaps, and when a rank needs memory.
 """
 
 from __future__ import annotations
@@ -34,14 +33,13 @@ class Ticks:
         times: by kind, each chunk's time to compute.
         moved: by kind, each chunk's time to send its result.
         work: each rank's time per micro-batch.
-        duration: tick length.
     """
 
     placement: tuple[int, ...]
     times: dict[Kind, list[int]]
     moved: dict[Kind, list[int]]
     work: list[int]
-    duration: float
+    duration: float  # of a tick
 
     @classmethod
     def of(cls, placement: tuple[int, ...], costs: Sequence[ChunkCost], micro_batches: int) -> Ticks:

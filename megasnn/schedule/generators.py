@@ -64,9 +64,9 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
-    """Warm-up of p - r - 1 forwards, then one forward and one backward in turn (PipeDream-flush, arXiv 2006.09503).
+    """Warm-up of p - r - 1 forwards, then one forward and one backward in turn.
 
-    Time as for GPipe; peak activations min(p - r, m) M_B on rank r.
+    PipeDream-flush (arXiv 2006.09503). Time as for GPipe; peak activations min(p - r, m) M_B on rank r.
     """
     orders = []
     for stage in range(stages):
@@ -87,10 +87,10 @@ def _alternating(forwards: Sequence[Action], backwards: Sequence[Action], warm_u
 
 
 def interleaved(stages: int, micro_batches: int, chunks_per_rank: int = 2) -> Schedule:
-    """1F1B over v chunks per rank, placed in a loop (arXiv 2104.04473).
+    """1F1B over v chunks per rank in a loop (arXiv 2104.04473); micro-batches loop in groups of p.
 
     Bubble (p - 1)(T_F + T_B + T_W) / v; peak activations p M_B (1 + (p - 1) / (p v)), after a warm-up of 2 (p - r - 1)
-    + (v - 1) p forwards. Micro-batches loop in groups of p. One chunk per rank is 1F1B.
+    + (v - 1) p forwards.
     """
     if chunks_per_rank == 1:
         plain = one_f_one_b(stages, micro_batches)
@@ -194,7 +194,6 @@ class ZeroBubble:
 
 
 def _one_chunk_orders(stages: int, micro_batches: int, pace: int, most: int | None) -> Orders:
-    """Warm-up, then a forward and an input gradient in turn."""
     limit = micro_batches if most is None else min(most, micro_batches)
     orders = []
     for rank in range(stages):

@@ -30,7 +30,7 @@ class NamedSchedule:
     Attributes:
         summary: for --help.
         order: (stages, micro-batches, chunks per rank) -> computations, with whole backwards.
-        zero_bubble: (stages) -> candidate orders with split backwards, filled according to costs.
+        zero_bubble: (stages) -> candidate orders with split backwards.
         chunks: default chunks per rank.
         any_chunks: other numbers are possible; with fewer than `chunks` it is another schedule.
         placed: name in `PLACEMENTS`.
@@ -135,7 +135,7 @@ def find_best(
     """Schedule with the smallest simulated makespan; ties go to fewer activations.
 
     Candidates: every named schedule, filled by these costs and by equal ones; 1F1B with every smaller memory limit; V
-    schedules with several limits and shorter gaps. No named schedule is faster than the result.
+    schedules with several limits and shorter gaps.
 
     Args:
         chunks_per_rank: None: 1 or 2.

@@ -1,8 +1,7 @@
 """Passes over a schedule: from ordered computations to an executor's actions.
 
-Generators order computations. Passes add communication, as ``_add_send_recv`` in ``torch.distributed.pipelining``.
-`refine` and `insert_recompute` change complete schedules. The passes for sharded weights then place all-gathers, frees
-and reduce-scatters.
+First come transfers and the gradient reduction, as ``_add_send_recv`` in ``torch.distributed.pipelining`` adds them;
+then layers and recomputation; then all-gathers, frees and reduce-scatters for sharded weights.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class ScheduleChoice:
     Attributes:
         name: "auto" searches the best schedule on this placement for each number of micro-batches.
         placement: each chunk's pipeline rank.
-        costs: chunk costs; None: equal costs.
+        costs: per chunk; None: equal costs.
         decided: chunk schedules found earlier; ranks do not search again.
         segments_per_chunk: None: chunks stay whole.
         recompute: name in `RECOMPUTE`.
@@ -88,7 +88,6 @@ class ScheduleChoice:
 
     @property
     def segment_placement(self) -> tuple[int, ...]:
-        """Each segment's pipeline rank."""
         placement: list[int] = []
         for rank, count in zip(self.placement, self.segment_counts, strict=True):
             placement += [rank] * count
@@ -164,8 +163,8 @@ def plan_schedule(
     """Chooses a schedule and its placement.
 
     Args:
-        name: name in `SCHEDULES`, or "auto".
-        chunks_per_rank: see `chunks_of_schedule`; None lets "auto" choose 1 or 2.
+        name: in `SCHEDULES`, or "auto".
+        chunks_per_rank: see `chunks_of_schedule`.
         micro_batches: number in a usual step; "auto" chooses the placement for it.
         costs_of: None: equal costs.
     Raises:
@@ -196,7 +195,7 @@ def generate(
     chunks_per_rank: int | None = None,
     costs_of: CostsOf | None = None,
 ) -> Schedule:
-    """One validated schedule with transfers and gradient reduction. Arguments as for `plan_schedule`."""
+    """Validated, with transfers and gradient reduction. Arguments as for `plan_schedule`."""
     return plan_schedule(name, stages, chunks_per_rank, micro_batches, costs_of).training(micro_batches)
 
 

@@ -24,11 +24,9 @@ class Simulation:
     Attributes:
         timeline: all actions in order. A receive ends when the tensor arrives. UNSHARD and REDUCE_SCATTER are in
             flight from start to end.
-        makespan: when the last rank ends.
-        busy: time spent computing.
         idle: makespan minus `busy`.
         bubble: idle time between a rank's first and last computation.
-        peak_activations: most held at once, in the costs' unit.
+        peak_activations: in the costs' unit.
     """
 
     timeline: tuple[tuple[TimedAction, ...], ...]
@@ -46,13 +44,11 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
-    """Simulates a complete schedule.
+    """Simulates a complete schedule, with one cost per segment.
 
     A receiver waits for its message, a sender does not. REDUCE_GRAD takes no time. UNSHARD and REDUCE_SCATTER queue on
     a separate link beside the computations.
 
-    Args:
-        costs: one per segment.
     Raises:
         ValueError: another number of costs.
         ScheduleError: a deadlock.

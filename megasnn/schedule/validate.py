@@ -96,7 +96,6 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
 
 
 def _parts(action: Action) -> tuple[Action, ...]:
-    """The action, or both parts of a whole backward."""
     segment, kind, m = action
     if kind is Kind.BACKWARD:
         return Action(segment, Kind.INPUT_GRADIENT, m), Action(segment, Kind.WEIGHT_GRADIENT, m)
@@ -166,8 +165,7 @@ def _needed(action: Action, schedule: Schedule, scattered: bool) -> Iterator[Act
 def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
     """All actions in an executable order, as (rank, indices of the actions it runs without waiting).
 
-    A receive waits for its send; a send does not block its rank. Raises ScheduleError for a receive out of order and
-    for a deadlock.
+    A send does not block its rank. Raises ScheduleError for a receive out of order and for a deadlock.
     """
     placement = schedule.placement
     # Sent and not received yet, by link (sending rank, receiving rank).

@@ -52,7 +52,7 @@ class MachineCode(FunctionCache):
     """Numba's machine code cache, safe for processes that fill it at the same time."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """If there is none, tells the user that compiling takes a while."""
+        """Without saved machine code, tells the user that compiling takes a while."""
         found = super().load_overload(sig, target_context)
         if found is None:
             _announce_compiling()

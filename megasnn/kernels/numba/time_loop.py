@@ -99,7 +99,7 @@ def pack(spikes, bits):
 
 @part
 def back(x, from_x, norm, v_first, g_spikes, low, n, g_v, g_x, sums, p, scratch):
-    """Runs `n` neurons backward: `g_spikes` from column `low` on, the others from column `from_x` on.
+    """Runs `n` neurons backward: `g_spikes` from column `low` on; x, potentials, g_x from `from_x` on.
 
     `g_v` holds the last potential's gradient, and afterwards the first's. `sums [3, >= n]` grows by g_x and
     g_x (x - mean) with a norm, and by `of_factor` with a learned factor. `scratch [2 T, LANES]`.

@@ -181,7 +181,7 @@ def recomputed(x, place, inside, scale, shift, v, q, size, BEGIN: tl.constexpr, 
 @triton.jit
 def keep_chunk_starts(x, place, inside, scale, shift, v, q, size, kept, T: tl.constexpr, CHUNK: tl.constexpr,
                       REPEATED: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Stores the potential before each chunk in `kept [(T - 1) // CHUNK, size]`; returns the last one's."""
+    """Returns the potential before the last chunk; stores the others' in `kept [(T - 1) // CHUNK, size]`."""
     for _ in range((T - 1) // CHUNK):
         tl.store(kept + place, v, mask=inside)
         for t in tl.static_range(CHUNK):
