@@ -188,6 +188,7 @@ class _NormNeuronFunction(torch.autograd.Function):
             spikes, bits = options.kernels.fire(inputs, options.packed)
         else:
             spikes = x.new_zeros(()).expand(norm_neuron.shape_of_spikes(x))
+        # A missing gradient stays None, so that backward computes nothing for it.
         ctx.set_materialize_grads(False)
         ctx.norm_neuron = norm_neuron
         ctx.kernels = options.kernels
@@ -214,6 +215,7 @@ class _NormNeuronFunction(torch.autograd.Function):
             count = own_values if ctx.values is not None and ctx.shared is None else None
             sums, carried, of_norm = ctx.kernels.backward_sums(inputs, g_spikes, need_w, count)
         else:
+            # A rank without values still takes part in the exchange below.
             sums = x.new_zeros((3, x.shape[2]), dtype=torch.float64)
         if of_norm is None:
             of_norm = parameter_gradients(sums, inputs.norm, ctx.norm_neuron.eps)
@@ -248,7 +250,7 @@ def parameter_gradients(sums: Tensor, norm: Norm, eps: float) -> ParameterGradie
 
 
 def _subtracted_means(inputs: NormNeuronInput, x: Tensor, means: Tensor) -> Tensor:
-    """Loss of the input gradient at values x through the statistics: mean g and mean g per deviation."""
+    """The input gradient's terms at values x through the statistics: mean g, and mean g per deviation."""
     norm = inputs.norm
     precision = (norm.variance + inputs.norm_neuron.eps).reciprocal()
     scale = precision.sqrt()

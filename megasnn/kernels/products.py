@@ -21,10 +21,7 @@ from megasnn.kernels.numba.spike_sums import output as sparse_output
 class Products:
     """Products of images `[frames, C_in, H, W]` and a weight `[C_out, C_in / groups, k, k]`.
 
-    A linear layer's rows are images with one pixel.
-
-    Attributes:
-        sparse: sum over the input's nonzero values, where these are few.
+    A linear layer's rows are images with one pixel. With `sparse`, sums over the input's nonzero values, where few.
     """
 
     sparse: bool = False

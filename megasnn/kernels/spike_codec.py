@@ -112,7 +112,7 @@ def bits_of(x: Tensor) -> Tensor | None:
 
 
 def packed_size(numel: int) -> int:
-    """In bytes."""
+    """Bytes for ``numel`` spikes."""
     return -(-numel // 8)
 
 

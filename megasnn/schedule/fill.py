@@ -88,7 +88,7 @@ class Filled:
 def fill(
     ticks: Ticks, order: Schedule, limit: float, gap: float = 1.0, cutoff: tuple[float, float] = NO_CUTOFF
 ) -> Filled | None:
-    """Places weight gradients into an order; None if it exceeds the limit, or is no better than `cutoff`.
+    """Places weight gradients; None if the order exceeds the limit, or is no better than `cutoff`.
 
     Args:
         order: forwards and input gradients.

@@ -1,9 +1,8 @@
 """Pipeline schedules: the order in which ranks compute. `passes` adds communication.
 
-Letters of the papers: p stages, m micro-batches, v chunks per rank. T_F, T_B and T_W are a stage's times for the
-forward F, input gradient B and weight gradient W. M_B is one forward's activation memory. B is written I where the
-backward is split. Every schedule runs a chunk's backwards in ascending order: gradients accumulate in the same order,
-so all schedules give the same bits.
+The papers' letters: p stages, m micro-batches, v chunks per rank. T_F, T_B and T_W are a stage's times for the forward
+F, input gradient B and weight gradient W. M_B is one forward's activation memory. B is written I where the backward is
+split. Every schedule runs a chunk's backwards in ascending order: all give the same bits.
 
 Zero-bubble schedules are ZB-H1 and ZB-H2 (arXiv 2401.10241), ZBV, V-Half and V-Min (arXiv 2405.15362). Each orders F
 and B; `fill` adds W within a limit on activations, in units of M_B:
@@ -18,8 +17,8 @@ v-half  two chunks in a V                             p // 2 + 1
 v-min   two chunks in a V                             (p+2) / 3
 ======  ============================================  ===============
 
-A V schedule repeats a building block: one micro-batch's path down and up the V, forward and backward. A longer path
-keeps more micro-batches in flight.
+A V schedule repeats a building block: one micro-batch's path down and up the V. A longer path keeps more
+micro-batches in flight.
 """
 
 from __future__ import annotations

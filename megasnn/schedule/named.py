@@ -96,7 +96,6 @@ def equal_costs(stages: int) -> CostsOf:
 
 
 def per_stage(stages: Sequence[ChunkCost]) -> CostsOf:
-    """Chunk costs as shares of whole stages' costs."""
     return lambda placement: chunk_costs(stages, placement)
 
 

@@ -69,8 +69,8 @@ def _best_ends(costs: Sequence[float], parts: int, add: Callable[[float, float],
 def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[range]:
     """Contiguous partition into one chunk per entry of `placement`, none empty, with balanced ranks.
 
-    Minimizes the largest rank cost, and with less weight the largest chunk cost, by local search from
-    `balanced_bounds`. Raises ValueError as `balanced_bounds` does.
+    Minimizes the largest rank cost, and with less weight the largest chunk cost, by local search. Raises ValueError as
+    `balanced_bounds` does.
     """
     bounds = balanced_bounds(costs, len(placement))
     if len(set(placement)) == len(placement):
@@ -96,7 +96,6 @@ def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[rang
 def _moved_while_better(
     cuts: tuple[int, ...], layers: int, badness: Callable[[Sequence[int]], float]
 ) -> tuple[int, ...]:
-    """Moves one or two cuts at a time by one layer."""
     moves = []
     for first, second in combinations_with_replacement(range(len(cuts)), 2):
         for step, other_step in product((-1, 1), repeat=2):
@@ -162,7 +161,6 @@ def layout_to_bounds(layout: Sequence[int], group_of_layer: Sequence[str], chunk
     """Each chunk's layers in an explicit layout, which counts layer groups or single layers.
 
     Args:
-        layout: chunk sizes.
         group_of_layer: each layer's group; a group's layers are adjacent.
         chunks: expected number of entries, if known.
     Raises:

@@ -114,7 +114,7 @@ class ScheduleChoice:
         return cache(self._evaluation)
 
     def of_chunks(self, micro_batches: int) -> Schedule:
-        """Validated schedule before chunks are split."""
+        """Before chunks are split."""
         for schedule in self.decided:
             if schedule.micro_batches == micro_batches:
                 return schedule

@@ -41,10 +41,10 @@ def validate_schedule(schedule: Schedule) -> None:
 
     Rules:
         - Every action is present once, on its rank, after everything it uses.
-        - A segment's forwards and backwards are ascending in the micro-batch, so that all schedules accumulate alike.
+        - A segment's forwards and backwards are ascending in the micro-batch: all schedules accumulate alike.
         - A backward is whole (B) or split (I and W). A recomputed forward (R) comes once, before its backward.
-        - REDUCE_SCATTER, if a segment has it, follows every micro-batch before the next one adds its gradients.
-        - Receives on a link are in the order of the sends, and no ranks wait for each other for ever.
+        - REDUCE_SCATTER, if any, follows every micro-batch before the next one adds its gradients.
+        - A link's receives are in the order of its sends, and no ranks wait for each other for ever.
 
     `validate_weights` checks UNSHARD and RESHARD.
     """
@@ -207,7 +207,7 @@ def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
 
 
 def validate_weights(schedule: Schedule, segment_bytes: Sequence[int], scattered: Collection[int] = ()) -> None:
-    """Raises ScheduleError if UNSHARD, RESHARD or REDUCE_SCATTER are wrong in an otherwise valid schedule.
+    """Raises ScheduleError if UNSHARD, RESHARD or REDUCE_SCATTER are wrong in a schedule.
 
     Weights are gathered before use, not twice, and freed once. Gradients are reduce-scattered for exactly the
     `scattered` segments. A segment with 0 in `segment_bytes` has no weights.

@@ -96,6 +96,7 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
                 loops.block_backward, slices,
                 rows, coefficients, None, flat, None, g_rows, sums, channels, length, blocks, p,
             )  # fmt: skip
+        # The slices depend only on sizes, so the order of this sum does not depend on the number of threads.
         return BackwardSums(torch.from_numpy(sums.sum(axis=0)), carried=g, of_norm=None)
 
     def input_gradient(
@@ -138,6 +139,7 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
         data = _rows(x)
         upstream = _rows(g_spikes)
         first = _potential(v0, x, spec.rest)
+        # A copy, because the loops write the first potential's gradient over it.
         g_v = _potential(g_last, x, 0.0).copy()
         g_x = empty_array(data.shape, data.dtype)
         blocks = -(-data.shape[1] // _ROW_BLOCK)

@@ -20,6 +20,7 @@ TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool
 @triton.jit
 def below_zero(x):
     """True where the sign bit is set, for -0 too."""
+    # By the bits, because a comparison takes -0 for 0.
     if x.dtype == tl.float64:
         below = x.to(tl.int64, bitcast=True) < 0
     elif x.dtype == tl.float32:

@@ -35,6 +35,7 @@ def keep_kernel(kept, k0, k1, samples, runs, stride, offset, length, threshold, 
     key0 = tl.load(k0 + sample).to(tl.uint32)
     key1 = tl.load(k1 + sample).to(tl.uint32)
     w0, w1, w2, w3 = philox_impl(low, high, zero, zero, key0, key1)
+    # Interleaving twice puts the four words of a counter side by side, in the order of the stream.
     words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     place = block * (COUNTERS * 4) + tl.arange(0, COUNTERS * 4) - start % 4
     at_least = (words >> 8).to(tl.int32) >= threshold
