@@ -52,7 +52,7 @@ def convolve(images: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
 
 
 def convolution_input_gradient(grad: Tensor, weight: Tensor, geometry: Geometry, space: torch.Size) -> Tensor:
-    """Input gradient, with spatial size `space`, from the output gradient."""
+    """Input gradient; `space` is the input's spatial size."""
     if _is_matrix_product(grad, weight, geometry):
         rows = grad.movedim(1, -1).reshape(-1, grad.shape[1]) @ weight.flatten(1)
         return rows.view(grad.shape[0], *space, -1).movedim(-1, 1)
@@ -144,7 +144,7 @@ def average_pool(images: Tensor, window: int) -> Tensor:
 
 
 def average_pool_gradient(grad: Tensor, window: int, space: torch.Size) -> Tensor:
-    """Input gradient, with spatial size `space`, from the output gradient."""
+    """Input gradient; `space` is the input's spatial size."""
     # torch takes only the shape and memory format of the input, so the result stands in for it.
     images = torch.empty(
         (*grad.shape[:2], *space), dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last

@@ -49,7 +49,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised numpy array, aligned to 64 bytes."""
+    """Uninitialised, aligned to 64 bytes."""
     size = math.prod(shape) * dtype.itemsize
     raw = counted_array(np.empty(size + _ALIGNMENT, np.uint8))
     start = -raw.ctypes.data % _ALIGNMENT

@@ -56,8 +56,8 @@ class NormNeuronOutput(NamedTuple):
     """
     Attributes:
         spikes: `[time_steps, N, C, ...]` in the input's type.
-        mean, variance: the norm's, `[C]` in double precision, without gradient.
-        values: values per channel behind them; a scalar on the device where ranks share them.
+        mean, variance: `[C]` in double precision, without gradient.
+        values: per channel behind them; a scalar on the device where ranks share them.
     """
 
     spikes: Tensor

@@ -1,7 +1,4 @@
-"""A layer's products: input with weight for the output, with output gradient for the weight gradient.
-
-Where few input values are nonzero, `megasnn.kernels.numba.spike_sums` sums over these alone.
-"""
+"""A layer's products: input with weight for the output, with output gradient for the weight gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +18,8 @@ from megasnn.kernels.numba.spike_sums import output as sparse_output
 class Products:
     """Products of images `[frames, C_in, H, W]` and a weight `[C_out, C_in / groups, k, k]`.
 
-    A linear layer's rows are images with one pixel. With `sparse`, sums over the input's nonzero values, where few.
+    A linear layer's rows are images with one pixel. With `sparse`, `megasnn.kernels.numba.spike_sums` sums over the
+    input's nonzero values alone, where these are few.
     """
 
     sparse: bool = False

@@ -14,7 +14,7 @@ from megasnn.parallel.sharding import ShardedTensor
 class WeightAverage:
     """average = decay * average + (1 - decay) * tensor after each step, from the initial tensors on.
 
-    Running statistics are averaged like weights, as in timm's `ModelEma`; integer tensors are copied.
+    Running statistics are averaged too, as in timm's `ModelEma`; integer tensors are copied.
 
     Args:
         tensors: this rank's parameters and buffers.

@@ -24,8 +24,8 @@ class Lamb(torch.optim.Optimizer):
         u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p
         p = p - lr |p| / |u| u
 
-    |p| / |u| is 1 if either norm is 0 (the paper's phi is the identity), and in groups without weight decay.
-    timm's gradient clipping is `--clip-grad` here.
+    |p| / |u| is 1 if a norm is 0 (the paper's phi is the identity), and in groups without weight decay. timm's gradient
+    clipping is `--clip-grad` here.
 
     Args:
         norms: whole tensors' norms by parameter (megasnn.optim.norms.ShardedNorms).
@@ -88,7 +88,6 @@ class Lamb(torch.optim.Optimizer):
         return updates
 
     def _adapt(self, adapted: Sequence[Tensor], updates: Mapping[Tensor, Tensor]) -> None:
-        """Multiplies each update by |p| / |u|."""
         parameter_norms = self._norms({each: each for each in adapted})
         update_norms = self._norms({each: updates[each] for each in adapted})
         # After the collectives: other ranks may have adapted tensors.

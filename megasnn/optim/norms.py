@@ -49,12 +49,12 @@ class GradientNorm:
         return self._nothing.index_copy(0, self._slots, found)
 
     def clip(self, norm: float | Tensor, most: float, is_void: Tensor | None = None) -> None:
-        """Scales the gradients by most / (norm + 1e-6), if below 1, as torch.nn.utils.clip_grad_norm_.
+        """Scales by most / (norm + 1e-6), if below 1, as torch.nn.utils.clip_grad_norm_.
 
         Args:
             norm: a scalar on the device avoids a host wait.
             most: 0: never scale.
-            is_void: if true, gradients stay unscaled for the search for values that are not finite.
+            is_void: if true, gradients stay as they are, for the search for values that are not finite.
         """
         gradients = [each.grad for each in self._parameters if each.grad is not None]
         if most <= 0 or not gradients:

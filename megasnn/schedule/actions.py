@@ -81,8 +81,6 @@ class Action(NamedTuple):
 
     # A tuple, because large schedules hold half a million actions.
 
-    # A tuple, because large schedules hold half a million actions.
-
     segment: int
     kind: Kind
     micro_batch: int | None = None
@@ -108,12 +106,12 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Ordered actions on every pipeline rank.
-
+    """
     Attributes:
         placement: each segment's pipeline rank.
-        micro_batches: number per step.
-        forward_only: evaluation, without backwards.
+        micro_batches: per step.
+        actions: ordered, one sequence per pipeline rank.
+        forward_only: evaluation.
     """
 
     name: str
@@ -136,7 +134,7 @@ class Schedule:
 
 
 def format_actions(orders: Collection[Sequence[Action]], marks: Collection[Position] = ()) -> str:
-    """Formats actions, one line per rank.
+    """One line per rank.
 
     Args:
         marks: positions to show as ``>1B3<``, with their neighbours only. The index after the last action is the end.
@@ -161,5 +159,5 @@ def format_actions(orders: Collection[Sequence[Action]], marks: Collection[Posit
 
 
 def crosses(placement: Sequence[int], segment: int) -> bool:
-    """True if a segment's output goes to another rank; False for the last segment and for -1."""
+    """Whether a segment's output goes to another rank; False for the last segment and for -1."""
     return 0 <= segment < len(placement) - 1 and placement[segment] != placement[segment + 1]

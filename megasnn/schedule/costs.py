@@ -20,8 +20,8 @@ class ChunkCost:
         transfer: time to send the output to the next chunk's rank.
         transfer_back: time to send its gradient back.
         activation: stashed from the forward until its backward or weight gradient; 1 counts micro-batches.
-        unshard: all-gather time for the weights.
-        reduce_scatter: time for the gradients.
+        unshard: the weights' all-gather time.
+        reduce_scatter: the gradients' time.
     """
 
     forward: float
@@ -91,7 +91,7 @@ def resident_activations(
 
 
 def resident_weights(schedule: Schedule, rank: int, segment_bytes: Sequence[int]) -> list[int]:
-    """Gathered weights in bytes a rank holds after each action, including gathers in flight."""
+    """Gathered bytes a rank holds after each action, including gathers in flight."""
     resident = 0
     result = []
     for segment, kind, _ in schedule.actions[rank]:

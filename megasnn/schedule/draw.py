@@ -59,7 +59,6 @@ def chart(
     """Gantt chart with one row per rank.
 
     Args:
-        title: start of the caption.
         scale: factor from simulated times to `unit`.
     """
     # Imported here, because training without pictures needs no matplotlib.

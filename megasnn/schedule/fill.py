@@ -171,7 +171,7 @@ class _Filling:
         return Filled(schedule, max(self.free), max(self.bubble))
 
     def find_next(self, rank: int) -> None:
-        """Puts a rank's next computation on the heap, if it is known."""
+        """Puts the next computation on the heap, if it is known."""
         now = self.free[rank]
         left = self.left[rank]
         start = NOT_KNOWN

@@ -77,7 +77,7 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
 
 
 def _alternating(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
-    """Warm-up, then one forward and one backward in turn, then the remaining backwards."""
+    """Warm-up forwards, one of each in turn, the remaining backwards."""
     order = [*forwards[:warm_up]]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         order.append(forward)
@@ -168,7 +168,7 @@ class ZeroBubble:
         return v_placement(self.stages) if self.v else loop_placement(self.stages)
 
     def fill(self, ticks: Ticks, micro_batches: int, cutoff: tuple[float, float] = NO_CUTOFF) -> Filled | None:
-        """Fastest order that beats the cutoff, with the smallest bubble; None if there is none."""
+        """Fastest order that beats the cutoff; ties go to the smallest bubble. None if there is none."""
         best = None
         for orders in self.orders(micro_batches):
             order = Schedule(self.name, self.placement, micro_batches, tuple(orders))

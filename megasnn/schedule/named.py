@@ -100,14 +100,14 @@ def per_stage(stages: Sequence[ChunkCost]) -> CostsOf:
 
 
 def looks_at_costs(name: str) -> bool:
-    """True if chunk costs affect this schedule, or the search."""
+    """Whether chunk costs affect this schedule, or the search."""
     return name == AUTO_SCHEDULE or SCHEDULES[name].looks_at_costs
 
 
 def named_schedule(
     name: str, stages: int, micro_batches: int, chunks_per_rank: int | None, costs_of: CostsOf
 ) -> Schedule:
-    """Computations of a named schedule; chunk costs decide where weight gradients go.
+    """Chunk costs decide where weight gradients go.
 
     Raises ValueError for an unknown name, and for a schedule that cannot keep its memory limit.
     """
@@ -178,8 +178,6 @@ def _candidates(stages: int, micro_batches: int, counts: tuple[int, ...]) -> Ite
 
 
 class _Search:
-    """Best schedule so far, its makespan and its largest activation peak."""
-
     def __init__(self, micro_batches: int, costs_of: CostsOf) -> None:
         self._micro_batches = micro_batches
         self._costs_of = costs_of
@@ -214,6 +212,6 @@ class _Search:
 
 
 def _preference(activations: float, schedule: Schedule) -> tuple[float, int, bool]:
-    """Sort key among equally fast schedules: fewer activations, fewer chunks, whole backwards."""
+    """Among equally fast schedules: fewer activations, fewer chunks, whole backwards."""
     splits = schedule.name not in SCHEDULES or SCHEDULES[schedule.name].looks_at_costs
     return activations, schedule.segments, splits

@@ -1,7 +1,7 @@
 """Passes over a schedule: from ordered computations to an executor's actions.
 
 First come transfers and the gradient reduction, as ``_add_send_recv`` in ``torch.distributed.pipelining`` adds them;
-then layers and recomputation; then all-gathers, frees and reduce-scatters for sharded weights.
+then `refine` and `insert_recompute`; then the passes for sharded weights.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def complete(order: Schedule) -> Schedule:
 
 
 def insert_transfers(schedule: Schedule) -> Schedule:
-    """Adds receives before computations and sends after them, between segments on different ranks."""
+    """Receives before computations and sends after them, between segments on different ranks."""
     placement = schedule.placement
     # A link carries all messages from one rank to another, forward and backward, in the order of the sends. By (sending
     # rank, receiving rank), the receives.
@@ -111,7 +111,7 @@ def _receive_before(action: Action, placement: Sequence[int]) -> Action | None:
 
 
 def insert_gradient_reduction(schedule: Schedule) -> Schedule:
-    """Adds a REDUCE_GRAD for each segment, after its last backward and the send that follows."""
+    """A REDUCE_GRAD for each segment, after its last backward and the send that follows."""
     orders = []
     for rank, order in enumerate(schedule.actions):
         orders.append(_with_reduction(order, set(schedule.segments_of(rank))))
@@ -193,8 +193,7 @@ def with_recompute(order: Sequence[Action], wanted: Callable[[int, int], bool]) 
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Weights sharded over ranks, and gathered for use.
-
+    """
     Attributes:
         segment_bytes: each segment's gathered size; 0: no weights.
         scattered: segments whose gradients are reduce-scattered after every micro-batch.
@@ -206,7 +205,7 @@ class SharedWeights:
     ranks: int = 2
 
     def insert(self, schedule: Schedule) -> Schedule:
-        """Adds UNSHARD, RESHARD and REDUCE_SCATTER, and validates them."""
+        """Adds UNSHARD, RESHARD and REDUCE_SCATTER, and validates."""
         if not schedule.forward_only:
             schedule = insert_reduce_scatters(schedule, self.scattered)
         schedule = insert_unshards(schedule, self.segment_bytes)

@@ -55,13 +55,13 @@ class ScheduleChoice:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def in_segments(self, bounds: Sequence[range], recompute: str) -> ScheduleChoice:
-        """The same schedule, executed layer by layer; `bounds` has each chunk's layers."""
+        """Executed layer by layer; `bounds` has each chunk's layers."""
         # A chunk without layers is one segment: it passes on its input.
         counts = tuple(max(1, len(layers)) for layers in bounds)
         return replace(self, segments_per_chunk=counts, recompute=recompute)
 
     def sharing(self, weights: SharedWeights, micro_batches: Collection[int]) -> ScheduleChoice:
-        """The same schedule with sharded weights, in training and evaluation.
+        """With sharded weights, in training and evaluation.
 
         Raises ValueError unless all replicas have the same number of micro-batches per step.
         """
@@ -200,7 +200,7 @@ def generate(
 
 
 def chunks_of_schedule(name: str, asked: int | None = None) -> int | None:
-    """Chunks per pipeline rank: the number asked for, else the schedule's own; None lets "auto" choose.
+    """The number asked for, else the schedule's own; None lets "auto" choose.
 
     Raises ValueError for an unknown name or an impossible number.
     """

@@ -1,4 +1,4 @@
-"""Simulation from segment costs: exact times and memory, without contention."""
+"""Exact times and memory from segment costs, without contention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """Timeline and totals; sequences have one entry per pipeline rank.
+    """Sequences have one entry per pipeline rank.
 
     Attributes:
         timeline: all actions in order. A receive ends when the tensor arrives. UNSHARD and REDUCE_SCATTER are in

@@ -24,7 +24,7 @@ MOST_LISTED = 8  # missing actions
 
 
 class ScheduleError(ValueError):
-    """An invalid schedule; the message shows every rank's actions and marks the position."""
+    """The message shows every rank's actions and marks the position."""
 
     def __init__(self, schedule: Schedule, problem: str, marks: Collection[Position] = ()) -> None:
         positions = ", ".join(f"rank {rank} at action {index}" for rank, index in marks)
@@ -163,7 +163,7 @@ def _needed(action: Action, schedule: Schedule, scattered: bool) -> Iterator[Act
 
 
 def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
-    """All actions in an executable order, as (rank, indices of the actions it runs without waiting).
+    """All actions in an executable order, as (rank, indices of actions it runs without waiting).
 
     A send does not block its rank. Raises ScheduleError for a receive out of order and for a deadlock.
     """

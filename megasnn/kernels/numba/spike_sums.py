@@ -92,7 +92,7 @@ def add_spike_weight_gradient(total: Tensor, grad: Tensor, x: Tensor, geometry: 
 def add_weight_gradient_of_bits(
     total: Tensor, grad: Tensor, packed: Tensor, shape: torch.Size, geometry: Geometry
 ) -> bool:
-    """`add_spike_weight_gradient` from packed spikes with this shape, channels last."""
+    """As `add_spike_weight_gradient`, from packed spikes, channels last."""
     work = _work_of_gradient(total, grad, shape, geometry)
     if work is None or packed.device != grad.device:
         return False

@@ -16,7 +16,7 @@ MOST_VALUES = 2**31 - 2**26
 
 
 def interpreted() -> bool:
-    """True where Triton runs its kernels in Python, on CPU tensors."""
+    """True if Triton runs kernels in Python, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "yes", "on", "y")
 
 
@@ -46,7 +46,6 @@ def _unusable(device: torch.device) -> str | None:
 
     Raises torch.OutOfMemoryError, or triton's error, when the card's memory is full.
     """
-    # A full memory may pass, so it is not cached.
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < OLDEST:
@@ -59,6 +58,7 @@ def _unusable(device: torch.device) -> str | None:
         try_out(device)
     except Exception as error:  # a missing library, compiler or driver may raise anything
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            # A full memory may pass, so it must not be cached.
             raise
         return f"triton is not usable here ({type(error).__name__}: {error})".replace("\n", " ")
     return None

@@ -125,5 +125,5 @@ def _nothing(x):
 
 
 def try_out(device: torch.device) -> None:
-    """Compiles and starts the smallest kernel. Raises any error from triton, compiler or driver."""
+    """Compiles and starts the smallest kernel. Raises any error."""
     Launch(_nothing, 1)(torch.zeros(1, device=device))
