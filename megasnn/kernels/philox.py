@@ -79,7 +79,7 @@ def kept_by_tensors(threshold: int, keys: Tensor, steps: int, cut: Runs) -> Tens
     """
     device = keys.device
     starts = torch.arange(steps * cut.runs, device=device).view(steps, 1, cut.runs, 1) * cut.stride + cut.offset
-    # A run may begin behind up to 3 of a counter's four values, so that it needs one counter more.
+    # A run may begin behind 1 to 3 of a counter's four values, and may then need one counter more.
     counters = starts // 4 + torch.arange((cut.length + 6) // 4, device=device)
     k0, k1 = keys.view(2, -1, 1, 1)
     words = torch.stack(philox(counters & WORD_MASK, counters >> 32, 0, 0, k0, k1), dim=-1)

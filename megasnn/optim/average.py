@@ -21,7 +21,6 @@ class WeightAverage:
 
     Attributes:
         tensors: the average, under its checkpoint names.
-        steps: number of updates.
     """
 
     def __init__(self, tensors: Sequence[ShardedTensor], decay: float) -> None:

@@ -89,7 +89,7 @@ class ShardedNorms:
                 self._sums.append((groups[axis], torch.tensor(is_cut, device=self._device)))
 
     def __call__(self, values: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Float64 scalars by parameter, without a host wait. Collective over the axes that cut tensors."""
+        """Float64 scalars by parameter, without a host wait. Collective."""
         squares = sums_of_squares([values.get(tensor) for tensor in self._tensors], self._device)
         for group, is_cut in self._sums:
             # One exchange for all tensors.

@@ -26,19 +26,12 @@ NOT_KNOWN = -1
 
 @dataclass(frozen=True)
 class Ticks:
-    """Chunk costs on a placement, in whole ticks.
+    """Chunk costs on a placement, in whole ticks."""
 
-    Attributes:
-        placement: each chunk's rank.
-        times: by kind, each chunk's time to compute.
-        moved: by kind, each chunk's time to send its result.
-        work: each rank's time per micro-batch.
-    """
-
-    placement: tuple[int, ...]
-    times: dict[Kind, list[int]]
-    moved: dict[Kind, list[int]]
-    work: list[int]
+    placement: tuple[int, ...]  # each chunk's rank
+    times: dict[Kind, list[int]]  # by kind, each chunk's time to compute
+    moved: dict[Kind, list[int]]  # by kind, each chunk's time to send its result
+    work: list[int]  # each rank's time per micro-batch
     duration: float  # of a tick
 
     @classmethod
@@ -74,15 +67,11 @@ def _in_ticks(times: dict[Kind, list[float]], duration: float) -> dict[Kind, lis
 
 @dataclass(frozen=True)
 class Filled:
-    """
-    Attributes:
-        makespan: in ticks.
-        bubble: a rank's longest wait between its first and last computation, in ticks.
-    """
+    """Schedule with weight gradients; times in ticks."""
 
     schedule: Schedule
     makespan: int
-    bubble: int
+    bubble: int  # a rank's longest wait between its first and last computation
 
 
 def fill(

@@ -138,7 +138,7 @@ def find_best(
 
     Args:
         chunks_per_rank: None: 1 or 2.
-        placement: searches only this placement.
+        placement: searches only this one.
     """
     counts = (1, 2) if chunks_per_rank is None else (chunks_per_rank,)
     search = _Search(micro_batches, costs_of)
