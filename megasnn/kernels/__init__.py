@@ -1,8 +1,7 @@
-"""Arithmetic on tensors: neurons and the norm before them, packing of spikes into bits, convolution, pooling.
+"""Tensor arithmetic: neurons and the norm before them, spike packing, convolution, pooling.
 
-The tables of neurons, surrogates and backends need no torch. The functions are in `neuron`, `norm_neuron`,
-`spike_codec`, `convolution`, `products` and `philox`. Activations are ``[T, N, C, ...]``; kernels take channels-last
-memory without a copy.
+The tables (neurons, surrogates, backends) need no torch. Activations are ``[T, N, C, ...]``; kernels take
+channels-last memory without a copy.
 """
 
 from megasnn.kernels.backends import BACKENDS

@@ -1,6 +1,6 @@
 """Backends that compute neurons: plain PyTorch as the reference, and faster ones that must equal it.
 
-The table imports neither torch nor numba nor triton: the command line is checked against it before they are loaded.
+Imports neither torch nor numba nor triton: the command line is checked first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class NeuronBackend:
     """
     Attributes:
         summary: for --help.
-        neurons, surrogates: names of the neurons and surrogates that the backend computes.
+        neurons, surrogates: names the backend computes.
         norm_neuron_kernels: makes its `megasnn.kernels.norm_neuron_kernels.NormNeuronKernels`.
         refuses: input -> the reason against it, or None.
     """
@@ -33,14 +33,14 @@ class NeuronBackend:
     refuses: Callable[[Tensor], str | None] = lambda x: None
 
     def lacks(self, neuron: str, surrogate: str) -> str | None:
-        """Names the part of a neuron that the backend cannot compute, whatever the input; None if there is none."""
+        """Names a neuron part that the backend computes for no input; None if there is none."""
         for flag, name, known in (("neuron", neuron, self.neurons), ("surrogate", surrogate, self.surrogates)):
             if name not in known:
                 return f"they know the {flag}s {', '.join(known)}, not --{flag} {name}"
         return None
 
     def unavailable(self, x: Tensor, spec: NeuronSpec) -> str | None:
-        """Reason why the backend cannot compute this neuron on this input; None where it can."""
+        """Reason against this neuron on this input, or None."""
         return self.lacks(spec.kind, spec.surrogate) or self.refuses(x)
 
 
@@ -77,7 +77,7 @@ _fastest: dict[tuple[object, ...], NeuronBackend] = {}
 
 
 def backend_for(name: str, x: Tensor, spec: NeuronSpec) -> NeuronBackend:
-    """Returns the named backend, or for `auto` the fastest that computes this neuron on this input.
+    """Returns the named backend, or for `auto` the fastest usable one.
 
     Raises:
         ValueError: an unknown name, or a backend that cannot be used here.

@@ -15,17 +15,17 @@ from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
 
 
 class CompiledKernels(NormNeuronKernels[Carried]):
-    """Kernels with a backward of their own also for neurons without a norm."""
+    """Kernels with their own backward for neurons without a norm."""
 
     @abstractmethod
     def fire_alone(self, inputs: NeuronInput, packed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Spikes, last potential and, with `packed` and where a time step fills whole bytes, the spikes' bits."""
+        """Spikes, last potential and, with `packed` and where a step fills whole bytes, the spikes' bits."""
 
     @abstractmethod
     def backward_alone(
         self, inputs: NeuronInput, g_spikes: Tensor, g_last: Tensor | None, learn: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Gradients of x and of v0, and with `learn` the sum for `gradient_of_w`."""
+        """Gradients with respect to x and v0, and with `learn` the sum for `gradient_of_w`."""
 
     def neuron_multi_step(
         self, x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None
@@ -77,7 +77,7 @@ class _CompiledNeuron(torch.autograd.Function):
 
 
 def _channels_fastest(x: Any, dim: int) -> Any:
-    """Moves the channels, dimension `dim` or the last one there is, to the end of a contiguous tensor; None stays."""
+    """Moves dimension `dim`, or the last one, to the end of a contiguous tensor; None stays."""
     if x is None:
         return None
     return x.detach().movedim(min(dim, x.ndim - 1), -1).contiguous()

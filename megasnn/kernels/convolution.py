@@ -1,4 +1,4 @@
-"""Convolution and average pooling on `[frames, C, H, W]`, channels last: forward and each gradient by itself.
+"""Convolution and average pooling on `[frames, C, H, W]`, channels last, with separate gradients.
 
 Pooling has no overlap (AvgPool2d). Rows and columns that do not fill a window are left out, as in torch.
 """
@@ -24,7 +24,7 @@ NARROW = 16
 
 @dataclass(frozen=True)
 class Geometry:
-    """Stride, padding with zeros and dilation along height and width, and groups, as in torch."""
+    """Stride, zero padding and dilation along height and width, and groups, as in torch."""
 
     stride: tuple[int, ...] = (1, 1)
     padding: tuple[int, ...] = (0, 0)
@@ -33,7 +33,7 @@ class Geometry:
 
 
 def output_space(space: torch.Size, sides: torch.Size, geometry: Geometry) -> torch.Size:
-    """Height and width of the output, from those of the input and of the kernel."""
+    """Output height and width, from the input's and the kernel's."""
     result = []
     for dim in range(len(space)):
         reach = geometry.dilation[dim] * (sides[dim] - 1) + 1
@@ -52,7 +52,7 @@ def convolve(images: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
 
 
 def convolution_input_gradient(grad: Tensor, weight: Tensor, geometry: Geometry, space: torch.Size) -> Tensor:
-    """The gradient of the input, of spatial size `space`, from that of the output."""
+    """Input gradient; `space` is the input's spatial size."""
     if _is_matrix_product(grad, weight, geometry):
         rows = grad.movedim(1, -1).reshape(-1, grad.shape[1]) @ weight.flatten(1)
         return rows.view(grad.shape[0], *space, -1).movedim(-1, 1)
@@ -65,7 +65,8 @@ def convolution_input_gradient(grad: Tensor, weight: Tensor, geometry: Geometry,
 
 
 def _transposed(grad: Tensor, weight: Tensor, geometry: Geometry, space: torch.Size) -> Tensor:
-    """The same by a transposed convolution: on a GPU the same kernel, and no tensor is made for a shape."""
+    """Input gradient by a transposed convolution."""
+    # On a GPU it is the same kernel, and no tensor is made for a shape.
     output_padding = []
     for dim in range(len(space)):
         reach = geometry.dilation[dim] * (weight.shape[2 + dim] - 1) + 1
@@ -77,11 +78,10 @@ def _transposed(grad: Tensor, weight: Tensor, geometry: Geometry, space: torch.S
 
 
 def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: Geometry) -> None:
-    """Adds the gradient of the weight to `total` `[C_out, C_in / groups, k, k]`, which may be of higher precision.
+    """Adds the weight gradient to `total` `[C_out, C_in / groups, k, k]`, maybe in higher precision.
 
     Args:
-        grad: gradient of the output.
-        images: the input.
+        grad: output gradient.
     """
     is_pointwise = total.shape[2:] == (1, 1) and geometry.padding == (0, 0)
     if is_pointwise and geometry.stride != (1, 1) and total.shape[1] < NARROW and images.device.type == "cpu":
@@ -100,7 +100,7 @@ def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: G
 
 
 def _at_stride_one(images: Tensor, geometry: Geometry, space: torch.Size) -> tuple[Tensor, Geometry]:
-    """The pixels that a strided pointwise convolution reads, and its geometry on them."""
+    """Pixels that a strided pointwise convolution reads, and its geometry on them."""
     # oneDNN, as torch 2.13 and 2.14 bring it, writes past a buffer in the weight gradient of such a convolution with
     # channels last (uxlfoundation/oneDNN issue 6035, open in November 2026). Without a stride it does not. This copy
     # can go when torch brings a oneDNN with the mend.
@@ -110,7 +110,7 @@ def _at_stride_one(images: Tensor, geometry: Geometry, space: torch.Size) -> tup
 
 
 def _is_matrix_product(images: Tensor, weight: Tensor, geometry: Geometry, few_rows: int = FEW_ROWS) -> bool:
-    """True for a pointwise convolution on images of one pixel, or over few rows on a CPU."""
+    """True for a pointwise convolution on images with one pixel, or over few rows on a CPU."""
     # Over few rows a convolution spends its time on reordering the weight for oneDNN; below 16 frames PyTorch even
     # takes a slow path without oneDNN. Over many rows the convolution is never slower, and twice as fast on processors
     # that MKL is not written for. The limit of a weight gradient is higher: the product adds it in place, and the
@@ -133,7 +133,6 @@ def _convolution_backward(
 
 
 def pooled_space(space: torch.Size, window: int) -> torch.Size:
-    """The spatial size after pooling."""
     return torch.Size(size // window for size in space)
 
 
@@ -145,7 +144,7 @@ def average_pool(images: Tensor, window: int) -> Tensor:
 
 
 def average_pool_gradient(grad: Tensor, window: int, space: torch.Size) -> Tensor:
-    """The gradient of the input, of spatial size `space`, from that of the output."""
+    """Input gradient; `space` is the input's spatial size."""
     # torch takes only the shape and memory format of the input, so the result stands in for it.
     images = torch.empty(
         (*grad.shape[:2], *space), dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last
@@ -164,7 +163,7 @@ def mean_of_windows(images: Tensor, window: int) -> Tensor:
 
 
 def spread_over_windows(grad: Tensor, window: int, images: Tensor) -> Tensor:
-    """Writes the gradient of the pooling's input into `images`."""
+    """Writes the pooling's input gradient into `images`."""
     if any(size % window for size in images.shape[2:]):
         images.zero_()  # pixels in no window
     _windows(images, window).copy_((grad / window**2).movedim(1, -1)[:, :, None, :, None])

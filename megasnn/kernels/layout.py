@@ -1,7 +1,6 @@
-"""Memory order of dense tensors, memory for large new ones, and rounding of products to TF32.
+"""Memory order, memory for large new tensors, and TF32 rounding in products.
 
-TF32 has the exponents of float32 and 11 significant bits. By default torch rounds in convolutions (cuDNN) and not in
-matrix products (cuBLAS). `let_products_round` sets both alike.
+TF32 has float32's exponents and 11 significant bits.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ OPERATIONS = (CUDNN.conv, CUDNN.rnn, CUBLAS)
 
 
 def flat_in_memory(x: Tensor) -> Tensor:
-    """A view of the elements in memory order; a row-major copy of a tensor that is not dense."""
+    """A view in memory order; a row-major copy if the tensor is not dense."""
     if x.is_contiguous():
         return x.view(-1)
     # From the slowest dimension to the fastest. Dimensions of size 1 may have any stride, and come first.
@@ -41,7 +40,6 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised contiguous tensor."""
     # On the CPU numpy asks for huge pages: touching a large tensor for the first time costs several times less than
     # with torch's allocator.
     if device.type != "cpu":
@@ -51,7 +49,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised numpy array that starts at a multiple of 64 bytes."""
+    """Uninitialised, aligned to 64 bytes."""
     size = math.prod(shape) * dtype.itemsize
     raw = counted_array(np.empty(size + _ALIGNMENT, np.uint8))
     start = -raw.ctypes.data % _ALIGNMENT
@@ -67,7 +65,8 @@ def on_gpu(values: Tensor) -> bool:
 
 
 def let_products_round(allowed: bool) -> None:
-    """Allows or forbids TF32 in products of float32, for the whole process."""
+    """Allows or forbids TF32 in float32 products, for the whole process."""
+    # By default torch rounds in convolutions (cuDNN) and not in matrix products (cuBLAS). Both are set alike.
     # torch.compile reads the first two settings, and fails where they contradict the others.
     CUDNN.allow_tf32 = CUBLAS.allow_tf32 = allowed
     for operation in OPERATIONS:

@@ -16,12 +16,12 @@ def neuron_multi_step(
     w: Tensor | None = None,
     backend: str = AUTO_BACKEND,
 ) -> tuple[Tensor, Tensor]:
-    """Computes a layer of neurons over all time steps.
+    """Computes a layer's neurons over all time steps.
 
     Args:
         x: input current ``[T, N, ...]``, in any memory order. On the meta device only shapes are computed.
         v0: membrane potential before the first step ``[N, ...]``; None for ``v_reset``, or 0 with a soft reset.
-        w: the parameter of a plif neuron, a scalar.
+        w: a plif neuron's scalar parameter.
 
     Returns:
         Spikes, shaped and typed like ``x``, and the membrane potential ``[N, ...]`` after the last step.
@@ -36,7 +36,7 @@ def neuron_multi_step(
 
 
 def check_neuron(x: Tensor, spec: NeuronSpec, w: Tensor | None) -> None:
-    """Raises ValueError for an input that is not floating-point, and for a `w` that the neuron lacks or has not."""
+    """Raises ValueError for an input that is not floating-point, a missing `w`, or one too many."""
     if not x.is_floating_point():
         raise ValueError(f"a neuron takes floating-point input [T, N, ...], got {x.dtype} {tuple(x.shape)}")
     if (w is not None) != NEURONS[spec.kind].learns:

@@ -1,6 +1,6 @@
-"""Description of a spiking neuron for all backends, and the tables of neurons and surrogate gradients.
+"""Description of a spiking neuron for all backends, and the tables: neurons, surrogate gradients.
 
-The tables import neither torch nor numba nor triton: the command line is checked against them before these are loaded.
+Imports neither torch nor numba nor triton: the command line is checked first.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ _LAYERS = "megasnn.layers.psn"
 
 @dataclass(frozen=True)
 class Neuron:
-    """A kind of neuron.
-
+    """
     Attributes:
         summary: for --help.
-        charge: (input of a step, last potential, description, q) -> potential before firing. q is `sigmoid(w)` of a
-            learned time constant, or the result of `constant`.
+        charge: (a step's input, last potential, description, q) -> potential before firing. q is a learned time
+            constant's `sigmoid(w)`, or the result of `constant`.
         leaks: the potential decays by `tau`.
         learns: the time constant is learned, by a parameter `w` that starts at `tau`.
         constant: (input of all steps, description) -> q, computed once for all steps.
-        levels: D of a neuron that fires whole numbers from 0 to D; None for spikes.
-        fixed: required values of fields of the description.
-        layer: (description, context) -> layer of a neuron without recurrence.
+        levels: D, if the neuron fires whole numbers from 0 to D; None for spikes.
+        fixed: required field values in the description.
+        layer: (description, context) -> layer, for neurons without recurrence.
     """
 
     summary: str
@@ -61,7 +60,7 @@ def _leak(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
 
 
 def _divisor(inputs: Tensor, spec: NeuronSpec) -> float | Tensor:
-    """Divisor of the leak, a tensor unless it is a power of two."""
+    """The leak's divisor, a tensor unless it is a power of two."""
     # On a GPU torch does not divide by a number: it multiplies by the reciprocal, which is rounded once more unless the
     # number is a power of two. It divides by a tensor.
     return spec.tau if _is_power_of_two(spec.tau) else inputs.new_full((), spec.tau)
@@ -115,9 +114,9 @@ class Surrogate(NamedTuple):
     """A surrogate gradient.
 
     Attributes:
-        spikingjelly: its class in spikingjelly.activation_based.surrogate; None where `gradient` says it.
+        spikingjelly: its class in spikingjelly.activation_based.surrogate; None with a `gradient`.
         alpha: default sharpness.
-        gradient: (potential above the threshold, alpha) -> the surrogate of the step's derivative.
+        gradient: (potential above the threshold, alpha) -> the step's surrogate derivative.
     """
 
     spikingjelly: str | None
@@ -126,7 +125,7 @@ class Surrogate(NamedTuple):
 
 
 def _triangle(x: Tensor, alpha: float) -> Tensor:
-    """A triangle of height 1 / alpha and half width alpha (arXiv 2202.11946, equation 4)."""
+    """A triangle with height 1 / alpha and half width alpha (arXiv 2202.11946, equation 4)."""
     return (alpha - x.abs()).clamp(min=0) / alpha**2
 
 
@@ -153,7 +152,7 @@ SURROGATES: Registry[Surrogate] = Registry(
 
 @dataclass(frozen=True)
 class NeuronSpec:
-    """Description of a neuron, with the semantics of SpikingJelly's multi-step neurons.
+    """A neuron with the semantics of SpikingJelly's multi-step neurons.
 
     A time step charges, fires and resets, for input x, potential v, and r = v_reset, or 0 with a soft reset:
 
@@ -168,15 +167,14 @@ class NeuronSpec:
 
     Attributes:
         kind: name in `megasnn.kernels.NEURONS`.
-        tau: time constant in time steps, above 1; the initial one of plif.
-        v_threshold: threshold; the initial one of psn and sliding_psn.
-        v_reset: potential after a spike; None subtracts the threshold (soft reset).
-        decay_input: divide the input by tau, too.
+        tau: in time steps, above 1; plif's initial one.
+        v_threshold: psn's and sliding_psn's initial one.
+        v_reset: potential after a spike; None: soft reset.
         detach_reset: no gradient through the spike in the reset.
         surrogate: name in `megasnn.kernels.SURROGATES`; ilif has the gradient of h / v_threshold from 0 to 4 instead.
-        alpha: sharpness of the surrogate; None for SpikingJelly's default.
+        alpha: surrogate sharpness; None for SpikingJelly's default.
     Raises:
-        ValueError: unknown kind or surrogate, tau of 1 or less with a leak, or a value that the kind does not allow.
+        ValueError: unknown kind or surrogate, tau <= 1 with a leak, or a value that the kind does not allow.
     """
 
     kind: str = "lif"
@@ -203,23 +201,21 @@ class NeuronSpec:
 
     @property
     def largest(self) -> int:
-        """The largest number fired in a step."""
         return NEURONS[self.kind].levels or 1
 
     @property
     def surrogate_alpha(self) -> float:
-        """``alpha``, resolved."""
+        """Not for ilif4, whose gradient has no sharpness."""
         assert self.alpha is not None
         return float(self.alpha)
 
     @property
     def rest(self) -> float:
-        """The potential at rest, before the first step: ``v_reset``, or 0 with a soft reset."""
+        """Potential before the first step: ``v_reset``, or 0 with a soft reset."""
         return 0.0 if self.v_reset is None else self.v_reset
 
 
 def _flag(name: str, value: Any) -> str:
-    """A field with its value as on the command line."""
     flag = "surrogate-alpha" if name == "alpha" else name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
@@ -229,7 +225,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 class FusedSurrogate(NamedTuple):
-    """A surrogate gradient of compiled kernels, `amplitude * shape(slope * (h - threshold))`, for alpha = 1."""
+    """Compiled kernels' surrogate gradient, `amplitude * shape(slope * (h - threshold))`, for alpha = 1."""
 
     code: str
     amplitude: float
@@ -248,11 +244,11 @@ class Numbers:
     """A neuron in numbers, for the compiled kernels.
 
     Attributes:
-        charge: formula of the charge in `numba.step` and `triton.step`.
+        charge: formula in `numba.step` and `triton.step`.
         surrogate: code of a FusedSurrogate.
         learned: the factor is learned. Triton kernels, whose factor stays on the device, then ignore factor, into and
             through.
-        factor: divisor or multiplier of the charge.
+        factor: the charge's divisor or multiplier.
         jump, slide: d(v after reset) / d(spike) = jump - slide * h.
         into, through: d(h) / d(x) and d(h) / d(v).
         slope, amplitude: the surrogate gradient is amplitude * shape(slope * (h - threshold)).
@@ -275,7 +271,7 @@ class Numbers:
 
 @lru_cache(maxsize=256)  # each launch of a kernel asks; a learned leak changes with every step
 def numbers(spec: NeuronSpec, learned_leak: float = 0.0) -> Numbers:
-    """A neuron in numbers. learned_leak: its learned factor, where the host knows it."""
+    """learned_leak: a learned factor's value, if the host knows it."""
     surrogate = FUSED_SURROGATES[spec.surrogate]
     neuron = NEURONS[spec.kind]
     charge = "CHARGE_ADD"

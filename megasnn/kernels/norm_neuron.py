@@ -1,4 +1,4 @@
-"""Batch norm, optional max pooling and neurons in one call: arguments are checked, a backend computes."""
+"""Batch norm, optional max pooling and neurons in one call: checks arguments, a backend computes."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Shared(Protocol):
     """Exchange between ranks whose values are normalised together."""
 
     def statistics(self, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Merges the ranks' means and biased variances `[2, C]` of `count` values a channel; adds up the counts."""
+        """Merges the ranks' means and biased variances `[2, C]`, each over `count` values; adds the counts."""
 
     def total(self, sums: Tensor) -> Tensor:
-        """The sum over the ranks."""
+        """Sum over the ranks."""
 
 
 class BatchNorm(NamedTuple):
@@ -42,7 +42,7 @@ class BatchNorm(NamedTuple):
 
     Attributes:
         weight, bias: scale and shift `[C]`, or None.
-        running: mean and variance `[C]`; None for statistics of the input over time, samples and space.
+        running: mean and variance `[C]`; None for input statistics over time, samples and space.
         shared: exchange with other ranks; None where this rank has all values.
     """
 
@@ -55,9 +55,9 @@ class BatchNorm(NamedTuple):
 class NormNeuronOutput(NamedTuple):
     """
     Attributes:
-        spikes: `[time_steps, N, C, ...]` in the type of the input.
-        mean, variance: `[C]` of the norm in double precision, without gradient.
-        values: number of values per channel behind them; a scalar on the device where ranks share them.
+        spikes: `[time_steps, N, C, ...]` in the input's type.
+        mean, variance: `[C]` in double precision, without gradient.
+        values: per channel behind them; a scalar on the device where ranks share them.
     """
 
     spikes: Tensor
@@ -83,12 +83,12 @@ def norm_pool_neuron(
     Args:
         x: ``[T, N, C, H, W]`` or ``[T, N, C, L]``, with ``time_steps`` steps or 1. On the meta device only shapes are
             computed.
-        above: with pooling, another rank's row ``[T, N, C, 1, W]`` above ``x``, without part in the statistics. ``x``
-            then begins with an even row of the image. None, or no column: ``x`` begins at the edge.
+        above: with pooling, another rank's row ``[T, N, C, 1, W]`` above ``x``, not in the statistics. ``x`` then
+            begins with an even image row. None, or no column: ``x`` begins at the edge.
         fires: False where only the graph is wanted: the spikes are then zeros without memory.
 
     Raises:
-        ValueError: an unknown or unusable backend, time steps that do not fit, or statistics of a single value.
+        ValueError: an unknown or unusable backend, time steps that do not fit, or statistics over a single value.
     """
     spec = norm_neuron.spec
     own_values = x.numel() // x.shape[2]
@@ -124,7 +124,7 @@ def norm_pool_neuron(
 def _statistics(
     kernels: NormNeuronKernels[Any], x: Tensor, norm: BatchNorm, eps: float
 ) -> tuple[Statistics, int | Tensor]:
-    """Statistics to normalise with, and the number of values per channel behind them."""
+    """Statistics to normalise with, and the values per channel behind them."""
     own_values = x.numel() // x.shape[2]
     shared = norm.shared
     if norm.running is not None:
@@ -153,20 +153,13 @@ def _with_coefficients(
 
 
 class _CallOptions(NamedTuple):
-    """Options of a forward and its backward.
-
-    Attributes:
-        values: number of values per channel behind them; None where they do not depend on the input.
-        fires, packed: the spikes are wanted; their bits are wanted, too.
-    """
-
     norm_neuron: NormNeuron
     kernels: NormNeuronKernels[Any]
     statistics: Statistics
-    values: int | Tensor | None
+    values: int | Tensor | None  # per channel behind the statistics; None where they do not depend on the input
     shared: Shared | None
-    fires: bool
-    packed: bool
+    fires: bool  # the spikes are wanted
+    packed: bool  # their bits are wanted, too
 
 
 class _NormNeuronFunction(torch.autograd.Function):
@@ -195,6 +188,7 @@ class _NormNeuronFunction(torch.autograd.Function):
             spikes, bits = options.kernels.fire(inputs, options.packed)
         else:
             spikes = x.new_zeros(()).expand(norm_neuron.shape_of_spikes(x))
+        # A missing gradient stays None, so that backward computes nothing for it.
         ctx.set_materialize_grads(False)
         ctx.norm_neuron = norm_neuron
         ctx.kernels = options.kernels
@@ -221,6 +215,7 @@ class _NormNeuronFunction(torch.autograd.Function):
             count = own_values if ctx.values is not None and ctx.shared is None else None
             sums, carried, of_norm = ctx.kernels.backward_sums(inputs, g_spikes, need_w, count)
         else:
+            # A rank without values still takes part in the exchange below.
             sums = x.new_zeros((3, x.shape[2]), dtype=torch.float64)
         if of_norm is None:
             of_norm = parameter_gradients(sums, inputs.norm, ctx.norm_neuron.eps)
@@ -245,7 +240,6 @@ class _NormNeuronFunction(torch.autograd.Function):
 
 
 def parameter_gradients(sums: Tensor, norm: Norm, eps: float) -> ParameterGradients:
-    """Gradients of scale and shift from the sums of a backward."""
     of_weight = None
     of_bias = None
     if norm.weight is not None:
@@ -256,7 +250,7 @@ def parameter_gradients(sums: Tensor, norm: Norm, eps: float) -> ParameterGradie
 
 
 def _subtracted_means(inputs: NormNeuronInput, x: Tensor, means: Tensor) -> Tensor:
-    """Part that the input gradient at values x loses through the statistics: mean gradient and mean per deviation."""
+    """The input gradient's terms at values x through the statistics: mean g, and mean g per deviation."""
     norm = inputs.norm
     precision = (norm.variance + inputs.norm_neuron.eps).reciprocal()
     scale = precision.sqrt()

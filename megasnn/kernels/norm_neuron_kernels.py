@@ -1,7 +1,6 @@
-"""The class of a backend's kernels for batch norm, max pooling and neurons, and the values that they take.
+"""Base class of a backend's norm, pooling and neuron kernels, and the values they take.
 
-A backend normalises, pools and fires in four calls. Between them, ranks that share a micro-batch exchange their sums
-over samples and pixels.
+A backend normalises, pools and fires in four calls. Between them, ranks with a common micro-batch exchange sums.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class NormNeuron:
     Attributes:
         eps: added to the variance.
         pool: max pooling between norm and neurons; needs `[T, N, C, H, W]`.
-        time_steps: T of the spikes. An input with a single time step is repeated at every step.
-        above: with pooling, the number of input rows, 0 or 1, before the middle row of the first windows.
+        time_steps: the spikes' T. An input with a single time step is repeated at every step.
+        above: with pooling, the number of input rows, 0 or 1, before the first windows' middle row.
     """
 
     spec: NeuronSpec
@@ -38,11 +37,10 @@ class NormNeuron:
     above: int = 0
 
     def shape_of_spikes(self, x: Tensor) -> tuple[int, ...]:
-        """Shape of the spikes for an input `[X, N, C, ...]`."""
+        """Shape for an input `[X, N, C, ...]`."""
         return self.time_steps, *x.shape[1:3], *self.space_of_spikes(x.shape[3:])
 
     def space_of_spikes(self, space: Sequence[int]) -> tuple[int, ...]:
-        """Spatial size of the spikes for an input of this spatial size."""
         if not self.pool:
             return tuple(space)
         height, width = space
@@ -50,12 +48,11 @@ class NormNeuron:
 
 
 class Norm(NamedTuple):
-    """Tensors of a norm.
-
+    """
     Attributes:
         mean, variance: `[C]`, the biased variance, in double precision.
         weight, bias: scale and shift `[C]`, or None.
-        coefficients: the others as a backend's kernels read them; None where its kernels work them out.
+        coefficients: the others as a backend's kernels read them; None if its kernels work them out.
     """
 
     mean: Tensor
@@ -66,7 +63,7 @@ class Norm(NamedTuple):
 
 
 class Affine(NamedTuple):
-    """Scale and shift of a norm, `[C]` or None, and the number added to its variance."""
+    """A norm's scale and shift, `[C]` or None, and the number added to its variance."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -74,10 +71,9 @@ class Affine(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Statistics of a norm's input.
-
+    """
     Attributes:
-        values: mean and biased variance of each channel, `[2, C]` in double precision.
+        values: each channel's mean and biased variance, `[2, C]` in double precision.
         coefficients: see `Norm`; None where they were not asked for, or the backend has none.
     """
 
@@ -86,11 +82,10 @@ class Statistics(NamedTuple):
 
 
 class NormNeuronInput(NamedTuple):
-    """Arguments of norm, pooling and neurons.
-
+    """
     Attributes:
         x: `[X, N, C, ...]` with X = T or 1, channels-last in memory.
-        w: scalar parameter of a learned time constant, or None.
+        w: a learned time constant's scalar parameter, or None.
     """
 
     x: Tensor
@@ -100,12 +95,11 @@ class NormNeuronInput(NamedTuple):
 
 
 class NeuronInput(NamedTuple):
-    """Arguments of neurons without a norm.
+    """Neurons without a norm.
 
     Attributes:
         x: `[T, N, ..., C]`, contiguous.
         v0: potential before the first step, `[N, ..., C]`; None at rest.
-        w: as in `NormNeuronInput`.
     """
 
     x: Tensor
@@ -115,19 +109,19 @@ class NeuronInput(NamedTuple):
 
 
 class ParameterGradients(NamedTuple):
-    """Gradients `[C]` of a norm's scale and shift, in their types; None for an absent one."""
+    """Gradients `[C]` for a norm's scale and shift, in their types; None for an absent one."""
 
     weight: Tensor | None
     bias: Tensor | None
 
 
 class BackwardSums(NamedTuple, Generic[Carried]):
-    """Sums over this rank's samples and pixels in a backward.
+    """A backward's sums over this rank's samples and pixels.
 
     Attributes:
-        sums: `[3, C]` in double precision: g, the gradient of the normalised input; g (x - mean); the sum for
+        sums: `[3, C]` in double precision: g, the normalised input's gradient; g (x - mean); the sum for
             `gradient_of_w`, which may be missing where nothing is learned.
-        of_norm: gradients of the norm's parameters, where they come with the sums.
+        of_norm: the norm's parameter gradients, where they come with the sums.
     """
 
     sums: Tensor
@@ -136,37 +130,37 @@ class BackwardSums(NamedTuple, Generic[Carried]):
 
 
 class NormNeuronKernels(ABC, Generic[Carried]):
-    """Kernels of one backend. Inputs and spikes are channels-last in memory."""
+    """One backend's kernels. Inputs and spikes are channels-last in memory."""
 
     @abstractmethod
     def statistics(self, x: Tensor, affine: Affine | None = None) -> Statistics:
-        """Statistics of x; with `affine`, a backend that has coefficients works them out in the same pass."""
+        """With `affine`, a backend that has coefficients works them out in the same pass."""
 
     def coefficients(self, norm: Norm, eps: float, dtype: torch.dtype) -> Tensor | None:
-        """Coefficients for an input of this type, of statistics that are not this rank's alone; see `Norm`."""
+        """Coefficients (see `Norm`) for this input type, from statistics that are not this rank's alone."""
         return None
 
     @abstractmethod
     def fire(self, inputs: NormNeuronInput, packed: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Spikes `[T, N, C, ...]` in the type of x; with `packed` also their bits (`spike_codec.pack_bits`)."""
+        """Spikes `[T, N, C, ...]` in x's type; with `packed` also their bits (`spike_codec.pack_bits`)."""
 
     @abstractmethod
     def backward_sums(
         self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool, count: int | None = None
     ) -> BackwardSums[Carried]:
-        """Sums from the gradient of the spikes.
+        """Sums from the spikes' gradient.
 
         Args:
             learn: the gradient of w is wanted.
-            count: number of values a channel where `input_gradient` takes these sums as they are; None where other
-                ranks add to them, or it takes none.
+            count: values a channel where `input_gradient` takes these sums as they are; None where other ranks add to
+                them, or it takes none.
         """
 
     @abstractmethod
     def input_gradient(
         self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, carried: Carried
     ) -> Tensor:
-        """Gradient of x.
+        """Gradient with respect to x.
 
         Args:
             sums: `BackwardSums.sums` over `count` values a channel; None where the statistics do not depend on x.
@@ -176,11 +170,11 @@ class NormNeuronKernels(ABC, Generic[Carried]):
     def neuron_multi_step(
         self, x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Neurons without a norm, with gradients: see `megasnn.kernels.neuron.neuron_multi_step`."""
+        """See `megasnn.kernels.neuron.neuron_multi_step`; with gradients."""
 
 
 def gradient_of_w(total: Tensor, w: Tensor, spec: NeuronSpec) -> Tensor:
-    """Gradient of a learned time constant's w from the kernels' sum, which lacks a factor of q = sigmoid(w)."""
+    """Gradient for a learned time constant's w; the kernels' sum `total` lacks a factor q = sigmoid(w)."""
     q = w.detach().double().sigmoid()
     factor = (1 - q) / q if spec.decay_input else q * (1 - q)
     return (total * factor).view(w.shape).to(w.dtype)

@@ -1,6 +1,6 @@
-"""Random choices for tensors, keyed by the place of a value in the whole tensor: equal bits on every device.
+"""Random choices keyed by a value's place in the whole tensor: equal bits on every device.
 
-A compiled loop draws them on the CPU, and a Triton kernel on a GPU; both must equal integer arithmetic on tensors.
+A compiled loop draws on the CPU, a Triton kernel on a GPU; both must equal integer arithmetic on tensors.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def kept(
     """Mask of the values that dropout with probability p keeps: bool `[steps, N, pixels, channels]`.
 
     Each sample's values `[steps, pixels, all_channels]` are numbered in this order. A value's number is its place in
-    the stream of the sample's key. The value is kept where the draw there, in [0, 1), is at least p.
+    its key's stream. The value is kept where the draw there, in [0, 1), is at least p.
 
     Args:
-        keys: int64 `[2, N]`, contiguous, of `megasnn.common.random.philox_key`. The mask is on their device.
+        keys: int64 `[2, N]`, contiguous, from `megasnn.common.random.philox_key`. The mask is on their device.
         channels: this rank's among `all_channels`.
-        first_step: number of the first time step.
+        first_step: the first time step's number.
     """
     # All channels of all pixels are one run of values; some channels are a run for each pixel.
     runs = 1 if len(channels) == all_channels else pixels
@@ -53,7 +53,7 @@ def kept(
 
 
 class Runs(NamedTuple):
-    """Runs of neighbouring values in each time step: run r begins at r * stride + offset."""
+    """Neighbouring values in each time step: run r begins at r * stride + offset."""
 
     runs: int
     stride: int
@@ -79,6 +79,7 @@ def kept_by_tensors(threshold: int, keys: Tensor, steps: int, cut: Runs) -> Tens
     """
     device = keys.device
     starts = torch.arange(steps * cut.runs, device=device).view(steps, 1, cut.runs, 1) * cut.stride + cut.offset
+    # A run may begin behind 1 to 3 of a counter's four values, and may then need one counter more.
     counters = starts // 4 + torch.arange((cut.length + 6) // 4, device=device)
     k0, k1 = keys.view(2, -1, 1, 1)
     words = torch.stack(philox(counters & WORD_MASK, counters >> 32, 0, 0, k0, k1), dim=-1)

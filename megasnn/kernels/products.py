@@ -1,7 +1,4 @@
-"""Products of a layer's input: with the weight for the output, with the output's gradient for the weight gradient.
-
-Where few values of the input are nonzero, `megasnn.kernels.numba.spike_sums` sums over these alone.
-"""
+"""A layer's products: input with weight for the output, with output gradient for the weight gradient."""
 
 from __future__ import annotations
 
@@ -21,27 +18,24 @@ from megasnn.kernels.numba.spike_sums import output as sparse_output
 class Products:
     """Products of images `[frames, C_in, H, W]` and a weight `[C_out, C_in / groups, k, k]`.
 
-    A linear layer's rows are images of one pixel.
-
-    Attributes:
-        sparse: sum over the nonzero values of the input, where these are few.
+    A linear layer's rows are images with one pixel. With `sparse`, `megasnn.kernels.numba.spike_sums` sums over the
+    input's nonzero values alone, where these are few.
     """
 
     sparse: bool = False
     geometry: Geometry = Geometry()
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Computes the layer's output, without bias."""
+        """Without bias."""
         y = sparse_output(x, weight, self.geometry) if self.sparse else None
         return convolve(x, weight, self.geometry) if y is None else y
 
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
-        """Adds the gradient of the weight to `total`."""
         if not self.sparse or not add_sparse_weight_gradient(total, grad, x, self.geometry):
             add_weight_gradient(total, grad, x, self.geometry)
 
     def add_weight_gradient_of_bits(self, total: Tensor, grad: Tensor, packed: Tensor, shape: torch.Size) -> bool:
-        """Adds the same from packed spikes of this shape, channels last. Returns False if they must be unpacked."""
+        """`add_weight_gradient` from packed spikes, channels last. Returns False if they must be unpacked."""
         return self.sparse and add_sparse_weight_gradient_of_bits(total, grad, packed, shape, self.geometry)
 
 

@@ -1,9 +1,9 @@
-"""Exact small formats: the known content of a tensor decides how it travels and is stashed.
+"""Exact small formats: a tensor's known content decides how it travels and is stashed.
 
-A spike, 0 or 1, takes one bit. A small count of spikes, as in Spikformer's residual stream, takes one byte. Everything
-else (images, averages, gradients) is dense. A value that does not fit raises; nothing is truncated.
+A spike, 0 or 1, takes one bit. A small count, as in Spikformer's residual stream, takes one byte. Everything else
+(images, averages, gradients) is dense. A value that does not fit raises; nothing is truncated.
 
-Packed values are flat, in the memory order of their tensor. numpy packs on the CPU, Triton kernels on a GPU, and plain
+Packed values are flat, in their tensor's memory order. numpy packs on the CPU, Triton kernels on a GPU, and plain
 tensor operations elsewhere, with equal results.
 """
 
@@ -25,7 +25,7 @@ from megasnn.kernels.triton.available import MOST_VALUES, usable_on
 
 
 class Content(Enum):
-    """Content of a tensor: anything, zeros and ones, or whole numbers from 0 to 255."""
+    """A tensor's content: anything, zeros and ones, or whole numbers from 0 to 255."""
 
     DENSE = "dense"
     SPIKES = "spikes"
@@ -36,7 +36,7 @@ DENSE, SPIKES, COUNTS = Content
 
 
 def may_be_sparse(content: Content, pool: int = 1) -> bool:
-    """True where a layer may sum over spikes: for spikes, counts, or their averages over 2, 4, ... pixels square."""
+    """True for spikes, counts, or their averages over 2, 4, ... pixels square."""
     if content is Content.DENSE:
         return False
     largest = 1 if content is Content.SPIKES else 255
@@ -45,7 +45,9 @@ def may_be_sparse(content: Content, pool: int = 1) -> bool:
 
 
 def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:
-    """Packs a contiguous 1-d tensor: uint8 [ceil(n/8)] for SPIKES, uint8 [n] for COUNTS, the tensor itself for DENSE.
+    """Packs a contiguous 1-d tensor.
+
+    Returns uint8 [ceil(n/8)] for SPIKES, uint8 [n] for COUNTS, the tensor itself for DENSE.
 
     Raises:
         ValueError: with `check`, a value that the format cannot hold exactly. Inside a step it is noted
@@ -79,7 +81,7 @@ def encoded_like(count: int, content: Content, dtype: torch.dtype, device: torch
 
 
 def decode_into(payload: Tensor, content: Content, rows: Tensor) -> None:
-    """Unpacks into a 2-d tensor of unit column stride: a dense [R, C], or some columns of a wider one."""
+    """Unpacks into a 2-d tensor with unit column stride: a dense [R, C], or some columns of a wider one."""
     if content is Content.SPIKES:
         unpack_bits_into(payload, rows)
     else:
@@ -87,7 +89,7 @@ def decode_into(payload: Tensor, content: Content, rows: Tensor) -> None:
 
 
 def wants_bits(x: Tensor) -> bool:
-    """True where neurons with the input `[T, N, C, ...]` also give their spikes as bits."""
+    """True if neurons with the input `[T, N, C, ...]` also give their spikes as bits."""
     # A backward needs them, and they cost next to nothing while the spikes are at hand.
     return torch.is_grad_enabled() and x.ndim > 2 and not torch.compiler.is_exporting()
 
@@ -102,7 +104,7 @@ def remember_bits(spikes: Tensor, bits: Tensor | None) -> Tensor:
 
 
 def bits_of(x: Tensor) -> Tensor | None:
-    """The bits of spikes, as `remember_bits` stored them; None for all other tensors."""
+    """Spikes' bits, as `remember_bits` stored them; None for all other tensors."""
     bits, version = getattr(x, "_bits", (None, 0))
     if bits is None or x.is_inference():  # a copy made in `torch.inference_mode` takes the stored bits along
         return None
@@ -110,15 +112,15 @@ def bits_of(x: Tensor) -> Tensor | None:
 
 
 def packed_size(numel: int) -> int:
-    """Bytes that ``numel`` spikes take."""
+    """Bytes for ``numel`` spikes."""
     return -(-numel // 8)
 
 
 def pack_bits(x: Tensor, check: bool = False) -> Tensor:
     """Packs spikes, 0 or 1 in any dtype, as uint8 ``[ceil(numel / 8)]``.
 
-    The first spike is the lowest bit of the first byte; the last byte is filled up with zero bits. A tensor that is
-    not dense is packed in row-major order.
+    The first spike is the first byte's lowest bit; the last byte is filled up with zero bits. A tensor that is not
+    dense is packed in row-major order.
 
     Raises:
         ValueError: with ``check``, a value is neither 0 nor 1 (-0 is neither); inside a step it is noted
@@ -142,7 +144,7 @@ def pack_bits(x: Tensor, check: bool = False) -> Tensor:
 
 
 def pack_where_not_zero(x: Tensor) -> tuple[Tensor, bool]:
-    """Packs the positions of nonzero values of a CPU tensor; the second result: all of them are 1."""
+    """Packs a CPU tensor's nonzero positions; the second result: all nonzero values are 1."""
     flat = flat_in_memory(x.detach())
     if _by_numpy(flat):
         packed, differs = _pack_bits_by_numpy(flat)
@@ -151,7 +153,7 @@ def pack_where_not_zero(x: Tensor) -> tuple[Tensor, bool]:
 
 
 def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
-    """Writes ``rows * columns`` bits, row after row, into ``out [rows, columns]``, which may be a strided view.
+    """Writes ``rows * columns`` bits, row after row, into ``out [rows, columns]``, maybe a strided view.
 
     Raises:
         ValueError: ``packed`` does not have ``ceil(rows * columns / 8)`` bytes.
@@ -213,7 +215,7 @@ def _unpack_bits_plain(packed: Tensor, numel: int) -> Tensor:
 
 
 def _by_numpy(x: Tensor) -> bool:
-    """True on a CPU, where numpy packs several times faster than torch."""
+    # numpy packs several times faster than torch on a CPU.
     return x.device.type == "cpu"
 
 
@@ -226,7 +228,6 @@ def _pack_bits_by_numpy(flat: Tensor) -> tuple[Tensor, Callable[[], bool]]:
 
 
 def _values(flat: Tensor) -> np.ndarray:
-    """The same values in a type of numpy."""
     return (flat.float() if flat.dtype == torch.bfloat16 else flat).numpy()
 
 
@@ -241,7 +242,6 @@ def _differ(narrow: np.ndarray, values: np.ndarray) -> bool:
 
 
 def _on_gpu(values: Tensor) -> ModuleType | None:
-    """The module of the kernels that pack these values; None where there are none."""
     if not usable_on(values.device) or values.numel() > MOST_VALUES:
         return None
     from megasnn.kernels.triton import codec

@@ -1,6 +1,6 @@
-"""Neurons, and batch norm and max pooling before them, in plain PyTorch: the reference for every faster kernel.
+"""Neurons, batch norm and max pooling in plain PyTorch: the reference for every faster kernel.
 
-Charge, fire and reset do the arithmetic of SpikingJelly 2.0.0 (``spikingjelly/_ops``) in its order.
+Charge, fire and reset do SpikingJelly 2.0.0's arithmetic (``spikingjelly/_ops``) in its order.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ REDUCED = (torch.bfloat16, torch.float16)
 
 
 def computed_in(x: Tensor) -> torch.dtype:
-    """Type of the arithmetic on x."""
+    """The arithmetic's type: float32 where x is narrower."""
     return torch.float32 if x.dtype in REDUCED else x.dtype
 
 
 @cache
 def surrogate_function(name: str, alpha: float) -> Callable[[Tensor], Tensor]:
-    """The surrogate function of a name: a step forward, a smooth gradient backward."""
+    """A step forward, a smooth gradient backward."""
     entry = SURROGATES[name]
     if entry.gradient is not None:
         return partial(_fire, partial(_step, entry.gradient, alpha))
@@ -74,7 +74,7 @@ class _Step(torch.autograd.Function):
 
 
 def firing(spec: NeuronSpec) -> Callable[[Tensor], Tensor]:
-    """The function from the potential before firing to spikes, or to counts of them."""
+    """Maps the potential before firing to spikes, or to counts."""
     levels = NEURONS[spec.kind].levels
     if levels is not None:
         return lambda h: _Count.apply(h / spec.v_threshold, levels)
@@ -97,7 +97,6 @@ class _Count(torch.autograd.Function):
 
 
 def reset(h: Tensor, spike: Tensor, spec: NeuronSpec) -> Tensor:
-    """Membrane potential after firing."""
     if spec.detach_reset:
         spike = spike.detach()
     if spec.v_reset is None:
@@ -117,7 +116,7 @@ def _steps(inputs: Tensor, v0: Tensor | None, q: Tensor | None, spec: NeuronSpec
     """Runs all time steps.
 
     Args:
-        q: learned factor of the charge; None for neurons without one.
+        q: the charge's learned factor; None for neurons without one.
 
     Returns:
         Spikes, channels-last in memory, and the last potential.
@@ -177,7 +176,7 @@ class _Recomputed(torch.autograd.Function):
 def batch_norm(
     x: Tensor, running: tuple[Tensor, Tensor] | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """torch's batch norm of ``[N, C, ...]`` with running statistics, or with those of `x` where there are none."""
+    """torch's batch norm for ``[N, C, ...]``, with running statistics, or x's own where there are none."""
     mean, var = running or (None, None)
     training = running is None
     if x.shape[0] != 1:
@@ -191,7 +190,7 @@ def batch_norm(
 
 
 class TorchKernels(NormNeuronKernels[Tensor]):
-    """The reference. Carries the gradient of the normalised input."""
+    """The reference. Carries the normalised input's gradient."""
 
     def statistics(self, x: Tensor, affine: Affine | None = None) -> Statistics:
         frames = _frames(x)
@@ -265,7 +264,6 @@ def _normalised(x: Tensor, norm: Norm, eps: float) -> Tensor:
 
 
 def _spikes(y: Tensor, q: Tensor | None, norm_neuron: NormNeuron) -> Tensor:
-    """Pools where wanted, and runs neurons at rest."""
     if norm_neuron.pool:
         frames = y.flatten(0, 1)
         padding = (1, 1)

@@ -1,1 +1,1 @@
-"""Optimizers, learning rates, and norms that do not depend on the layout."""
+"""Optimizers, learning rates and layout-independent norms."""

@@ -12,17 +12,15 @@ from megasnn.parallel.sharding import ShardedTensor
 
 
 class WeightAverage:
-    """After each step, average = decay * average + (1 - decay) * tensor. It starts at the tensors' values.
+    """average = decay * average + (1 - decay) * tensor after each step, from the initial tensors on.
 
-    After n steps the decay is at most (1 + n) / (10 + n), as in TensorFlow's ExponentialMovingAverage with
-    `num_updates`. Running statistics are averaged like weights, as in timm's `ModelEma`; integer tensors are copied.
+    Running statistics are averaged too, as in timm's `ModelEma`; integer tensors are copied.
 
     Args:
-        tensors: the parameters and buffers owned by this rank.
+        tensors: this rank's parameters and buffers.
 
     Attributes:
-        tensors: the average, under its names in a checkpoint.
-        steps: number of updates.
+        tensors: the average, under its checkpoint names.
     """
 
     def __init__(self, tensors: Sequence[ShardedTensor], decay: float) -> None:
@@ -38,7 +36,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Follows a step. On a GPU this launches at most two kernels."""
+        """On a GPU this launches at most two kernels."""
+        # As in TensorFlow's ExponentialMovingAverage with `num_updates`.
         # Without the warm-up a short run would keep its initial values: 0.9999 ** 78 is 0.992.
         decay = min(self._decay, (1 + self.steps) / (10 + self.steps))
         self.steps += 1
@@ -60,7 +59,6 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Starts again from the tensors' current values."""
         self.steps = 0
         for average, current in self._pairs:
             average.copy_(current)

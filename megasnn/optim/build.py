@@ -1,4 +1,4 @@
-"""The optimizer over this rank's parameters: parameter groups, and the memory of its state."""
+"""This rank's optimizer: parameter groups, and state memory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def build_optimizer(
     groups: Mapping[Axis, Group] | None = None,
     scales: Mapping[str, float] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
-    """Builds the optimizer over the trained parameters, in groups with `weight_decay` and `lr_scale`.
+    """Parameter groups have `weight_decay` and `lr_scale`.
 
     Args:
-        groups: this rank's group along each axis that cuts a tensor; None without cuts.
-        scales: learning rate factor by parameter name (`learning_rate_scales`); 1 for all others.
+        groups: this rank's, along each axis that cuts a tensor; None without cuts.
+        scales: `learning_rate_scales`; 1 for parameters not named.
     """
     trained = _trained(tensors)
     # A pipeline stage may hold no parameters. torch's optimizers accept empty groups, but not an empty list of groups.
@@ -58,7 +58,7 @@ def takes_found_inf(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -
 
 
 def resident_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state now: none before the first step, unless loaded."""
+    """State bytes now: none before the first step, unless loaded."""
     total = 0
     for state in optimizer.state.values():
         total += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))

@@ -1,4 +1,4 @@
-"""LAMB (You et al., arXiv 1904.00962): Adam's direction, with a step length proportional to the tensor's norm."""
+"""LAMB (You et al., arXiv 1904.00962): Adam's direction, steps proportional to the tensor's norm."""
 
 from __future__ import annotations
 
@@ -18,20 +18,17 @@ EPS = 1e-6  # added to the denominator, as in timm
 
 
 class Lamb(torch.optim.Optimizer):
-    """LAMB as in timm's `Lamb`, used by published recipes of spiking transformers.
-
-    For a tensor p with gradient g, in step t:
+    """LAMB as in timm's `Lamb`. For a tensor p with gradient g, in step t:
 
         m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2
         u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p
         p = p - lr |p| / |u| u
 
-    |p| / |u| is 1 if either norm is 0 (the paper's phi is the identity). Unlike in the paper it is also 1 in groups
-    without weight decay: biases and norms take Adam's step. timm's clipping of the gradient norm is `--clip-grad` here.
+    |p| / |u| is 1 if a norm is 0 (the paper's phi is the identity), and in groups without weight decay. timm's gradient
+    clipping is `--clip-grad` here.
 
     Args:
-        groups: each with its `weight_decay`.
-        norms: norms of whole tensors by parameter (megasnn.optim.norms.ShardedNorms).
+        norms: whole tensors' norms by parameter (megasnn.optim.norms.ShardedNorms).
     """
 
     def __init__(
@@ -42,7 +39,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Takes one step. Collective over the ranks with parts of the same tensors."""
+        """Collective over the ranks with parts of the same tensors."""
         # Operators on lists of tensors: the number of kernels does not grow with the number of tensors.
         updates: dict[Tensor, Tensor] = {}
         adapted: list[Tensor] = []
@@ -50,6 +47,7 @@ class Lamb(torch.optim.Optimizer):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters:
                 updates.update(zip(parameters, self._updates(parameters, group), strict=True))
+                # Biases and norms take Adam's step, as in timm and unlike in the paper.
                 if group["weight_decay"]:
                     adapted += parameters
         self._adapt(adapted, updates)
@@ -59,7 +57,7 @@ class Lamb(torch.optim.Optimizer):
                 torch._foreach_sub_(parameters, [updates[each] for each in parameters], alpha=group["lr"])
 
     def _updates(self, parameters: list[Tensor], group: Mapping[str, Any]) -> Sequence[Tensor]:
-        """u of the formula. Updates the moments."""
+        """The formula's u; updates m and v."""
         gradients: list[Tensor] = []
         steps: list[Tensor] = []
         means: list[Tensor] = []
@@ -90,7 +88,6 @@ class Lamb(torch.optim.Optimizer):
         return updates
 
     def _adapt(self, adapted: Sequence[Tensor], updates: Mapping[Tensor, Tensor]) -> None:
-        """Multiplies each update by |p| / |u|, or by 1 where a norm is 0."""
         parameter_norms = self._norms({each: each for each in adapted})
         update_norms = self._norms({each: updates[each] for each in adapted})
         # After the collectives: other ranks may have adapted tensors.
@@ -115,6 +112,5 @@ def build_lamb(
     adam_beta2: float,
     adam_eps: float | None,
 ) -> Lamb:
-    """Builds the optimizer for the registry."""
     eps = EPS if adam_eps is None else adam_eps
     return Lamb(groups, lr, (adam_beta1, adam_beta2), eps, norms)

@@ -1,4 +1,4 @@
-"""Norms of gradients and tensors, with the same value on every layout."""
+"""Gradient and tensor norms, equal on every layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megasnn.parallel_state import Group
 
 
 def sums_of_squares(values: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Sum of squares of each tensor, float64 `[tensors]` on the device; 0 for None. The host does not wait."""
+    """Per tensor, float64 `[tensors]` on the device; 0 for None. The host does not wait."""
     zero = torch.zeros((), dtype=torch.float64, device=device)
     norms = [zero] * len(values)
     present = {slot: value for slot, value in enumerate(values) if value is not None and value.numel()}
@@ -26,13 +26,10 @@ def sums_of_squares(values: Sequence[Tensor | None], device: torch.device) -> Te
 
 
 class GradientNorm:
-    """Global L2 norm of all gradients, with every parameter counted once.
-
-    Each global parameter has a slot with the sum of its squares. Slots are summed over the ranks, then in the order of
-    the model, so that the number of pipeline stages changes no bit.
+    """Global L2 norm over all gradients; every parameter counts once.
 
     Args:
-        names: parameters of the whole model, in order.
+        names: the whole model's parameters, in order. Each has a slot.
         tensors: tensors owned by this rank.
     """
 
@@ -46,16 +43,18 @@ class GradientNorm:
         self._nothing = torch.zeros(len(names), dtype=torch.float64, device=device)
 
     def squares(self) -> Tensor:
-        """This rank's part of each slot, float64 on the device."""
+        """This rank's sum of squares in each slot, float64 on the device."""
+        # Slots are summed over the ranks, then in model order: the number of pipeline stages changes no bit.
         found = sums_of_squares([each.grad for each in self._counted], self._nothing.device)
         return self._nothing.index_copy(0, self._slots, found)
 
     def clip(self, norm: float | Tensor, most: float, is_void: Tensor | None = None) -> None:
-        """Scales the gradients by most / (norm + 1e-6), if less than 1, as torch.nn.utils.clip_grad_norm_; 0: never.
+        """Scales by most / (norm + 1e-6), if below 1, as torch.nn.utils.clip_grad_norm_.
 
         Args:
-            norm: a scalar on the device avoids a wait of the host.
-            is_void: if true, gradients stay unscaled for the search for values that are not finite.
+            norm: a scalar on the device avoids a host wait.
+            most: 0: never scale.
+            is_void: if true, gradients stay as they are, for the search for values that are not finite.
         """
         gradients = [each.grad for each in self._parameters if each.grad is not None]
         if most <= 0 or not gradients:
@@ -73,11 +72,11 @@ class GradientNorm:
 
 
 class ShardedNorms:
-    """L2 norms of whole tensors from this rank's shards. Sums squares along each axis that cuts a tensor.
+    """Whole tensors' L2 norms from this rank's shards.
 
     Args:
         tensors: the same on all ranks along the holding axes.
-        groups: this rank's group along each axis that cuts a tensor.
+        groups: this rank's, along each axis that cuts a tensor.
     """
 
     def __init__(self, tensors: Sequence[ShardedTensor], groups: Mapping[Axis, Group]) -> None:
@@ -90,10 +89,7 @@ class ShardedNorms:
                 self._sums.append((groups[axis], torch.tensor(is_cut, device=self._device)))
 
     def __call__(self, values: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Norms of the whole tensors by parameter, float64 scalars, without a wait of the host.
-
-        Collective over the axes that cut tensors. `values` are this rank's shards.
-        """
+        """Float64 scalars by parameter, without a host wait. Collective."""
         squares = sums_of_squares([values.get(tensor) for tensor in self._tensors], self._device)
         for group, is_cut in self._sums:
             # One exchange for all tensors.

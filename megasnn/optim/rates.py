@@ -8,11 +8,9 @@ from megasnn.config.optimizer import DECAY_STYLES, OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, iteration: int, iterations: int, epoch: Fraction = Fraction(1)) -> float:
-    """Rate of step `iteration` (from 0): linear warm-up, then `--lr-decay-style` to min_lr, then min_lr.
+    """Rate for step `iteration` (from 0): linear warm-up, `--lr-decay-style` to min_lr, then min_lr.
 
-    Args:
-        iterations: length of the training.
-        epoch: iterations of an epoch.
+    `epoch` is in iterations.
     """
     interval = epoch if config.lr_interval == "epoch" else Fraction(1)
     done = iteration // interval * interval  # iterations before this interval
@@ -31,7 +29,7 @@ def learning_rate(config: OptimizerConfig, iteration: int, iterations: int, epoc
 
 
 def require_schedule(config: OptimizerConfig, iterations: int, epoch: Fraction) -> None:
-    """Raises ValueError if warm-up and cool-down together are longer than the training."""
+    """Raises ValueError if warm-up and cool-down together exceed the training."""
     cooldown = config.lr_cooldown_epochs * epoch
     if config.warmup_iterations(epoch) + cooldown > iterations:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Learning rate factors of parameters: `--layer-decay` and `--lr-scale`."""
+"""Learning rate factors per parameter: `--layer-decay` and `--lr-scale`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megasnn.models.description import ModelDescription
 
 
 def learning_rate_scales(config: OptimizerConfig, description: ModelDescription) -> dict[str, float]:
-    """Learning rate factor of each trained parameter of the whole model, by global name.
+    """Factor by global name, for the whole model's trained parameters.
 
-    Layer groups with parameters are numbered 0 to L - 1 from input to output. A parameter of group i takes the factor
-    layer_decay ** (L - 1 - i), as in timm's `param_groups_layer_decay`: 1 for the head, the smallest for the stem. Tied
-    parameters count for the layer that owns them. Factors of `--lr-scale` multiply this.
+    Layer groups with parameters are numbered 0 to L - 1 from input to output. Group i takes
+    layer_decay ** (L - 1 - i), as in timm's `param_groups_layer_decay`. Tied parameters count for the layer that owns
+    them. `--lr-scale` multiplies this.
 
-    Raises ValueError if a pattern of `--lr-scale` matches no trained parameter.
+    Raises ValueError if an `--lr-scale` pattern matches no trained parameter.
     """
     depths = _depths(description)
     last = max(depths.values(), default=0)
@@ -35,7 +35,7 @@ def learning_rate_scales(config: OptimizerConfig, description: ModelDescription)
 
 
 def _depths(description: ModelDescription) -> dict[str, int]:
-    """Number of the layer group, by name of each layer with parameters."""
+    """Layer group number, by name of each layer with parameters."""
     number_of_group: dict[str, int] = {}
     depths: dict[str, int] = {}
     for layer in description.layers:
@@ -45,7 +45,7 @@ def _depths(description: ModelDescription) -> dict[str, int]:
 
 
 def _layer_of(name: str, layers: Mapping[str, int]) -> str:
-    """The layer of a parameter: the longest layer name among its prefixes."""
+    """The longest layer name among a parameter's prefixes."""
     while name and name not in layers:
         name = name.rpartition(".")[0]
     return name

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """Action kind; the value is its printed notation."""
+    """The value is the printed notation."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -77,11 +77,9 @@ Position = tuple[int, int]
 
 
 class Action(NamedTuple):
-    """One step on a pipeline rank. A tuple, because large schedules hold half a million actions.
+    """One step on a pipeline rank; `micro_batch` is None if it is done once per training step."""
 
-    Attributes:
-        micro_batch: None for an action done once per training step.
-    """
+    # A tuple, because large schedules hold half a million actions.
 
     segment: int
     kind: Kind
@@ -93,7 +91,7 @@ class Action(NamedTuple):
 
     @property
     def key(self) -> ActionKey:
-        """Segment and micro-batch; only for actions with a micro-batch."""
+        """Only for actions with a micro-batch."""
         assert self.micro_batch is not None
         return self.segment, self.micro_batch
 
@@ -108,13 +106,12 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Ordered actions of every pipeline rank.
-
+    """
     Attributes:
         placement: each segment's pipeline rank.
-        micro_batches: number per step.
-        actions: one sequence per pipeline rank.
-        forward_only: evaluation, without backwards.
+        micro_batches: per step.
+        actions: ordered, one sequence per pipeline rank.
+        forward_only: evaluation.
     """
 
     name: str
@@ -132,15 +129,14 @@ class Schedule:
         return len(self.placement)
 
     def segments_of(self, rank: int) -> tuple[int, ...]:
-        """Segments on a pipeline rank, ascending."""
+        """Ascending."""
         return tuple(segment for segment, home in enumerate(self.placement) if home == rank)
 
 
 def format_actions(orders: Collection[Sequence[Action]], marks: Collection[Position] = ()) -> str:
-    """Formats actions as text, one line per rank.
+    """One line per rank.
 
     Args:
-        orders: each rank's actions.
         marks: positions to show as ``>1B3<``, with their neighbours only. The index after the last action is the end.
     """
     marked = [index for _, index in marks]
@@ -163,5 +159,5 @@ def format_actions(orders: Collection[Sequence[Action]], marks: Collection[Posit
 
 
 def crosses(placement: Sequence[int], segment: int) -> bool:
-    """True if a segment's output goes to another rank; False for the last segment and for -1."""
+    """Whether a segment's output goes to another rank; False for the last segment and for -1."""
     return 0 <= segment < len(placement) - 1 and placement[segment] != placement[segment + 1]

@@ -20,8 +20,8 @@ class ChunkCost:
         transfer: time to send the output to the next chunk's rank.
         transfer_back: time to send its gradient back.
         activation: stashed from the forward until its backward or weight gradient; 1 counts micro-batches.
-        unshard: time to all-gather the weights.
-        reduce_scatter: time to reduce-scatter the gradients.
+        unshard: the weights' all-gather time.
+        reduce_scatter: the gradients' time.
     """
 
     forward: float
@@ -38,7 +38,6 @@ class ChunkCost:
         return self.input_gradient + self.weight_gradient
 
     def times(self) -> dict[Kind, float]:
-        """Time by kind of computation."""
         return {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
@@ -49,7 +48,7 @@ class ChunkCost:
 
 
 def chunk_costs(stages: Sequence[ChunkCost], placement: Sequence[int]) -> list[ChunkCost]:
-    """Chunk costs from stage costs, one per rank: each chunk costs its share."""
+    """Each chunk costs its share of its rank's stage."""
     costs = []
     for rank, share in zip(placement, stage_shares(placement), strict=True):
         stage = stages[rank]
@@ -63,9 +62,9 @@ def resident_activations(
 ) -> list[float]:
     """Activations a rank holds after each action.
 
-    A forward holds its activations until its backward ends, or its weight gradient if the backward is split. A forward
-    to be recomputed holds only its input until then. In evaluation a forward holds them only while it runs. Tensors in
-    transfer, activation gradients and weights do not count.
+    A forward holds its activations until its backward ends, or its weight gradient if split. A forward to be recomputed
+    holds only its input until then. In evaluation it holds them only while it runs. Tensors in transfer, activation
+    gradients and weights do not count.
 
     Args:
         activation: per segment and micro-batch; None: equal shares, in whole-stage micro-batches.
@@ -92,7 +91,7 @@ def resident_activations(
 
 
 def resident_weights(schedule: Schedule, rank: int, segment_bytes: Sequence[int]) -> list[int]:
-    """Gathered weights in bytes a rank holds after each action, including gathers in flight."""
+    """Gathered bytes a rank holds after each action, including gathers in flight."""
     resident = 0
     result = []
     for segment, kind, _ in schedule.actions[rank]:
@@ -105,6 +104,6 @@ def resident_weights(schedule: Schedule, rank: int, segment_bytes: Sequence[int]
 
 
 def stage_shares(placement: Sequence[int]) -> list[float]:
-    """Each segment's share of its stage: 1 / segments on its rank."""
+    """1 / segments on its rank, for each segment."""
     segments = Counter(placement)
     return [1 / segments[rank] for rank in placement]

@@ -45,7 +45,7 @@ FITS_MICRO_BATCH = 0.011
 
 
 def raster(schedule: Schedule, simulation: Simulation, title: str) -> NDArray[np.uint8]:
-    """Gantt chart of times in seconds as an image, uint8 `[height, width, 3]`."""
+    """Gantt chart in seconds as an image, uint8 `[height, width, 3]`."""
     return pixels(chart(schedule, simulation, title, 1e3, "ms"))
 
 
@@ -59,9 +59,7 @@ def chart(
     """Gantt chart with one row per rank.
 
     Args:
-        title: start of the caption.
         scale: factor from simulated times to `unit`.
-        unit: unit of the horizontal axis.
     """
     # Imported here, because training without pictures needs no matplotlib.
     from matplotlib.figure import Figure

@@ -1,7 +1,6 @@
 """Places weight gradients (W) where a rank would wait: the mechanism of all zero-bubble schedules.
 
-Forwards and input gradients have a fixed order on each rank. Weight gradients run in gaps that are long enough, and
-when a rank needs their memory.
+Forwards and input gradients have a fixed order per rank. Weight gradients run in gaps, and when a rank needs memory.
 """
 
 from __future__ import annotations
@@ -27,21 +26,13 @@ NOT_KNOWN = -1
 
 @dataclass(frozen=True)
 class Ticks:
-    """Chunk costs on a placement, in whole ticks.
+    """Chunk costs on a placement, in whole ticks."""
 
-    Attributes:
-        placement: each chunk's rank.
-        times: by kind, each chunk's time to compute.
-        moved: by kind, each chunk's time to send its result.
-        work: each rank's time per micro-batch.
-        duration: tick length.
-    """
-
-    placement: tuple[int, ...]
-    times: dict[Kind, list[int]]
-    moved: dict[Kind, list[int]]
-    work: list[int]
-    duration: float
+    placement: tuple[int, ...]  # each chunk's rank
+    times: dict[Kind, list[int]]  # by kind, each chunk's time to compute
+    moved: dict[Kind, list[int]]  # by kind, each chunk's time to send its result
+    work: list[int]  # each rank's time per micro-batch
+    duration: float  # of a tick
 
     @classmethod
     def of(cls, placement: tuple[int, ...], costs: Sequence[ChunkCost], micro_batches: int) -> Ticks:
@@ -76,22 +67,17 @@ def _in_ticks(times: dict[Kind, list[float]], duration: float) -> dict[Kind, lis
 
 @dataclass(frozen=True)
 class Filled:
-    """Schedule with weight gradients.
-
-    Attributes:
-        makespan: in ticks.
-        bubble: a rank's longest wait between its first and last computation, in ticks.
-    """
+    """Schedule with weight gradients; times in ticks."""
 
     schedule: Schedule
     makespan: int
-    bubble: int
+    bubble: int  # a rank's longest wait between its first and last computation
 
 
 def fill(
     ticks: Ticks, order: Schedule, limit: float, gap: float = 1.0, cutoff: tuple[float, float] = NO_CUTOFF
 ) -> Filled | None:
-    """Places weight gradients into an order; None if it exceeds the limit, or is no better than `cutoff`.
+    """Places weight gradients; None if the order exceeds the limit, or is no better than `cutoff`.
 
     Args:
         order: forwards and input gradients.
@@ -103,57 +89,46 @@ def fill(
 
 
 class _Filling:
-    """Event simulation over all ranks; lists have one entry per rank.
-
-    Attributes:
-        served: actions done.
-        left: actions to do, the next one last.
-        free: end of the last action.
-        waited: total wait.
-        bubble: total wait since the first computation.
-        resident: activations held, in chunk micro-batches.
-        room: limit on `resident`.
-        pending: weight gradients that can run.
-        arrivals: by kind and chunk, when unused inputs arrive.
-        takers: by kind and chunk, the (chunk, kind) that uses its result; None at the end.
-        gaps: by chunk, the shortest wait its weight gradient fills.
-        steps: next computation, on the heap too; `NOT_KNOWN` until its input arrives.
-    """
+    """Event simulation over all ranks; lists have one entry per rank."""
 
     def __init__(self, ticks: Ticks, order: Schedule, limit: float, gap: float) -> None:
         ranks = order.ranks
         chunks = order.segments
         self.ticks = ticks
         self.order = order
-        self.served: list[list[Action]] = [[] for _ in range(ranks)]
-        self.left = [[*reversed(actions)] for actions in order.actions]
-        self.free = [0] * ranks
-        self.waited = [0] * ranks
-        self.bubble = [0] * ranks
-        self.resident = [0] * ranks
+        self.served: list[list[Action]] = [[] for _ in range(ranks)]  # actions done
+        self.left = [[*reversed(actions)] for actions in order.actions]  # actions to do, the next one last
+        self.free = [0] * ranks  # end of the last action
+        self.waited = [0] * ranks  # in all
+        self.bubble = [0] * ranks  # total wait since the first computation
+        self.resident = [0] * ranks  # activations held, in chunk micro-batches
+        # Limit on `resident`.
         self.room = [math.floor(limit * ticks.placement.count(rank) + ROUNDING) for rank in range(ranks)]
-        self.pending: list[deque[Action]] = [deque() for _ in range(ranks)]
+        self.pending: list[deque[Action]] = [deque() for _ in range(ranks)]  # weight gradients that can run
+        # By kind and chunk, when unused inputs arrive.
         self.arrivals: dict[Kind, list[deque[int]]] = {
             FORWARD: [deque() for _ in range(chunks)],
             INPUT_GRADIENT: [deque() for _ in range(chunks)],
         }
         # The first chunk's inputs are there from the start.
         self.arrivals[FORWARD][0].extend([0] * order.micro_batches)
+        # By kind and chunk, the (chunk, kind) that uses its result; None at the end.
         self.takers: dict[Kind, list[tuple[int, Kind] | None]] = {FORWARD: [], INPUT_GRADIENT: [None]}
         for chunk in range(chunks - 1):
             self.takers[FORWARD].append((chunk + 1, FORWARD))
             self.takers[INPUT_GRADIENT].append((chunk, INPUT_GRADIENT))
         # The loss turns round: the last chunk's output is used by its own backward.
         self.takers[FORWARD].append((chunks - 1, INPUT_GRADIENT))
+        # By chunk, the shortest wait that its weight gradient fills.
         self.gaps = [math.ceil(gap * NEARLY * time) for time in ticks.times[WEIGHT_GRADIENT]]
-        # A step is (start, is a weight gradient, rank) in one integer, from the highest bits to the lowest: a heap
-        # compares integers faster than tuples.
+        # Next computation, on the heap too; NOT_KNOWN until its input arrives. A step is (start, is a weight gradient,
+        # rank) in one integer, from the highest bits to the lowest: a heap compares integers faster than tuples.
         self.steps = [NOT_KNOWN] * ranks
         self.heap: list[int] = []
         self.rank_bits = ranks.bit_length()
 
     def run(self, longest: float, widest: float) -> Filled | None:
-        """Serves all orders; None if they block or miss the cutoff."""
+        """None if the orders block or miss the cutoff."""
         bits = self.rank_bits
         rank_mask = (1 << bits) - 1
         micro_batches = self.order.micro_batches
@@ -185,7 +160,7 @@ class _Filling:
         return Filled(schedule, max(self.free), max(self.bubble))
 
     def find_next(self, rank: int) -> None:
-        """Puts a rank's next computation on the heap, if it is known."""
+        """Puts the next computation on the heap, if it is known."""
         now = self.free[rank]
         left = self.left[rank]
         start = NOT_KNOWN
@@ -208,7 +183,6 @@ class _Filling:
         self.steps[rank] = step
 
     def serve(self, rank: int, action: Action, start: int) -> None:
-        """Does a computation, passes on its result, and finds the next ones."""
         chunk, kind, m = action
         end = start + self.ticks.times[kind][chunk]
         self.free[rank] = end

@@ -1,9 +1,8 @@
 """Pipeline schedules: the order in which ranks compute. `passes` adds communication.
 
-Letters of the papers: p stages, m micro-batches, v chunks per rank. T_F, T_B and T_W are a stage's times for the
-forward F, input gradient B and weight gradient W. M_B is one forward's activation memory. B is written I where the
-backward is split. Every schedule runs a chunk's backwards in ascending order: gradients accumulate in the same order,
-so all schedules give the same bits.
+The papers' letters: p stages, m micro-batches, v chunks per rank. T_F, T_B and T_W are a stage's times for the forward
+F, input gradient B and weight gradient W. M_B is one forward's activation memory. B is written I where the backward is
+split. Every schedule runs a chunk's backwards in ascending order: all give the same bits.
 
 Zero-bubble schedules are ZB-H1 and ZB-H2 (arXiv 2401.10241), ZBV, V-Half and V-Min (arXiv 2405.15362). Each orders F
 and B; `fill` adds W within a limit on activations, in units of M_B:
@@ -18,8 +17,8 @@ v-half  two chunks in a V                             p // 2 + 1
 v-min   two chunks in a V                             (p+2) / 3
 ======  ============================================  ===============
 
-A V schedule repeats a building block: one micro-batch's path down and up the V, forward and backward. A longer path
-keeps more micro-batches in flight.
+A V schedule repeats a building block: one micro-batch's path down and up the V. A longer path keeps more
+micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Orders = list[tuple[Action, ...]]
 def gpipe(stages: int, micro_batches: int) -> Schedule:
     """All forwards, then all backwards (arXiv 1811.06965).
 
-    Time (m + p - 1)(T_F + T_B + T_W); peak activations m M_B on every rank.
+    Time (m + p - 1)(T_F + T_B + T_W); peak activations m M_B.
     """
     orders = []
     for stage in range(stages):
@@ -64,9 +63,9 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
-    """Warm-up of p - r - 1 forwards, then one forward and one backward in turn (PipeDream-flush, arXiv 2006.09503).
+    """Warm-up of p - r - 1 forwards, then one forward and one backward in turn.
 
-    Time as for GPipe; peak activations min(p - r, m) M_B on rank r.
+    PipeDream-flush (arXiv 2006.09503). Time as for GPipe; peak activations min(p - r, m) M_B on rank r.
     """
     orders = []
     for stage in range(stages):
@@ -78,7 +77,7 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
 
 
 def _alternating(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
-    """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards."""
+    """Warm-up forwards, one of each in turn, the remaining backwards."""
     order = [*forwards[:warm_up]]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         order.append(forward)
@@ -87,10 +86,10 @@ def _alternating(forwards: Sequence[Action], backwards: Sequence[Action], warm_u
 
 
 def interleaved(stages: int, micro_batches: int, chunks_per_rank: int = 2) -> Schedule:
-    """1F1B over v chunks per rank, placed in a loop (arXiv 2104.04473).
+    """1F1B over v chunks per rank in a loop (arXiv 2104.04473); micro-batches loop in groups of p.
 
     Bubble (p - 1)(T_F + T_B + T_W) / v; peak activations p M_B (1 + (p - 1) / (p v)), after a warm-up of 2 (p - r - 1)
-    + (v - 1) p forwards. Micro-batches loop in groups of p. One chunk per rank is 1F1B.
+    + (v - 1) p forwards.
     """
     if chunks_per_rank == 1:
         plain = one_f_one_b(stages, micro_batches)
@@ -118,7 +117,7 @@ def _interleaved_order(rank: int, stages: int, micro_batches: int, chunks_per_ra
 
 
 def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
-    """Evaluation on any placement: each rank runs its ready chunk nearest to the output."""
+    """Evaluation: each rank runs its ready chunk nearest to the output."""
     orders: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     done = [0] * len(placement)  # micro-batches computed by each chunk
     while done[-1] < micro_batches:
@@ -135,18 +134,18 @@ def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
 
 
 def half_limit(stages: int) -> int:
-    """V-Half's activation limit, in whole-stage micro-batches."""
+    """In whole-stage micro-batches."""
     return stages // 2 + 1
 
 
 def min_limit(stages: int) -> int:
-    """V-Min's activation limit, in whole-stage micro-batches."""
+    """In whole-stage micro-batches."""
     return -(-(stages + 2) // 3)
 
 
 @dataclass(frozen=True)
 class ZeroBubble:
-    """A zero-bubble schedule: candidate orders for F and B, and the rules for placing W.
+    """Candidate orders for F and B, and the rules for placing W.
 
     Attributes:
         limit: activations a rank may hold, in whole-stage micro-batches.
@@ -169,7 +168,7 @@ class ZeroBubble:
         return v_placement(self.stages) if self.v else loop_placement(self.stages)
 
     def fill(self, ticks: Ticks, micro_batches: int, cutoff: tuple[float, float] = NO_CUTOFF) -> Filled | None:
-        """Fastest filled order that beats the cutoff of `fill`, with the smallest bubble; None if there is none."""
+        """Fastest order that beats the cutoff; ties go to the smallest bubble. None if there is none."""
         best = None
         for orders in self.orders(micro_batches):
             order = Schedule(self.name, self.placement, micro_batches, tuple(orders))
@@ -180,7 +179,7 @@ class ZeroBubble:
         return best
 
     def orders(self, micro_batches: int) -> Iterator[Orders]:
-        """Candidates: each rank's forwards and input gradients."""
+        """Each rank's forwards and input gradients."""
         if not self.v:
             yield _one_chunk_orders(self.stages, micro_batches, self.pace, self.most)
             return
@@ -194,7 +193,6 @@ class ZeroBubble:
 
 
 def _one_chunk_orders(stages: int, micro_batches: int, pace: int, most: int | None) -> Orders:
-    """Warm-up, then a forward and an input gradient in turn."""
     limit = micro_batches if most is None else min(most, micro_batches)
     orders = []
     for rank in range(stages):
@@ -230,7 +228,6 @@ def _block(stages: int, steps: Sequence[int], turns: Sequence[int]) -> dict[tupl
 
 
 def _repeated(block: dict[tuple[int, Kind], int], stages: int, micro_batches: int) -> Orders:
-    """The block repeated for all micro-batches."""
     placement = v_placement(stages)
     # Each rank's computations: tick within a period, first period, actions of all micro-batches.
     computations: list[list[tuple[int, int, list[Action]]]] = [[] for _ in range(stages)]

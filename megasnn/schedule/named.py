@@ -25,14 +25,14 @@ EQUAL = 1 + 1e-9  # makespans within this factor count as equal
 
 @dataclass(frozen=True)
 class NamedSchedule:
-    """A schedule selectable by name. It has either an `order` or a `zero_bubble`.
+    """A schedule with either an `order` or a `zero_bubble`.
 
     Attributes:
-        summary: text for --help.
+        summary: for --help.
         order: (stages, micro-batches, chunks per rank) -> computations, with whole backwards.
-        zero_bubble: (stages) -> candidate orders with split backwards, filled according to costs.
+        zero_bubble: (stages) -> candidate orders with split backwards.
         chunks: default chunks per rank.
-        any_chunks: whether other numbers are possible; with fewer than `chunks` it is another schedule.
+        any_chunks: other numbers are possible; with fewer than `chunks` it is another schedule.
         placed: name in `PLACEMENTS`.
     """
 
@@ -51,7 +51,7 @@ class NamedSchedule:
         return self.any_chunks or chunks_per_rank == self.chunks
 
     def placement(self, stages: int, chunks: int) -> tuple[int, ...]:
-        """Pipeline rank of each chunk."""
+        """Each chunk's pipeline rank."""
         return PLACEMENTS[self.placed](stages, chunks)
 
 
@@ -91,24 +91,23 @@ SCHEDULES: Registry[NamedSchedule] = Registry(
 
 
 def equal_costs(stages: int) -> CostsOf:
-    """Unit time for a stage's forward, input gradient and weight gradient each; transfers take none."""
+    """Unit time per stage for forward, input gradient and weight gradient; transfers take none."""
     return per_stage([ChunkCost(1, 1, 1)] * stages)
 
 
 def per_stage(stages: Sequence[ChunkCost]) -> CostsOf:
-    """Chunk costs as shares of whole stages' costs."""
     return lambda placement: chunk_costs(stages, placement)
 
 
 def looks_at_costs(name: str) -> bool:
-    """True if chunk costs affect this schedule, or the search."""
+    """Whether chunk costs affect this schedule, or the search."""
     return name == AUTO_SCHEDULE or SCHEDULES[name].looks_at_costs
 
 
 def named_schedule(
     name: str, stages: int, micro_batches: int, chunks_per_rank: int | None, costs_of: CostsOf
 ) -> Schedule:
-    """Computations of a named schedule; chunk costs decide where weight gradients go.
+    """Chunk costs decide where weight gradients go.
 
     Raises ValueError for an unknown name, and for a schedule that cannot keep its memory limit.
     """
@@ -135,11 +134,11 @@ def find_best(
     """Schedule with the smallest simulated makespan; ties go to fewer activations.
 
     Candidates: every named schedule, filled by these costs and by equal ones; 1F1B with every smaller memory limit; V
-    schedules with several limits and shorter gaps. No named schedule is faster than the result.
+    schedules with several limits and shorter gaps.
 
     Args:
         chunks_per_rank: None: 1 or 2.
-        placement: searches only this placement.
+        placement: searches only this one.
     """
     counts = (1, 2) if chunks_per_rank is None else (chunks_per_rank,)
     search = _Search(micro_batches, costs_of)
@@ -158,7 +157,7 @@ def find_best(
 
 
 def _candidates(stages: int, micro_batches: int, counts: tuple[int, ...]) -> Iterator[ZeroBubble]:
-    """Zero-bubble schedules, likely winners first: their makespan cuts the others short."""
+    # Likely winners first: their makespan cuts the others short.
     named = [each.zero_bubble(stages) for each in SCHEDULES.values() if each.zero_bubble]
     if 2 in counts:
         fastest, *others = [candidate for candidate in named if candidate.v]
@@ -179,8 +178,6 @@ def _candidates(stages: int, micro_batches: int, counts: tuple[int, ...]) -> Ite
 
 
 class _Search:
-    """Best schedule so far, with its makespan and its largest activation peak."""
-
     def __init__(self, micro_batches: int, costs_of: CostsOf) -> None:
         self._micro_batches = micro_batches
         self._costs_of = costs_of
@@ -189,7 +186,7 @@ class _Search:
         self.activations = math.inf
 
     def try_filling(self, candidate: ZeroBubble) -> None:
-        """Fills a candidate according to the costs, and gives up once it cannot win."""
+        """Gives up once the candidate cannot win."""
         costs = self._costs_of(candidate.placement)
         ticks = Ticks.of(candidate.placement, costs, self._micro_batches)
         longest = self.makespan * EQUAL / ticks.duration
@@ -198,7 +195,6 @@ class _Search:
             self.consider(filled.schedule)
 
     def consider(self, order: Schedule) -> None:
-        """Simulates computations, and keeps them if they beat the best."""
         schedule = complete(order)
         simulation = simulate(schedule, self._costs_of(order.placement))
         activations = max(simulation.peak_activations)
@@ -216,6 +212,6 @@ class _Search:
 
 
 def _preference(activations: float, schedule: Schedule) -> tuple[float, int, bool]:
-    """Sort key among equally fast schedules: fewer activations, fewer chunks, whole backwards."""
+    """Among equally fast schedules: fewer activations, fewer chunks, whole backwards."""
     splits = schedule.name not in SCHEDULES or SCHEDULES[schedule.name].looks_at_costs
     return activations, schedule.segments, splits

@@ -1,4 +1,4 @@
-"""Partition of a model's layers into pipeline chunks: balanced by cost, or by an explicit layout.
+"""Partition of layers into pipeline chunks: balanced by cost, or by an explicit layout.
 
 Layers are a flat list, in layer groups (Spikformer: patch stem, each block, head). A chunk is a contiguous range.
 """
@@ -43,10 +43,10 @@ def balanced_bounds(costs: Sequence[float], parts: int) -> list[range]:
 
 
 def _best_ends(costs: Sequence[float], parts: int, add: Callable[[float, float], float]) -> tuple[float, list[int]]:
-    """Smallest value of a partition, and where its parts end.
+    """Smallest partition value, and where its parts end.
 
     Args:
-        add: (value so far, cost of the next part) -> value with that part.
+        add: (value so far, next part's cost) -> value with that part.
     """
     # Dynamic programming over the parts: the best partition of the first layers into p parts extends one into p - 1.
     layers = len(costs)
@@ -69,8 +69,8 @@ def _best_ends(costs: Sequence[float], parts: int, add: Callable[[float, float],
 def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[range]:
     """Contiguous partition into one chunk per entry of `placement`, none empty, with balanced ranks.
 
-    Minimizes the largest rank cost, and with less weight the largest chunk cost, by local search from
-    `balanced_bounds`. Raises ValueError as `balanced_bounds` does.
+    Minimizes the largest rank cost, and with less weight the largest chunk cost, by local search. Raises ValueError as
+    `balanced_bounds` does.
     """
     bounds = balanced_bounds(costs, len(placement))
     if len(set(placement)) == len(placement):
@@ -96,7 +96,6 @@ def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[rang
 def _moved_while_better(
     cuts: tuple[int, ...], layers: int, badness: Callable[[Sequence[int]], float]
 ) -> tuple[int, ...]:
-    """Moves one or two cuts at a time by one layer."""
     moves = []
     for first, second in combinations_with_replacement(range(len(cuts)), 2):
         for step, other_step in product((-1, 1), repeat=2):
@@ -116,12 +115,12 @@ def _moved_while_better(
 
 
 def loop_placement(ranks: int, chunks_per_rank: int = 1) -> tuple[int, ...]:
-    """Rank of each chunk in a loop: rank r holds chunks r, ranks + r, 2 ranks + r, ..."""
+    """Each chunk's rank in a loop: rank r holds chunks r, ranks + r, 2 ranks + r, ..."""
     return tuple(range(ranks)) * chunks_per_rank
 
 
 def v_placement(ranks: int, chunks_per_rank: int = 2) -> tuple[int, ...]:
-    """Rank of each chunk in a V: rank r holds chunks r and 2 ranks - 1 - r.
+    """Each chunk's rank in a V: rank r holds chunks r and 2 ranks - 1 - r.
 
     Raises ValueError unless there are two chunks per rank.
     """
@@ -154,15 +153,14 @@ def parse_layout(layout: str) -> tuple[int, ...]:
 
 
 def layout_text(layout: Sequence[int]) -> str:
-    """Notation of the flag: ``"1|2|2|1"``, quotes included."""
+    """The flag's notation: ``"1|2|2|1"``, quotes included."""
     return '"' + "|".join(str(size) for size in layout) + '"'
 
 
 def layout_to_bounds(layout: Sequence[int], group_of_layer: Sequence[str], chunks: int | None = None) -> list[range]:
-    """Layers of each chunk in an explicit layout, which counts layer groups or single layers.
+    """Each chunk's layers in an explicit layout, which counts layer groups or single layers.
 
     Args:
-        layout: chunk sizes.
         group_of_layer: each layer's group; a group's layers are adjacent.
         chunks: expected number of entries, if known.
     Raises:

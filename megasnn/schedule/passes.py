@@ -1,8 +1,7 @@
-"""Passes over a schedule: from ordered computations to the actions an executor runs.
+"""Passes over a schedule: from ordered computations to an executor's actions.
 
-Generators order computations. Passes add communication, as ``_add_send_recv`` in ``torch.distributed.pipelining`` does.
-`refine` and `insert_recompute` change complete schedules. The passes for sharded weights then place all-gathers, frees
-and reduce-scatters.
+First come transfers and the gradient reduction, as ``_add_send_recv`` in ``torch.distributed.pipelining`` adds them;
+then `refine` and `insert_recompute`; then the passes for sharded weights.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ RECOMPUTE: Registry[Callable[[int, int], bool]] = Registry(
 
 
 def complete(order: Schedule) -> Schedule:
-    """Adds transfers and the gradient reduction to ordered computations."""
+    """Adds transfers and the gradient reduction."""
     return insert_gradient_reduction(insert_transfers(order))
 
 
 def insert_transfers(schedule: Schedule) -> Schedule:
-    """Adds receives before computations and sends after them, where neighbouring segments are on different ranks."""
+    """Receives before computations and sends after them, between segments on different ranks."""
     placement = schedule.placement
     # A link carries all messages from one rank to another, forward and backward, in the order of the sends. By (sending
     # rank, receiving rank), the receives.
@@ -112,7 +111,7 @@ def _receive_before(action: Action, placement: Sequence[int]) -> Action | None:
 
 
 def insert_gradient_reduction(schedule: Schedule) -> Schedule:
-    """Adds a REDUCE_GRAD for each segment, after its last backward and the send that follows."""
+    """A REDUCE_GRAD for each segment, after its last backward and the send that follows."""
     orders = []
     for rank, order in enumerate(schedule.actions):
         orders.append(_with_reduction(order, set(schedule.segments_of(rank))))
@@ -154,7 +153,7 @@ def refine(schedule: Schedule, segments: Sequence[int]) -> Schedule:
 
 
 def _of_segments(action: Action, firsts: Sequence[int]) -> list[Action]:
-    """Actions of a chunk's segments; a transfer stays one action, at the first or last segment."""
+    """Splits one action; a transfer stays one action, at the first or last segment."""
     chunk, kind, m = action
     segments = range(firsts[chunk], firsts[chunk + 1])
     if kind in _SEGMENT_STEP:
@@ -173,7 +172,7 @@ def insert_recompute(schedule: Schedule, wanted: Callable[[int, int], bool]) -> 
 
 
 def with_recompute(order: Sequence[Action], wanted: Callable[[int, int], bool]) -> tuple[Action, ...]:
-    """One rank's actions with R, as `insert_recompute` adds them."""
+    """`insert_recompute` for one rank's actions."""
     result: list[Action] = []
     last_computed: Action | None = None
     for action in order:
@@ -194,10 +193,9 @@ def with_recompute(order: Sequence[Action], wanted: Callable[[int, int], bool]) 
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Weights sharded over ranks, and gathered for use.
-
+    """
     Attributes:
-        segment_bytes: gathered size of each segment's weights; 0: none.
+        segment_bytes: each segment's gathered size; 0: no weights.
         scattered: segments whose gradients are reduce-scattered after every micro-batch.
         ranks: number of shards.
     """
@@ -207,7 +205,7 @@ class SharedWeights:
     ranks: int = 2
 
     def insert(self, schedule: Schedule) -> Schedule:
-        """Adds UNSHARD, RESHARD and REDUCE_SCATTER, and validates them."""
+        """Adds UNSHARD, RESHARD and REDUCE_SCATTER, and validates."""
         if not schedule.forward_only:
             schedule = insert_reduce_scatters(schedule, self.scattered)
         schedule = insert_unshards(schedule, self.segment_bytes)
@@ -215,7 +213,7 @@ class SharedWeights:
         return schedule
 
     def gathered_and_buffers(self, schedule: Schedule, rank: int) -> tuple[int, int]:
-        """Peak bytes a rank needs for gathered weights, and for the buffers in flight."""
+        """Peak bytes on a rank for gathered weights, and for buffers in flight."""
         sizes = [self.segment_bytes[segment] for segment in schedule.segments_of(rank)]
         buffer = max(sizes) * (self.ranks - 1) // self.ranks
         # With two ranks, only receives need a buffer; with more, sends need one too.
@@ -259,7 +257,7 @@ def _with_unshards(order: Sequence[Action], segment_bytes: Sequence[int]) -> tup
 
 
 def _following_segments(order: Sequence[Action], indices: Sequence[int]) -> list[int | None]:
-    """For each of these actions, the segment that follows its own; None at the end."""
+    """For each action, the segment that follows its own; None at the end."""
     following: list[int | None] = []
     current: int | None = None
     after: int | None = None

@@ -28,17 +28,17 @@ FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """Schedule of a run, for any number of micro-batches per step.
+    """A run's schedule, for any number of micro-batches per step.
 
     Attributes:
         name: "auto" searches the best schedule on this placement for each number of micro-batches.
         placement: each chunk's pipeline rank.
-        costs: chunk costs; None: equal costs.
+        costs: per chunk; None: equal costs.
         decided: chunk schedules found earlier; ranks do not search again.
-        segments_per_chunk: segments in each chunk; None: chunks stay whole.
+        segments_per_chunk: None: chunks stay whole.
         recompute: name in `RECOMPUTE`.
         chosen: segments whose forwards are always recomputed.
-        weights: sharded weights; None: every rank holds its weights whole.
+        weights: None: every rank holds its weights whole.
     """
 
     name: str
@@ -51,17 +51,17 @@ class ScheduleChoice:
     weights: SharedWeights | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Fields alone: other ranks rebuild the cached schedules."""
+        # Fields alone: other ranks rebuild the cached schedules.
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def in_segments(self, bounds: Sequence[range], recompute: str) -> ScheduleChoice:
-        """The same schedule, executed layer by layer; `bounds` has each chunk's layers."""
+        """Executed layer by layer; `bounds` has each chunk's layers."""
         # A chunk without layers is one segment: it passes on its input.
         counts = tuple(max(1, len(layers)) for layers in bounds)
         return replace(self, segments_per_chunk=counts, recompute=recompute)
 
     def sharing(self, weights: SharedWeights, micro_batches: Collection[int]) -> ScheduleChoice:
-        """The same schedule with sharded weights, in training and evaluation.
+        """With sharded weights, in training and evaluation.
 
         Raises ValueError unless all replicas have the same number of micro-batches per step.
         """
@@ -83,19 +83,18 @@ class ScheduleChoice:
 
     @property
     def segment_counts(self) -> tuple[int, ...]:
-        """Segments in each chunk."""
+        """One count per chunk."""
         return self.segments_per_chunk or (1,) * len(self.placement)
 
     @property
     def segment_placement(self) -> tuple[int, ...]:
-        """Each segment's pipeline rank."""
         placement: list[int] = []
         for rank, count in zip(self.placement, self.segment_counts, strict=True):
             placement += [rank] * count
         return tuple(placement)
 
     def segment_bounds(self, bounds: Sequence[range]) -> list[range]:
-        """Layers of each segment, from each chunk's layers: one each, and the rest in the last segment."""
+        """Each segment's layers, from each chunk's: one each, and the rest in the last segment."""
         segments = []
         for layers, count in zip(bounds, self.segment_counts, strict=True):
             last = layers.start + count - 1
@@ -105,17 +104,17 @@ class ScheduleChoice:
 
     @cached_property
     def training(self) -> Callable[[int], Schedule]:
-        """(number of micro-batches) -> validated schedule. Cached: large schedules take seconds to build."""
+        """(micro-batches) -> validated schedule. Cached: large schedules take seconds to build."""
         # A cache on the method itself would be shared, and keep every choice alive.
         return cache(self._training)
 
     @cached_property
     def evaluation(self) -> Callable[[int], Schedule]:
-        """(number of micro-batches) -> validated schedule for evaluation. Cached."""
+        """(micro-batches) -> validated schedule without backwards. Cached."""
         return cache(self._evaluation)
 
     def of_chunks(self, micro_batches: int) -> Schedule:
-        """Validated schedule before chunks are split."""
+        """Before chunks are split."""
         for schedule in self.decided:
             if schedule.micro_batches == micro_batches:
                 return schedule
@@ -164,8 +163,8 @@ def plan_schedule(
     """Chooses a schedule and its placement.
 
     Args:
-        name: name in `SCHEDULES`, or "auto".
-        chunks_per_rank: see `chunks_of_schedule`; None lets "auto" choose 1 or 2.
+        name: in `SCHEDULES`, or "auto".
+        chunks_per_rank: see `chunks_of_schedule`.
         micro_batches: number in a usual step; "auto" chooses the placement for it.
         costs_of: None: equal costs.
     Raises:
@@ -196,12 +195,12 @@ def generate(
     chunks_per_rank: int | None = None,
     costs_of: CostsOf | None = None,
 ) -> Schedule:
-    """One validated schedule with transfers and gradient reduction. Arguments as for `plan_schedule`."""
+    """Validated, with transfers and gradient reduction. Arguments as for `plan_schedule`."""
     return plan_schedule(name, stages, chunks_per_rank, micro_batches, costs_of).training(micro_batches)
 
 
 def chunks_of_schedule(name: str, asked: int | None = None) -> int | None:
-    """Chunks per pipeline rank: the number asked for, else the schedule's own; None lets "auto" choose.
+    """The number asked for, else the schedule's own; None lets "auto" choose.
 
     Raises ValueError for an unknown name or an impossible number.
     """

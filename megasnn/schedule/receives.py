@@ -1,7 +1,7 @@
-"""Receives of a rank: when to post each, and how many of its messages have arrived by then.
+"""When a rank posts each receive, and how many messages have arrived by then.
 
-Loading kernels, allocating memory and capturing CUDA graphs may wait for all work queued on the device, receives
-included. A receive is therefore posted early only if its message was certainly sent.
+A receive is posted early only if its message was certainly sent: loading kernels, allocating memory and capturing CUDA
+graphs may wait for all work queued on the device, receives included.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def peers(placement: Sequence[int], rank: int) -> list[int]:
 
 
 def known_arrivals(schedule: Schedule, rank: int) -> dict[Action, int]:
-    """For each receive of a rank: how many of its sends to the same peer have arrived by then."""
+    """For each receive on a rank: how many sends to the same peer have arrived by then."""
     placement = schedule.placement
     known: dict[Action, int] = {}
     for peer in peers(placement, rank):
@@ -37,9 +37,9 @@ def known_arrivals(schedule: Schedule, rank: int) -> dict[Action, int]:
 
 
 def sent_by_then(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
-    """Receives to post before each computation and receive of a rank; their messages were certainly sent.
+    """Receives to post before each computation and receive; their messages were certainly sent.
 
-    Prevents deadlocks between computations and the transfers queued on a device, at any relative speed of the ranks.
+    Prevents deadlocks with transfers queued on a device, at any relative speed of the ranks.
     """
     in_flight: list[list[Action]] = [[] for _ in schedule.actions]  # by receiving rank, receives not posted yet
     unposted = [0] * schedule.ranks  # by sending rank, the number of its sends among them
@@ -74,7 +74,7 @@ def _in_turn(schedule: Schedule, can_run: Callable[[int, Action], bool]) -> Iter
     """All actions with their ranks; the ranks take turns, and each runs as far as it can.
 
     Args:
-        can_run: (rank, its next action) -> whether it can run now; asked again in the next round if not.
+        can_run: (rank, its next action); if False, asked again in the next round.
     """
     positions = [0] * schedule.ranks
     progress = True

@@ -1,4 +1,4 @@
-"""Simulation of a schedule from the costs of its segments: exact times and memory, without contention."""
+"""Exact times and memory from segment costs, without contention."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from megasnn.schedule.validate import runs
 
 
 class TimedAction(NamedTuple):
-    """An action with its start and end."""
-
     action: Action
     start: float
     end: float
@@ -21,16 +19,14 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """Timeline and totals; sequences have one entry per pipeline rank.
+    """Sequences have one entry per pipeline rank.
 
     Attributes:
         timeline: all actions in order. A receive ends when the tensor arrives. UNSHARD and REDUCE_SCATTER are in
             flight from start to end.
-        makespan: when the last rank ends.
-        busy: time spent computing.
         idle: makespan minus `busy`.
         bubble: idle time between a rank's first and last computation.
-        peak_activations: most held at once, in the costs' unit.
+        peak_activations: in the costs' unit.
     """
 
     timeline: tuple[tuple[TimedAction, ...], ...]
@@ -42,19 +38,17 @@ class Simulation:
 
     @property
     def idle_share(self) -> float:
-        """Idle fraction of all ranks' time; 0 if the schedule takes no time."""
+        """Idle fraction over all ranks; 0 if the schedule takes no time."""
         whole = self.makespan * len(self.idle)
         return sum(self.idle) / whole if whole else 0.0
 
 
 def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
-    """Simulates a complete schedule.
+    """Simulates a complete schedule, with one cost per segment.
 
     A receiver waits for its message, a sender does not. REDUCE_GRAD takes no time. UNSHARD and REDUCE_SCATTER queue on
     a separate link beside the computations.
 
-    Args:
-        costs: one per segment.
     Raises:
         ValueError: another number of costs.
         ScheduleError: a deadlock.
@@ -87,18 +81,14 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
 
 @dataclass
 class _ReplicaLink:
-    """A rank's link to the other replicas, which carries one collective at a time.
+    """A rank's link to the other replicas, which carries one collective at a time."""
 
-    Attributes:
-        free: when the last collective ends.
-        gathering: by segment, when its UNSHARD ends; until the weights are used.
-    """
-
-    free: float = 0.0
+    free: float = 0.0  # when the last collective ends
+    # By segment, when its UNSHARD ends; until the weights are used.
     gathering: dict[int, float] = field(default_factory=dict)
 
     def queue(self, now: float, seconds: float) -> tuple[float, float]:
-        """Adds a collective; returns its start and end."""
+        """Returns the collective's start and end."""
         start = max(now, self.free)
         self.free = start + seconds
         return start, self.free

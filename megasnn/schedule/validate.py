@@ -1,4 +1,4 @@
-"""Validation before a run: a schedule computes everything once, in a possible order, and cannot deadlock."""
+"""Validation before a run: everything is computed once, in a possible order, without deadlock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_LISTED = 8  # missing actions
 
 
 class ScheduleError(ValueError):
-    """An invalid schedule; the message shows every rank's actions and marks the position."""
+    """The message shows every rank's actions and marks the position."""
 
     def __init__(self, schedule: Schedule, problem: str, marks: Collection[Position] = ()) -> None:
         positions = ", ".join(f"rank {rank} at action {index}" for rank, index in marks)
@@ -41,10 +41,10 @@ def validate_schedule(schedule: Schedule) -> None:
 
     Rules:
         - Every action is present once, on its rank, after everything it uses.
-        - A segment's forwards and backwards are ascending in the micro-batch, so that all schedules accumulate alike.
+        - A segment's forwards and backwards are ascending in the micro-batch: all schedules accumulate alike.
         - A backward is whole (B) or split (I and W). A recomputed forward (R) comes once, before its backward.
-        - REDUCE_SCATTER, if a segment has it, follows every micro-batch before the next one adds its gradients.
-        - Receives on a link are in the order of the sends, and no ranks wait for each other for ever.
+        - REDUCE_SCATTER, if any, follows every micro-batch before the next one adds its gradients.
+        - A link's receives are in the order of its sends, and no ranks wait for each other for ever.
 
     `validate_weights` checks UNSHARD and RESHARD.
     """
@@ -96,7 +96,6 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
 
 
 def _parts(action: Action) -> tuple[Action, ...]:
-    """The action, or both parts of a whole backward."""
     segment, kind, m = action
     if kind is Kind.BACKWARD:
         return Action(segment, Kind.INPUT_GRADIENT, m), Action(segment, Kind.WEIGHT_GRADIENT, m)
@@ -164,10 +163,9 @@ def _needed(action: Action, schedule: Schedule, scattered: bool) -> Iterator[Act
 
 
 def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
-    """All actions in an executable order, as (rank, indices of the actions it runs without waiting).
+    """All actions in an executable order, as (rank, indices of actions it runs without waiting).
 
-    A receive waits for its send; a send does not block its rank. Raises ScheduleError for a receive out of order and
-    for a deadlock.
+    A send does not block its rank. Raises ScheduleError for a receive out of order and for a deadlock.
     """
     placement = schedule.placement
     # Sent and not received yet, by link (sending rank, receiving rank).
@@ -209,7 +207,7 @@ def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
 
 
 def validate_weights(schedule: Schedule, segment_bytes: Sequence[int], scattered: Collection[int] = ()) -> None:
-    """Raises ScheduleError if UNSHARD, RESHARD or REDUCE_SCATTER are wrong in an otherwise valid schedule.
+    """Raises ScheduleError if UNSHARD, RESHARD or REDUCE_SCATTER are wrong in a schedule.
 
     Weights are gathered before use, not twice, and freed once. Gradients are reduce-scattered for exactly the
     `scattered` segments. A segment with 0 in `segment_bytes` has no weights.

@@ -9,7 +9,6 @@ from megasnn.kernels.torch_backend import REDUCED
 
 
 def refuses(x: Tensor) -> str | None:
-    """Reason against this input, or None."""
     if x.device.type != "cpu":
         return f"they run on CPU tensors, not on {x.device}"
     if x.dtype not in (torch.float32, torch.float64, *REDUCED):

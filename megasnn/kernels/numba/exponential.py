@@ -1,4 +1,4 @@
-"""The exponential of lanes, for surrogate gradients: the mathematical library's takes one number at a time.
+"""Exponential on lanes, for surrogate gradients; the mathematical library takes one number at a time.
 
 Fused multiply-adds are faster, and give the same bits on every processor.
 """
@@ -17,19 +17,14 @@ from megasnn.kernels.numba.lanes import constant_lanes, multiply_add, of_lanes, 
 
 
 class _Format(NamedTuple):
-    """A floating-point type and its constants.
-
-    Attributes:
-        degree: of the Taylor polynomial of exp(r) that is exact enough for |r| <= ln 2 / 2.
-        lowest: exp of it is still a normal number.
-        ln2_high, ln2_low: ln 2 in two parts; the first has so few bits that its product with k is exact.
-    """
+    """A floating-point type and its constants."""
 
     number: Any
     exponent_bias: int
     mantissa_bits: int
-    degree: int
-    lowest: float
+    degree: int  # of a Taylor polynomial for exp(r) that is exact enough for |r| <= ln 2 / 2
+    lowest: float  # its exp is still a normal number
+    # ln 2 in two parts. The first has so few bits that its product with k is exact.
     ln2_high: float
     ln2_low: float
 
@@ -41,7 +36,7 @@ _FORMATS = {
 
 
 def _power_of_two(context, t):
-    """2^k from ``t = k + 1.5 * 2^mantissa_bits``: the low bits of such a number hold k, which becomes the exponent."""
+    """2^k from ``t = k + 1.5 * 2^mantissa_bits``, whose low bits hold k: k becomes the exponent."""
     c = _FORMATS[t.element]
 
     def generate(context, builder, signature, args):
@@ -53,7 +48,7 @@ def _power_of_two(context, t):
 
 
 def _exponential_series(context, r):
-    """The Taylor polynomial of exp(r), to the precision of its type for |r| <= ln 2 / 2."""
+    """Taylor polynomial for exp(r), to its type's precision for |r| <= ln 2 / 2."""
     c = _FORMATS[r.element]
 
     def generate(context, builder, signature, args):
@@ -72,7 +67,7 @@ exponential_series: Any = intrinsic(_exponential_series)
 
 
 def exp_negative(x):
-    """exp(x) for x <= 0 to about one unit in the last place, but never below the smallest normal number.
+    """exp(x) for x <= 0, to about one unit in the last place; never below the smallest normal number.
 
     x = k ln 2 + r with |r| <= ln 2 / 2: a Taylor polynomial gives exp(r), and k becomes the exponent.
     """

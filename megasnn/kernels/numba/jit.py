@@ -1,4 +1,4 @@
-"""Compiling and running loops: machine code cached on disk, work shared by threads."""
+"""Compiles and runs loops: machine code cached on disk, work shared by threads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ os.register_at_fork(after_in_child=_threads.clear)  # threads do not survive a f
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function that Python calls; its machine code is cached on disk where the folder is writable."""
+    """Compiles a function that Python calls; caches machine code on disk where the folder is writable."""
     compiled = njit(**COMPILED)(function)
     try:
         with _cached_in_own_folder():
@@ -49,17 +49,17 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MachineCode(FunctionCache):
-    """Numba's cache of a kernel's machine code, safe for processes that fill it at the same time."""
+    """Numba's machine code cache, safe for processes that fill it at the same time."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Loads machine code; where there is none, tells the user that compiling takes a while."""
+        """Without saved machine code, tells the user that compiling takes a while."""
         found = super().load_overload(sig, target_context)
         if found is None:
             _announce_compiling()
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Saves machine code; on a full disk it is used without being saved."""
+        """On a full disk, machine code is used without being saved."""
         # Without the lock two processes that save at once give the code of two signatures the same file name.
         with contextlib.suppress(OSError), FileLock(Path(self.cache_path) / ".saving.lock"):
             super().save_overload(sig, data)
@@ -67,13 +67,13 @@ class MachineCode(FunctionCache):
 
 @cache
 def _announce_compiling() -> None:
-    """Tells the user once, on the first rank."""
+    """Once, on the first rank."""
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write("compiling kernels for this processor: half a minute to a minute, once for each kernel\n")
 
 
 class FolderLocator(UserProvidedCacheLocator):
-    """Cache folder whose machine code is outdated once a file beside the kernel's, or in this package, changes."""
+    """Cache folder, outdated once a file beside the kernel's, or in this package, changes."""
 
     def get_cache_path(self) -> str:
         # numba unpickles a cache's index before it compares the stamp. An index of a release whose modules had other
@@ -94,7 +94,7 @@ class FolderLocator(UserProvidedCacheLocator):
 
 @contextlib.contextmanager
 def _cached_in_own_folder() -> Iterator[None]:
-    """Lets numba look for its cache in NUMBA_CACHE_DIR or else in the user's cache folder, and nowhere else."""
+    """Lets numba cache in NUMBA_CACHE_DIR, or else in the user's cache folder, and nowhere else."""
     # numba unpickles and runs the files of its cache. Its default is a folder beside the source, where other users may
     # be able to write.
     config: Any = numba.config
@@ -110,9 +110,9 @@ def _cached_in_own_folder() -> Iterator[None]:
 
 
 def run_kernel(kernel: Callable[..., None], slices: int, *args: Any) -> None:
-    """Calls ``kernel(*args, first, last)`` on parts of ``range(slices)``, in as many threads as torch uses.
+    """Calls ``kernel(*args, first, last)`` on parts of ``range(slices)``, in torch's number of threads.
 
-    Results do not depend on the number of threads.
+    Results do not depend on that number.
     """
     threads = min(torch.get_num_threads(), slices)
     if threads <= 1:

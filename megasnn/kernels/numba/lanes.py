@@ -28,7 +28,7 @@ class Lanes(types.Type):
 
 
 class Flags(types.Type):
-    """Result of a comparison of lanes."""
+    """A comparison's result, per lane."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -49,14 +49,12 @@ class _FlagsModel(models.PrimitiveModel):
 
 
 def repeated(builder: Any, value: Any, count: int) -> Any:
-    """A number in each of `count` lanes."""
     one = ir.VectorType(value.type, 1)
     first = builder.insert_element(ir.Constant(one, ir.Undefined), value, ir.IntType(32)(0))
     return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), count), [0] * count))
 
 
 def constant_lanes(vector: Any, value: float) -> Any:
-    """A constant in each lane of an LLVM vector type."""
     return ir.Constant(vector, [value] * vector.count)
 
 
@@ -65,18 +63,18 @@ def _as_lanes(builder: Any, value: Any, kind: Any, count: int) -> Any:
 
 
 def _lanes_of(context, number):
-    """A number in each of the lanes that fill `VECTOR_BYTES`."""
+    """As many lanes as fill `VECTOR_BYTES`."""
     lanes = Lanes(number, VECTOR_BYTES * 8 // number.bitwidth)
     return lanes(number), lambda context, builder, signature, args: repeated(builder, args[0], lanes.count)
 
 
 def _lane_of(context, number):
-    """A number in a single lane, for the elements left over at the end."""
+    """A single lane, for elements left over at the end."""
     return Lanes(number, 1)(number), lambda context, builder, signature, args: repeated(builder, args[0], 1)
 
 
 def _lanes(context, number, size):
-    """A number in each of the lanes that fill `size` bytes, a literal."""
+    """As many lanes as fill `size` bytes, a literal."""
     if not isinstance(size, types.IntegerLiteral):
         raise TypeError(f"lanes(number, size) takes a literal number of bytes, got {size}")
     kind = Lanes(number, size.literal_value * 8 // number.bitwidth)
@@ -84,17 +82,15 @@ def _lanes(context, number, size):
 
 
 def _filled(context, number, like):
-    """A number in each lane of a value like `like`."""
+    """As many lanes as `like` has."""
     return like(number, like), lambda context, builder, signature, args: repeated(builder, args[0], like.count)
 
 
 def _count_of(context, lanes):
-    """The number of lanes."""
     return types.int64(lanes), lambda context, builder, signature, args: ir.IntType(64)(lanes.count)
 
 
 def _address(context: Any, builder: Any, kind: Any, vector: Any, array: Any, row: Any, column: Any, *_: Any) -> Any:
-    """Address of `array[row, column]`, as a pointer to a vector type."""
     if kind.ndim != 2 or kind.layout != "C":
         raise TypeError(f"lanes are loaded from contiguous arrays of two dimensions, not from {kind}")
     struct = context.make_array(kind)(context, builder, array)
@@ -103,8 +99,6 @@ def _address(context: Any, builder: Any, kind: Any, vector: Any, array: Any, row
 
 
 def _load(context, array, row, column, like):
-    """Loads lanes like `like` from ``array[row, column]`` on."""
-
     def generate(context, builder, signature, args):
         vector = context.get_value_type(like)
         place = _address(context, builder, array, vector, *args)
@@ -114,8 +108,6 @@ def _load(context, array, row, column, like):
 
 
 def _store(context, array, row, column, lanes):
-    """Stores lanes from ``array[row, column]`` on."""
-
     def generate(context, builder, signature, args):
         place = _address(context, builder, array, args[3].type, *args)
         builder.store(args[3], place, align=array.dtype.bitwidth // 8)
@@ -124,7 +116,10 @@ def _store(context, array, row, column, lanes):
 
 
 def _stream(context, array, row, column, lanes, past):
-    """As `store`; with `past`, whole cache lines go past the caches. Other threads see them after `ordered`."""
+    """As `store`; with `past`, whole cache lines bypass the caches.
+
+    Other threads see them after `ordered`.
+    """
 
     def generate(context, builder, signature, args):
         place = _address(context, builder, array, args[3].type, *args)
@@ -154,7 +149,7 @@ def _ordered(context):
 
 
 def _prefetch(context, array, row, column, like):
-    """Asks the cache for lanes that are loaded soon. It ignores a single lane, and addresses behind the array."""
+    """Asks the cache for lanes needed soon. Ignores a single lane, and addresses behind the array."""
 
     def generate(context, builder, signature, args):
         if like.count == 1:
@@ -187,7 +182,7 @@ def _store_bits(context, array, index, flags):
 
 
 def _where(context, flags, a, b):
-    """Selects `a` in each lane whose flag is set, otherwise `b`. Both are lanes, or a number for all lanes."""
+    """Selects `a` in lanes with a set flag, otherwise `b`. Both are lanes, or a number for all lanes."""
     element = a.element if isinstance(a, Lanes) else a
     kind = Lanes(element, flags.count)
 
@@ -200,7 +195,6 @@ def _where(context, flags, a, b):
 
 
 def of_lanes(builder: Any, name: str, *vectors: Any) -> Any:
-    """Calls an LLVM function on vectors of one type."""
     kind = vectors[0].type
     function = ir.FunctionType(kind, [kind] * len(vectors))
     mangled = f"{name}.v{kind.count}{kind.element.intrinsic_name}"
@@ -235,7 +229,7 @@ multiply_add: Any = intrinsic(_multiply_add)
 
 
 def _define(operation: Any, arity: int, result: Any, generate: Any) -> None:
-    """Defines an operator of lanes, or of lanes and a number for all lanes."""
+    """Defines an operator on lanes, or on lanes and a number for all lanes."""
 
     class Template(AbstractTemplate):
         def generic(self, args: Any, kws: Any) -> Any:

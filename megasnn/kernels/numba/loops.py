@@ -1,7 +1,7 @@
-"""Kernels of norm and neurons without pooling, which must equal `torch_backend`.
+"""Kernels for norm and neurons without pooling; they must equal `torch_backend`.
 
-`x [X, M]` with X = T, or 1 for a repeated input; spikes and their gradients `[T, M]`. `first, last` is a range of
-slices of work: threads share a call.
+`x [X, M]` with X = T, or 1 for a repeated input; spikes and their gradients `[T, M]`. `first, last` is a range of work
+slices: threads share a call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megasnn.kernels.numba.time_loop import LANES, back, fire_run
 
 @part
 def fold(wide, channels, out):
-    """Sums the pixels of a row: `wide [k * C]` -> `out [C]` in double precision."""
+    """Sums a row's pixels: `wide [k * C]` -> `out [C]` in double precision."""
     out[:] = 0.0
     for start in range(0, wide.size, channels):
         piece = wide[start : start + channels]
@@ -48,7 +48,7 @@ def add_rows(x, wide):
 
 @part
 def add_squares(x, centre, wide):
-    """Adds the squared deviations from `centre` in the same way."""
+    """As `add_rows`, squared deviations from `centre`."""
     width = wide.size
     fours = x.size // (4 * width) * 4 * width
     for start in range(0, fours, 4 * width):
@@ -72,9 +72,9 @@ def add_squares(x, centre, wide):
 
 @kernel
 def slice_statistics(x, channels, width, rows, means, squares, first, last):
-    """Mean and sum of squared deviations of each channel, `means, squares [slices, C]`.
+    """Each channel's mean and sum of squared deviations, `means, squares [slices, C]`.
 
-    A slice of work is `rows` rows of the flat `x`.
+    A work slice is `rows` rows of the flat `x`.
     """
     # A slice is read twice while it is in the cache: first for the mean, then for exact deviations.
     wide = np.empty(width, x.dtype)
@@ -97,7 +97,7 @@ def slice_statistics(x, channels, width, rows, means, squares, first, last):
 
 @kernel
 def merge(means, squares, length, pixels, merged, first, last):
-    """Mean and variance of each channel, `merged [2, C]`, from slices of `length` pixels, `pixels` in all."""
+    """Each channel's mean and variance, `merged [2, C]`; slices have `length` pixels, `pixels` in all."""
     slices, channels = means.shape
     mean = merged[0]
     variance = merged[1]
@@ -119,7 +119,7 @@ def merge(means, squares, length, pixels, merged, first, last):
 
 @kernel
 def fire_block(x, norm, v_first, v_last, spikes, bits, p, length, first, last):
-    """Spikes `[T, M]`; a slice of work is one block. The other arguments are those of `time_loop.fire_run`."""
+    """Spikes `[T, M]`; a work slice is one block. Other arguments: see `time_loop.fire_run`."""
     for block in range(first, last):
         low = block * length
         fire_run(x, low, norm, v_first, v_last, spikes, low, min(length, spikes.shape[1] - low), bits, p)
@@ -127,9 +127,9 @@ def fire_block(x, norm, v_first, v_last, spikes, bits, p, length, first, last):
 
 @kernel
 def block_backward(x, norm, v_first, g_spikes, g_v, g_y, sums, channels, length, blocks, p, first, last):
-    """The gradient `g_y [X, M]` of the neurons' input, and `sums [slices, 3, C]`; the rest as in `time_loop.back`.
+    """Neurons' input gradient `g_y [X, M]`, and `sums [slices, 3, C]`; the rest as `time_loop.back`.
 
-    A slice of work is `blocks` blocks.
+    A work slice is `blocks` blocks.
     """
     size = x.shape[1]
     scratch = np.empty((2 * g_spikes.shape[0], LANES), x.dtype)
@@ -148,7 +148,7 @@ def block_backward(x, norm, v_first, g_spikes, g_v, g_y, sums, channels, length,
 
 @kernel
 def norm_input_gradient(x, g, coefficients, width, first, last):
-    """Input gradient of batch norm, written over `g [1, size]`; a slice of work is `width` elements.
+    """Batch norm's input gradient, written over `g [1, size]`; a work slice is `width` elements.
 
     `coefficients [4, n]`: scale, mean, mean gradient, mean gradient per deviation of the input.
     """

@@ -27,7 +27,9 @@ _ROW_BLOCK = 1024  # elements: with the potentials of 4 to 10 steps they stay in
 
 
 class NumbaKernels(CompiledKernels[np.ndarray]):
-    """Carries the gradient of the normalised input: computing it again would take longer than reading it."""
+    """Carries the normalised input's gradient."""
+
+    # Computing it again would take longer than reading it.
 
     def statistics(self, x: Tensor, affine: Affine | None = None) -> Statistics:
         data = _pixels(x)
@@ -94,6 +96,7 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
                 loops.block_backward, slices,
                 rows, coefficients, None, flat, None, g_rows, sums, channels, length, blocks, p,
             )  # fmt: skip
+        # The slices depend only on sizes, so the order of this sum does not depend on the number of threads.
         return BackwardSums(torch.from_numpy(sums.sum(axis=0)), carried=g, of_norm=None)
 
     def input_gradient(
@@ -136,6 +139,7 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
         data = _rows(x)
         upstream = _rows(g_spikes)
         first = _potential(v0, x, spec.rest)
+        # A copy, because the loops write the first potential's gradient over it.
         g_v = _potential(g_last, x, 0.0).copy()
         g_x = empty_array(data.shape, data.dtype)
         blocks = -(-data.shape[1] // _ROW_BLOCK)
@@ -147,14 +151,14 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
 
 
 def _bits_for(spikes: np.ndarray, packed: bool) -> np.ndarray:
-    """Memory for the bits of spikes `[T, M]`; empty where they are not wanted or a step does not fill whole bytes."""
+    """Memory for bits of spikes `[T, M]`; empty if not wanted, or a step does not fill whole bytes."""
     if packed and spikes.shape[1] % 8 == 0:
         return empty_array((spikes.size // 8,), np.dtype(np.uint8))
     return np.empty(0, np.uint8)
 
 
 def constants_of(spec: NeuronSpec, dtype: np.dtype, w: Tensor | None, learn: bool) -> Constants:
-    """Numbers of a neuron for the loops. w: its learned charging factor is sigmoid(w)."""
+    """w: the learned charging factor is sigmoid(w)."""
     if w is None:
         return _fixed_constants(spec, dtype, learn)
     number = torch.float64 if dtype == np.float64 else torch.float32
@@ -187,7 +191,8 @@ def _affine(norm: Norm, eps: float) -> _Affine:
 
 
 def _tiles(length: int, dtype: np.dtype, *values: np.ndarray) -> np.ndarray:
-    """Repeats each of `values [C]`; np.tile takes several times longer for so few."""
+    """Repeats each of `values [C]`."""
+    # np.tile takes several times longer for so few values.
     channels = len(values[0])
     tiled = empty_array((len(values), length // channels, channels), dtype)
     tiled[:] = np.stack(values)[:, None]
@@ -195,18 +200,18 @@ def _tiles(length: int, dtype: np.dtype, *values: np.ndarray) -> np.ndarray:
 
 
 def _pixels(x: Tensor) -> np.ndarray:
-    """`[T, N, C, ...]` as a contiguous array `[T, N, ..., C]`, without a copy where the memory is channels-last."""
+    """`[T, N, C, ...]` as a contiguous array `[T, N, ..., C]`, without a copy if channels-last."""
     x = x.detach().movedim(2, -1)
     return (x.float() if x.dtype in REDUCED else x).contiguous().numpy()
 
 
 def _rows(x: Tensor) -> np.ndarray:
-    """`[T, M]` in the type of the arithmetic."""
+    """`[T, M]` in the arithmetic's type."""
     return (x.float() if x.dtype in REDUCED else x).view(len(x), -1).numpy()
 
 
 def _potential(v: Tensor | None, x: Tensor, otherwise: float) -> np.ndarray:
-    """A potential `[1, M]` for an input x, in the type of the arithmetic."""
+    """A potential `[1, M]` for an input x, in the arithmetic's type."""
     dtype = torch.float32 if x.dtype in REDUCED else x.dtype
     v = torch.full_like(x[0], otherwise, dtype=dtype) if v is None else v.to(dtype)
     return v.view(1, -1).numpy()

@@ -16,7 +16,7 @@ _philox: Any = njit(inline="always")(philox)
 
 @kernel
 def keep(kept, keys, stride, offset, threshold, first, last):
-    """Sets `kept [slices, runs, length]` where the upper 24 bits of a stream's value are at least ``threshold``.
+    """Sets `kept [slices, runs, length]` where a value's upper 24 bits are at least ``threshold``.
 
     ``keys [N, 2]``: slice s belongs to stream ``s % N``. Its run r begins at value
     ``((s // N) * runs + r) * stride + offset``.
@@ -33,7 +33,7 @@ def keep(kept, keys, stride, offset, threshold, first, last):
 
 @part
 def _keep_run(kept, start, k0, k1, threshold):
-    """A run: whole counters in the middle, with all four words in use."""
+    """Whole counters in the middle, with all four words in use."""
     head = min(-start % 4, kept.size)
     counters = (kept.size - head) // 4
     _keep_few(kept[:head], start, k0, k1, threshold)

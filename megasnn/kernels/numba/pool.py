@@ -31,7 +31,7 @@ def split_columns(line, even, odd):
 
 @part
 def add_columns(even, odd, line):
-    """Adds to `line` the reverse of `split_columns`."""
+    """The reverse of `split_columns`, added to `line`."""
     for k in range((line.shape[0] + 1) // 2):
         for c in range(line.shape[1]):
             line[2 * k, c] += even[k, c]
@@ -49,7 +49,7 @@ def take_larger(values, best):
 
 @part
 def pool_row(image, middle, scale, shift, columns, y):
-    """One row of maxima, `y [Wo * C]`, over windows of the normalised `image [H, W, C]` around its row `middle`.
+    """One row of maxima, `y [Wo * C]`: windows in the normalised `image [H, W, C]` around row `middle`.
 
     `scale, shift [Wo * C]`; `columns [2, Wo, C]` is scratch.
     """
@@ -69,7 +69,7 @@ def pool_row(image, middle, scale, shift, columns, y):
 
 @part
 def contest(x, number, scale, shift, winner, tap):
-    """Replaces winners, and their places, where `x` at place `number` has the larger normalised value."""
+    """Replaces winners and their places where `x`, at place `number`, has the larger normalised value."""
     number = np.int32(number)
     # The first of equal values wins, as in PyTorch, if places 0 to 3 are seen in descending and places 5 to 8 in
     # ascending order: the former win ties with all places seen before, the latter with none.
@@ -84,7 +84,7 @@ def contest(x, number, scale, shift, winner, tap):
 
 @part
 def pool_row_winners(image, middle, scale, shift, columns, winner, tap):
-    """Input value and place (0 to 8) of each maximum of `pool_row`."""
+    """Each `pool_row` maximum's input value and place (0 to 8)."""
     height, width, channels = image.shape
     even = columns[0].reshape(-1)
     odd = columns[1].reshape(-1)
@@ -124,7 +124,7 @@ def route_more(g, tap, number, target):
 
 @part
 def pool_row_backward(g, tap, middle, columns, g_image):
-    """Adds the gradients `g [Wo * C]` of an output row to the inputs that have won; rows come in ascending order."""
+    """Adds an output row's gradients `g [Wo * C]` to the winning inputs; rows come in ascending order."""
     height, width, channels = g_image.shape
     even = columns[0].reshape(-1)
     odd = columns[1].reshape(-1)
@@ -140,9 +140,9 @@ def pool_row_backward(g, tap, middle, columns, g_image):
 
 @kernel
 def fire_pooled(x, above, norm, spikes, bits, p, first, last):
-    """Spikes `[T, N * Ho * Wo * C]` of `x [X, N, H, W, C]`; a slice of work is one output row of one sample.
+    """Spikes `[T, N * Ho * Wo * C]` of `x [X, N, H, W, C]`; a work slice is one output row in one sample.
 
-    `norm [3, Wo * C]`; `above` is the image row in the middle of the first windows.
+    `norm [3, Wo * C]`; `above` is the image row in the first windows' middle.
     """
     input_steps = x.shape[0]
     channels = x.shape[4]

@@ -1,9 +1,9 @@
 """Kernels that sum rows of a weight, or of a gradient, where a convolution's input is not 0.
 
-They must equal `convolve` and `add_weight_gradient` of convolution.py. `words [pixels, C / 64]`, rounded up, are bits
-as `megasnn.kernels.spike_codec` packs them, channels last. `x [pixels, C]` are the input's values, or an empty array
-where all nonzero values are 1. `weight` is `[kh kw C, out]`. `cuts [blocks, 2]`: first column and number of half cache
-lines of each block.
+They must equal convolution.py's `convolve` and `add_weight_gradient`. `words [pixels, C / 64]`, rounded up, are bits
+packed as in `megasnn.kernels.spike_codec`, channels last. `x [pixels, C]` are the input's values, or an empty array
+where all nonzero values are 1. `weight` is `[kh kw C, out]`. `cuts [blocks, 2]`: each block's first column and number
+of half cache lines.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _trailing_zeros: Any = numbers.trailing_zeros
 
 @part
 def sum_rows(like, rest, spikes, weight, out, column, band, sizes, steps, offsets, at_once):
-    """Sums a block of columns of the outputs of a slice of work; `like` and `rest` are lanes of zeros.
+    """Sums a column block in a work slice's outputs; `like` and `rest` are zero lanes.
 
-    band: first output row of the frame in `out`; first and last row of the slice; first listed input row.
+    band: the frame's first output row in `out`; the slice's first and last row; first listed input row.
     """
     starts, channels_of, values = spikes
     before, low, high, top = band
@@ -67,7 +67,7 @@ def sum_rows(like, rest, spikes, weight, out, column, band, sizes, steps, offset
 
 @part
 def add_gradient_rows(like, rest, spikes, padded, total, column, stride, offsets):
-    """Adds the gradients at the spikes of some input rows to a block of columns of `total`."""
+    """Adds the gradients at some input rows' spikes to a column block of `total`."""
     ends, pixels, values = spikes
     channels = ends.size - 1
     second = column + count_of(like)
@@ -93,7 +93,7 @@ def add_gradient_rows(like, rest, spikes, padded, total, column, stride, offsets
 
 
 def for_blocks(work: Any) -> Any:
-    """A part that calls `work` with lanes of zeros for a block of `halves` half lines."""
+    """Calls `work` with zero lanes for a block with `halves` half lines."""
 
     @part
     def call(halves, zero, arguments):
@@ -125,13 +125,13 @@ add_block = for_blocks(add_gradient_rows)
 
 @kernel
 def outputs(words, x, weight, out, cuts, sizes, steps, offsets, rows, at_once, first, last):
-    """Output `out [frames H' W', out]` of a convolution; a slice of work is `rows` output rows of a frame.
+    """Output `out [frames H' W', out]` of a convolution; a work slice is `rows` output rows in a frame.
 
     Args:
         sizes: H, W, H', W'.
         steps: stride along height and width.
-        offsets: `[kh kw, 2]`, rows and columns from an output's input pixel to each place of the kernel.
-        at_once: places of the kernel, and words of channels, in a part of the weight. With several places, all words.
+        offsets: `[kh kw, 2]`, rows and columns from an output's input pixel to each kernel place.
+        at_once: kernel places, and channel words, in a part of the weight. With several places, all words.
     """
     # Such a part stays in the cache while all pixels use it.
     height, width, out_height, out_width = sizes
@@ -161,9 +161,9 @@ def outputs(words, x, weight, out, cuts, sizes, steps, offsets, rows, at_once, f
 
 @kernel
 def weight_gradients(words, x, grad, total, seen, cuts, sizes, offsets, rows, first, last):
-    """Adds the weight gradient to `total [kh kw C, out]`, from `grad [frames H' W', out]`, for strides of 1.
+    """Adds the weight gradient to `total [kh kw C, out]`, from `grad [frames H' W', out]`; stride 1.
 
-    A slice of work is a block of columns. `seen [out]` collects 0 times each gradient. sizes, offsets: as in `outputs`.
+    A work slice is a column block. `seen [out]` collects 0 times each gradient. sizes, offsets: as in `outputs`.
     """
     # The terms of `rows` input rows of a frame are summed by themselves, and these sums are added one after the other.
     # `seen` becomes NaN where a gradient is not finite, even without a spike there.
@@ -206,7 +206,7 @@ def weight_gradients(words, x, grad, total, seen, cuts, sizes, offsets, rows, fi
 
 @part
 def lowest(word):
-    """Position of the lowest set bit of a word; the word is not 0."""
+    """Position of a word's lowest set bit; the word is not 0."""
     return np.intp(_trailing_zeros(word))
 
 
@@ -217,9 +217,9 @@ def without_lowest(word):
 
 @part
 def by_pixel(words, x, first, last, starts, channels, values):
-    """Lists the nonzero channels of pixels `first` to `last`, in their order, and their values.
+    """Lists the nonzero channels in pixels `first` to `last`, in their order, and their values.
 
-    The list of word w of the i-th pixel begins at `starts[i * words + w]` and ends at the next start.
+    The list for the i-th pixel's word w begins at `starts[i * words + w]` and ends at the next start.
     """
     count = 0
     entry = 0
@@ -239,10 +239,10 @@ def by_pixel(words, x, first, last, starts, channels, values):
 
 @part
 def by_channel(words, x, first, last, width, stride, ends, places, values):
-    """Lists for each channel the pixels from `first` to `last` where it is nonzero, in their order, and their values.
+    """Lists each channel's nonzero pixels from `first` to `last`, in their order, and their values.
 
-    A channel's list ends at `ends[channel]`, where the next begins. Pixels are counted from `first` on, in lines of
-    `width` that begin `stride` places apart.
+    A channel's list ends at `ends[channel]`, where the next begins. Pixels are counted from `first` on, in lines with
+    `width` pixels that begin `stride` places apart.
     """
     ends[:] = 0
     for pixel in range(first, last):

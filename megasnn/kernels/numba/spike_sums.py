@@ -1,7 +1,7 @@
-"""Output and weight gradient of a convolution of spikes or counts on a CPU, in time that grows with the spikes.
+"""Convolution output and weight gradient from spikes or counts on a CPU: time grows with the spikes.
 
-A zero of the input adds nothing to a dense sum, so nothing is computed for it. A spike adds a row of the weight, or of
-the output's gradient. `Work` predicts whether that takes less time than the dense product.
+A zero adds nothing and is skipped. A spike adds a row of the weight, or of the output gradient. `Work` predicts
+whether that is faster than the dense product.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _SHARING = 0.13  # share of a weight gradient's work that every thread repeats
 
 @dataclass(frozen=True)
 class Spikes:
-    """Positions at which an input `[frames, C, H, W]` of spikes, counts or averages is nonzero.
+    """Nonzero positions in an input `[frames, C, H, W]` of spikes, counts or averages.
 
     Attributes:
-        words: `[pixels, C / 64]`, rounded up: bits as `megasnn.kernels.spike_codec` packs spikes, channels last.
-        share: fraction of nonzero values.
+        words: `[pixels, C / 64]`, rounded up: bits packed as in `megasnn.kernels.spike_codec`, channels last.
+        share: nonzero fraction.
         values: the input's values `[pixels, C]`; `[0, C]` where all nonzero ones are 1.
     """
 
@@ -62,7 +62,7 @@ class Spikes:
 
 
 def output(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
-    """Convolves an input `[frames, C, H, W]` with a weight `[out, C, k, k]`: `[frames, out, H', W']`, channels last.
+    """Convolves `[frames, C, H, W]` with `[out, C, k, k]`: `[frames, out, H', W']`, channels last.
 
     Returns None where the dense product is faster, the loops do not fit, or the weight is not finite.
     """
@@ -78,9 +78,9 @@ def output(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
 
 
 def add_spike_weight_gradient(total: Tensor, grad: Tensor, x: Tensor, geometry: Geometry) -> bool:
-    """As `megasnn.kernels.convolution.add_weight_gradient`; returns False, and does nothing, where it is not worth it.
+    """`megasnn.kernels.convolution.add_weight_gradient` for strides of 1.
 
-    Strides must be 1 for it.
+    Returns False, and does nothing, where the dense product is faster or the loops do not fit.
     """
     work = _work_of_gradient(total, grad, x.shape, geometry)
     if work is None or x.device != grad.device or x.dtype != grad.dtype:
@@ -92,7 +92,7 @@ def add_spike_weight_gradient(total: Tensor, grad: Tensor, x: Tensor, geometry: 
 def add_weight_gradient_of_bits(
     total: Tensor, grad: Tensor, packed: Tensor, shape: torch.Size, geometry: Geometry
 ) -> bool:
-    """Does the same for packed spikes of this shape, channels last."""
+    """As `add_spike_weight_gradient`, from packed spikes, channels last."""
     work = _work_of_gradient(total, grad, shape, geometry)
     if work is None or packed.device != grad.device:
         return False
@@ -100,7 +100,7 @@ def add_weight_gradient_of_bits(
 
 
 def spikes_in(x: Tensor) -> Spikes | None:
-    """Positions of the spikes of an input with its channels last in memory; None for other memory orders."""
+    """None unless the channels are last in memory."""
     rows = x.detach().movedim(1, -1)
     if not rows.is_contiguous():
         return None
@@ -128,7 +128,8 @@ def _spikes(packed: Tensor, shape: torch.Size, values: np.ndarray) -> Spikes:
 def _work(
     device: torch.device, dtype: torch.dtype, shape: torch.Size, weight: Tensor, geometry: Geometry
 ) -> Work | None:
-    """The work of a product, or None where the loops do not fit: then the dense product reports wrong shapes."""
+    """None where the loops do not fit."""
+    # The dense product then reports wrong shapes.
     if device.type != "cpu" or weight.device != device or geometry.groups != 1:
         return None
     if dtype != weight.dtype or dtype not in SUMMED_TYPES:
@@ -205,7 +206,7 @@ def _parts(
 ) -> tuple[int, tuple[int, int, int, int]]:
     """Number of frames, and the heights and widths of input and output.
 
-    A pointwise convolution takes all pixels of all frames as one column.
+    A pointwise convolution takes all pixels in all frames as one column.
     """
     if weight.shape[2:] == (1, 1) and geometry == Geometry():
         pixels = frames * space.numel()
@@ -214,7 +215,7 @@ def _parts(
 
 
 def _offsets(weight: Tensor, geometry: Geometry) -> np.ndarray:
-    """Rows and columns from an output's input pixel to each place of the kernel, `[kh kw, 2]`."""
+    """Rows and columns from an output's input pixel to each kernel place, `[kh kw, 2]`."""
     far = np.indices(weight.shape[2:]).reshape(2, -1).T * geometry.dilation
     return np.ascontiguousarray(far - np.array(geometry.padding))
 
@@ -233,7 +234,7 @@ def _by_pixel(weight: Tensor) -> Tensor:
 
 
 def _cuts(columns: int, dtype: torch.dtype, most: int) -> np.ndarray:
-    """As few blocks of columns as possible, of at most `most` bytes: `[blocks, 2]`, first column and half lines."""
+    """Fewest column blocks with at most `most` bytes each: `[blocks, 2]`, first column and half lines."""
     found = []
     half = 0
     halves = columns * dtype.itemsize // loops.HALF_LINE
@@ -247,7 +248,7 @@ def _cuts(columns: int, dtype: torch.dtype, most: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Work:
-    """Sizes of a product: output pixels of all frames, input and output channels, places of the kernel, value bytes."""
+    """A product's sizes: output pixels in all frames, channels, kernel places, value bytes."""
 
     pixels: int
     channels: int
@@ -259,8 +260,8 @@ class Work:
         """True where sums take no longer than the dense product.
 
         Args:
-            share: fraction of nonzero values of the input.
-            threads: of a weight gradient; 1 for an output.
+            share: the input's nonzero fraction.
+            threads: for a weight gradient; 1 for an output.
         """
         of_pixel = self.columns * self.places
         adding = _ADDING * max(1.0, _LONG / (self.columns * self.itemsize))

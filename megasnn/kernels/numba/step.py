@@ -1,6 +1,6 @@
-"""One time step of neurons on lanes: charge, fire, reset, and their gradients.
+"""One time step on lanes: charge, fire, reset, and their gradients.
 
-The types of a neuron's numbers select its formulas. So numba compiles a loop without branches for each kind in use.
+A number's type selects its formula. So numba compiles a loop without branches for each kind in use.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class LeakScaled(NamedTuple):
 
 
 class Hard(NamedTuple):
-    """Hard reset: after a spike the potential becomes `by`."""
+    """After a spike the potential becomes `by`."""
 
     by: Any
 
 
 class Soft(NamedTuple):
-    """Soft reset: after a spike the potential loses `by`."""
+    """After a spike the potential loses `by`."""
 
     by: Any
 
@@ -77,14 +77,14 @@ class Attached(NamedTuple):
 
 
 class Sigmoid(NamedTuple):
-    """Surrogate gradient amplitude * shape(slope * (h - threshold)), shape: derivative of a sigmoid."""
+    """Surrogate gradient amplitude * shape(slope * (h - threshold)), shape: a sigmoid's derivative."""
 
     slope: Any
     amplitude: Any
 
 
 class ATan(NamedTuple):
-    """The same, shape: derivative of an arc tangent."""
+    """As `Sigmoid`, shape: an arc tangent's derivative."""
 
     slope: Any
     amplitude: Any
@@ -102,7 +102,7 @@ scalar = partial(overload, jit_options={"error_model": "numpy"})
 
 
 class Constants(NamedTuple):
-    """A neuron in numbers of the data's type; for fields without a comment see `neuron_spec.Numbers`."""
+    """A neuron in numbers, in the data's type; for fields without a comment see `neuron_spec.Numbers`."""
 
     charge: Any  # one of CHARGES
     reset: Any  # Hard or Soft
@@ -118,7 +118,7 @@ class Constants(NamedTuple):
 
 
 def constants(spec: NeuronSpec, dtype: np.dtype, learned_leak: float, learn: bool) -> Constants:
-    """Numbers of a neuron for the loops. learned_leak: its charging factor, where that is learned."""
+    """learned_leak: the charging factor, where that is learned."""
     number = dtype.type
     n = numbers(spec, learned_leak)
     return Constants(
@@ -137,7 +137,7 @@ def constants(spec: NeuronSpec, dtype: np.dtype, learned_leak: float, learn: boo
 
 
 def charged(x, v, charge):
-    """The potential before firing, from the input and the potential after the last step."""
+    """Potential before firing; v is the potential after the last step."""
 
 
 @scalar(charged)
@@ -152,7 +152,7 @@ def _charged(x, v, charge):
 
 
 def fired(h, reset):
-    """The potential after a spike."""
+    """Potential after a spike."""
 
 
 @scalar(fired)
@@ -161,7 +161,7 @@ def _fired(h, reset):
 
 
 def of_potential(g_v, h, threshold, zero, reset):
-    """The direct part of the gradient of the potential before firing, from that of the potential after it."""
+    """Direct part of h's gradient, from the gradient of the potential after firing."""
 
 
 @scalar(of_potential)
@@ -174,7 +174,7 @@ def _of_potential(g_v, h, threshold, zero, reset):
 
 
 def of_spike(g_spike, g_v, h, path):
-    """The gradient of a spike, with the part through the reset."""
+    """A spike's gradient, with the part through the reset."""
 
 
 @scalar(of_spike)
@@ -185,7 +185,7 @@ def _of_spike(g_spike, g_v, h, path):
 
 
 def surrogate_gradient(above, surrogate, one):
-    """The surrogate gradient where the potential is `above` the threshold."""
+    """`above` is the potential less the threshold."""
 
 
 @scalar(surrogate_gradient)
@@ -202,7 +202,7 @@ def _surrogate_gradient(above, surrogate, one):
 
 
 def of_factor(h, v, g_x, charge):
-    """Term of the gradient of the charging factor q, for `gradient_of_w`; v is the potential before the step."""
+    """The charging factor's gradient term, for `gradient_of_w`; v is the potential before the step."""
 
 
 @scalar(of_factor)

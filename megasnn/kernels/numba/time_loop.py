@@ -1,8 +1,8 @@
 """Neighbouring neurons through all time steps, forward and backward.
 
 Arrays with time steps are `[T, ...]`. An input `[1, ...]` is repeated at every step, and its gradient is summed over
-them. `norm [3, >= n]`: scale, shift and mean of each neuron's channel; None without a norm. Potentials are `[1, ...]`;
-None at rest, or where the last potential is not wanted. numba leaves out branches on a None argument.
+them. `norm [3, >= n]`: scale, shift and mean for each neuron's channel; None without a norm. Potentials are
+`[1, ...]`; None at rest, or where the last potential is not wanted. numba leaves out branches on a None argument.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LARGE = 4 * 2**20  # bytes: an L2 cache does not hold so many until they are re
 
 @part
 def large(array):
-    """True for arrays to write past the caches."""
+    """Whether to write past the caches."""
     # A cache would first read the memory that is overwritten.
     return array.size * array.itemsize >= _LARGE
 
@@ -44,7 +44,7 @@ def large(array):
 def fire_run(x, from_x, norm, v_first, v_last, spikes, low, n, bits, p):
     """Runs `n` neurons: inputs from column `from_x` on, potentials and spikes from column `low` on.
 
-    `bits`: all spikes packed, where every row of them begins a byte; otherwise empty.
+    `bits`: all spikes packed, where each row begins a byte; otherwise empty.
     """
     many = lanes_of(p.rest)
     one = lane_of(p.rest)
@@ -89,7 +89,7 @@ def fire_lanes(like, first, last, x, at_x, norm, v_first, v_last, spikes, at, bi
 
 @part
 def pack(spikes, bits):
-    """Packs a multiple of 8 spikes."""
+    """Takes a multiple of 8 spikes."""
     for i in range(spikes.size // 8):
         byte = 0
         for k in range(8):
@@ -99,9 +99,9 @@ def pack(spikes, bits):
 
 @part
 def back(x, from_x, norm, v_first, g_spikes, low, n, g_v, g_x, sums, p, scratch):
-    """Runs `n` neurons backward: `g_spikes` from column `low` on, x, potentials and g_x from column `from_x` on.
+    """Runs `n` neurons backward: `g_spikes` from column `low` on; x, potentials, g_x from `from_x` on.
 
-    `g_v` holds the gradient of the last potential, and afterwards of the first. `sums [3, >= n]` grows by g_x and
+    `g_v` holds the last potential's gradient, and afterwards the first's. `sums [3, >= n]` grows by g_x and
     g_x (x - mean) with a norm, and by `of_factor` with a learned factor. `scratch [2 T, LANES]`.
     """
     many = lanes_of(p.rest)
@@ -178,5 +178,4 @@ def lanes_back(like, first, last, x, at_x, norm, v_first, g_spikes, at, g_v, g_x
 
 @part
 def after(h, p):
-    """The potential after firing, from the potential before."""
     return where(h >= p.threshold, fired(h, p.reset), h)

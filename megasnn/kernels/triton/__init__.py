@@ -1,7 +1,5 @@
-"""Triton kernels for NVIDIA GPUs from compute capability 8.0 on: neurons, norm, codec and random choices.
+"""Triton kernels for NVIDIA GPUs from compute capability 8.0 on.
 
-`step` is one time step of a neuron. `fire`, `sums`, `pool`, `codec` and `philox` hold the kernels; `norm_neuron` starts
-the neurons'. `available` gives reasons against them without importing triton.
-
-With TRITON_INTERPRET=1, set before triton is imported, kernels take tensors on the CPU: slowly, for tests.
+`step` is one time step. `fire`, `sums`, `pool`, `codec` and `philox` hold the kernels; `norm_neuron` starts the
+neurons'. With TRITON_INTERPRET=1, set before triton is imported, kernels take tensors on the CPU: slowly, for tests.
 """

@@ -1,4 +1,4 @@
-"""Inputs and devices that the Triton kernels cannot take: found without triton, and once for each GPU."""
+"""Inputs and devices that the Triton kernels cannot take: found without triton, once for each GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_VALUES = 2**31 - 2**26
 
 
 def interpreted() -> bool:
-    """True where Triton runs its kernels in Python, on tensors of the CPU."""
+    """True if Triton runs kernels in Python, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "yes", "on", "y")
 
 
@@ -35,16 +35,16 @@ def refuses(x: Tensor) -> str | None:
 
 
 def usable_on(device: torch.device) -> bool:
-    """True where kernels run on the device. False for every CPU: interpreted kernels must be asked for."""
+    """False for every CPU."""
+    # Interpreted kernels must be asked for.
     return device.type == "cuda" and _unusable(device) is None
 
 
 @cache
 def _unusable(device: torch.device) -> str | None:
-    """Reason why no kernel runs on a device: the card is too old, or triton is missing, does not compile or start.
+    """Reason against a device: the card is too old, or triton is missing, does not compile or start.
 
-    Raises:
-        torch.OutOfMemoryError, or triton's error, when the card's memory is full: that may pass, so it is not cached.
+    Raises torch.OutOfMemoryError, or triton's error, when the card's memory is full.
     """
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -58,6 +58,7 @@ def _unusable(device: torch.device) -> str | None:
         try_out(device)
     except Exception as error:  # a missing library, compiler or driver may raise anything
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            # A full memory may pass, so it must not be cached.
             raise
         return f"triton is not usable here ({type(error).__name__}: {error})".replace("\n", " ")
     return None

@@ -1,4 +1,4 @@
-"""Packing spikes into bits and counts into bytes, in one pass each; must equal the plain codec of spike_codec.py."""
+"""Packs spikes into bits and counts into bytes in one pass each; must equal spike_codec.py's codec."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool
 
 @triton.jit
 def below_zero(x):
-    """True where the sign bit is set: also that of -0."""
+    """True where the sign bit is set, for -0 too."""
+    # By the bits, because a comparison takes -0 for 0.
     if x.dtype == tl.float64:
         below = x.to(tl.int64, bitcast=True) < 0
     elif x.dtype == tl.float32:
@@ -33,7 +34,7 @@ def below_zero(x):
 
 @triton.jit
 def pack_bits_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
-    """Packs bits, and sets `strange`, if given, where a value is neither 0 nor 1."""
+    """Sets `strange`, if given, where a value is neither 0 nor 1."""
     byte = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     place = byte[:, None].to(tl.int64) * 8 + tl.arange(0, 8)[None, :]
     value = tl.load(x + place, mask=place < size, other=0)
@@ -46,7 +47,7 @@ def pack_bits_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def unpack_bits_kernel(packed, out, size, columns, stride, BLOCK: tl.constexpr):
-    """Writes bits into rows of `columns` values; row r begins at `r stride` of `out`."""
+    """Writes bits into rows with `columns` values; row r begins at `r stride` in `out`."""
     byte = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     place = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
     bits = tl.load(packed + byte, mask=byte * 8 < size, other=0).to(tl.int32)
@@ -59,7 +60,7 @@ def unpack_bits_kernel(packed, out, size, columns, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def pack_counts_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
-    """Packs counts, and sets `strange`, if given, where a value is none of 0, 1 ... 255."""
+    """Sets `strange`, if given, where a value is none of 0, 1 ... 255."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + place, mask=place < size, other=0)
     below = below_zero(value)
@@ -74,7 +75,7 @@ def pack_counts_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
 
 
 def launch_pack_bits(flat: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
-    """The bytes, and with `check` an int32, nonzero if a value is no spike. The host does not wait for it here."""
+    """The bytes, and with `check` an int32, nonzero if a value is no spike. The host does not wait here."""
     packed = flat.new_empty(-(-flat.numel() // 8), dtype=torch.uint8)
     return packed, _pack(pack_bits_kernel, flat, packed, check)
 

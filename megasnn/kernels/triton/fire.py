@@ -1,7 +1,7 @@
-"""Kernels that normalise, charge and fire, and that compute the input gradient, in one pass over memory each.
+"""Kernels that normalise, charge and fire, or give the input gradient, in one pass over memory each.
 
-They must equal `fire` and `input_gradient` of torch_backend.py. `x [X, in_size]` with X = T, or 1 for a repeated input;
-`size` is the number of neurons, and their spikes are `[T, size]`. Without `norm` they compute the neurons alone.
+They must equal torch_backend.py's `fire` and `input_gradient`. `x [X, in_size]` with X = T, or 1 for a repeated input;
+`size` neurons fire spikes `[T, size]`. Without `norm` they compute the neurons alone.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from megasnn.kernels.triton.step import (
 def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channels, height, width, above,
                 T: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
                 AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Spikes of all steps.
-
+    """
     Args:
-        bits: `[T, size / 8]`, the spikes packed as `megasnn.kernels.spike_codec` packs them, or None.
-        AT_ONCE: number of unrolled steps, a divisor of T.
+        bits: `[T, size / 8]`, the spikes packed as in `megasnn.kernels.spike_codec`, or None.
+        AT_ONCE: unrolled steps, a divisor of T.
     """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
@@ -73,10 +72,10 @@ def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channe
 def gradient_of_chunk(x, g_spikes, g_x, place, inside, scale, shift, mean, mean_g, mean_gx, start, g_v, summed, total,
                       q, size, STEPS: tl.constexpr, REPEATED: tl.constexpr, LEARN: tl.constexpr, N: tl.constexpr,
                       D: tl.constexpr):  # fmt: skip
-    """Writes the gradients of the STEPS time steps at which x, g_spikes and g_x point.
+    """Writes the gradients for the STEPS time steps at which x, g_spikes and g_x point.
 
-    Returns the gradient of the potential before them, and two sums over the steps so far: of the gradients, with
-    REPEATED, and of the learned factor's terms, with LEARN.
+    Returns the potential's gradient before them, and two sums over the steps so far: with REPEATED the gradients, with
+    LEARN the learned factor's terms.
     """
     h = recomputed(x, place, inside, scale, shift, start, q, size, 0, STEPS, REPEATED, N, D)
     for i in tl.static_range(STEPS - 1, -1, -1):
@@ -95,7 +94,7 @@ def gradient_of_chunk(x, g_spikes, g_x, place, inside, scale, shift, mean, mean_
 
 @triton.jit
 def store_gradient(x, g_x, g, place, inside, scale, mean, mean_g, mean_gx, D: tl.constexpr):
-    """Stores the input gradient of one time step, through the norm if there is one."""
+    """Stores one time step's input gradient, through the norm if there is one."""
     if scale is not None:
         value = tl.load(x + place, mask=inside, other=0)
         g = norm_backward(g, value.to(D), scale, mean, mean_g, mean_gx)
@@ -106,11 +105,11 @@ def store_gradient(x, g_x, g, place, inside, scale, mean, mean_g, mean_gx, D: tl
 def gradient_kernel(x, g_spikes, g_x, norm, mean_gradients, v_first, g_last, g_first, q, totals, kept, size, channels,
                     T: tl.constexpr, CHUNK: tl.constexpr, REPEATED: tl.constexpr,
                     N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The input gradient without pooling, through the norm or of the neurons alone.
+    """Input gradient without pooling, through the norm or the neurons alone.
 
     Args:
-        g_last, g_first: gradients of the potentials after and before all steps, or None.
-        totals: each program's sum of the learned factor's terms, or None.
+        g_last, g_first: gradients for the potentials after and before all steps, or None.
+        totals: each program's sum over the learned factor's terms, or None.
         kept: memory for `keep_chunk_starts`; None for a single chunk.
     """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Compiling and starting kernels: one set of options, and sizes from rules instead of a search."""
+"""Compiles and starts kernels: one set of options, and sizes from rules instead of a search."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def compute_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def lanes_of_type(dtype: torch.dtype) -> int:
-    """Elements of a thread: those of the widest load."""
+    """Elements per thread: as many as the widest load has."""
     return _LOAD // dtype.itemsize
 
 
 def lanes_of_backward(dtype: torch.dtype, time_steps: int) -> int:
-    """Elements of a thread in a backward, whose registers hold their potentials of several time steps."""
+    """Elements per thread in a backward, whose registers hold their potentials at several time steps."""
     widest = lanes_of_type(dtype)
     # Half as many of 16 bits, where registers then hold the potentials of all time steps. On an H200 that is as fast;
     # before Hopper registers did not suffice.
@@ -46,7 +46,7 @@ def lanes_of_backward(dtype: torch.dtype, time_steps: int) -> int:
 
 
 def chunk(dtype: torch.dtype, time_steps: int) -> int:
-    """Time steps of a chunk, whose potentials a backward recomputes together and holds in registers."""
+    """Time steps in a chunk, whose potentials a backward recomputes together and holds in registers."""
     registers = lanes_of_backward(dtype, time_steps)
     if dtype == torch.float64:
         registers *= 4  # two for each number, and as many again for the exponential
@@ -54,28 +54,27 @@ def chunk(dtype: torch.dtype, time_steps: int) -> int:
 
 
 def at_once(time_steps: int) -> int:
-    """Number of steps that a forward unrolls in its loop over all: a divisor of their number."""
+    """Steps that a forward unrolls in its loop: a divisor of `time_steps`."""
     return next(steps for steps in range(MOST_UNROLLED, 0, -1) if time_steps % steps == 0)
 
 
 def chunk_memory(x: Tensor, time_steps: int, size: int) -> Tensor | None:
-    """Memory for the potentials before each chunk but the last in a backward; None for a single chunk."""
+    """Memory for a backward's potentials before each chunk but the last; None for a single chunk."""
     chunks = -(-time_steps // chunk(x.dtype, time_steps))
     return x.new_empty((chunks - 1, size), dtype=compute_type(x.dtype)) if chunks > 1 else None
 
 
 class Launch:
-    """Start of a kernel whose numbers and constants are fixed; a call passes the tensors.
-
-    Triton's `kernel[grid](...)` binds, checks and hashes all arguments in every call. It returns the compiled kernel,
-    whose `compiled[grid](...)` only starts it, as in Triton's tutorial on fused softmax (the same from 3.6 to 3.9).
+    """Starts a kernel with fixed numbers and constants; a call passes the tensors.
 
     Args:
         kernel: takes tensors (or None), then numbers, then constants.
-        programs: number of programs.
-        numbers: values of the arguments behind the tensors.
+        numbers: argument values behind the tensors.
         constants: compile-time arguments by name.
     """
+
+    # Triton's `kernel[grid](...)` binds, checks and hashes all arguments in every call. It returns the compiled kernel,
+    # whose `compiled[grid](...)` only starts it, as in Triton's tutorial on fused softmax (the same from 3.6 to 3.9).
 
     def __init__(self, kernel: Any, programs: int, *numbers: float, **constants: Any) -> None:
         self.kernel = kernel
@@ -86,7 +85,7 @@ class Launch:
         self._starts: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        """Starts the kernel on the device of the tensors, on its current stream."""
+        """Starts the kernel on the tensors' device, on its current stream."""
         kinds: list[Any] = []
         addresses = 0
         device = -1
@@ -126,5 +125,5 @@ def _nothing(x):
 
 
 def try_out(device: torch.device) -> None:
-    """Compiles and starts the smallest kernel. Raises any error of triton, compiler or driver."""
+    """Compiles and starts the smallest kernel. Raises any error."""
     Launch(_nothing, 1)(torch.zeros(1, device=device))

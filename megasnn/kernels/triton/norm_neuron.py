@@ -29,7 +29,7 @@ from megasnn.kernels.triton.norm_neuron_launches import (
 
 
 class PooledGradients(NamedTuple):
-    """Gradients of the pooling windows, and the winning places in them, each `[X, size]`."""
+    """The pooling windows' gradients and winning places, each `[X, size]`."""
 
     values: Tensor
     taps: Tensor
@@ -165,5 +165,5 @@ class TritonKernels(CompiledKernels[Carried]):
 
 
 def factor(w: Tensor | None, number: torch.dtype) -> Tensor | None:
-    """Learned factor of the charge, or None; it stays on the device."""
+    """The charge's learned factor, or None; it stays on the device."""
     return None if w is None else w.detach().to(number).sigmoid()

@@ -1,4 +1,4 @@
-"""Launches of the kernels of norm, pooling and neurons, worked out once for inputs of one shape and type."""
+"""Launches for norm, pooling and neurons, worked out once per input shape and type."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FOLDED_COLUMNS = 16
 
 
 class Cut(NamedTuple):
-    """Cut of values for a kernel of sums: values of a row, rows of a tile, tiles of a program, programs."""
+    """How a kernel cuts its sums: values in a row, rows in a tile, tiles in a program, programs."""
 
     row: int
     rows: int
@@ -56,8 +56,6 @@ class Cut(NamedTuple):
 
 
 class StatisticsLaunches:
-    """Launches for the statistics of inputs of one shape and type."""
-
     def __init__(self, shape: torch.Size, dtype: torch.dtype, eps: float) -> None:
         channels = shape[2]
         values = shape.numel()
@@ -92,12 +90,12 @@ def mean_gradients_launch(channels: int, eps: float, count: int) -> Launch:
 
 
 class NormNeuronLaunches:
-    """Launches for norm, pooling and neurons of inputs of one shape and type.
+    """Launches for one input shape and type.
 
     Attributes:
-        size: number of values of one time step of spikes.
-        spikes_shape: of the spikes in memory.
-        partial_shape: of one kind of partial sums.
+        size: values in one time step's spikes.
+        spikes_shape: the spikes' shape in memory.
+        partial_shape: one kind of partial sums.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, norm_neuron: NormNeuron) -> None:
@@ -140,7 +138,6 @@ class NormNeuronLaunches:
 
     @cached_property
     def learning_sums(self) -> Launch:
-        """With the sum for a learned time constant."""
         return self._sums(learn=True)
 
     def _sums(self, learn: bool) -> Launch:
@@ -159,7 +156,6 @@ class NormNeuronLaunches:
 
     @cached_property
     def fold_learning(self) -> Launch:
-        """With the sum for a learned time constant."""
         return self._fold(learn=True)
 
     def _fold(self, learn: bool) -> Launch:
@@ -196,7 +192,7 @@ def norm_neuron_launches(shape: torch.Size, dtype: torch.dtype, norm_neuron: Nor
 
 
 class NeuronLaunches:
-    """Launches for neurons without a norm, of inputs of one shape and type; size: values of a time step."""
+    """Neurons without a norm, for one input shape and type; size: values in a time step."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, spec: NeuronSpec) -> None:
         steps = shape[0]

@@ -17,9 +17,9 @@ _COUNTERS = 512  # of a program; each counter gives four values
 
 @triton.jit
 def keep_kernel(kept, k0, k1, samples, runs, stride, offset, length, threshold, blocks, COUNTERS: tl.constexpr):
-    """Sets `kept [steps, samples, runs, length]` where the upper 24 bits of a value are at least `threshold`.
+    """Sets `kept [steps, samples, runs, length]` where a value's upper 24 bits are at least `threshold`.
 
-    A run begins at value `(step runs + run) stride + offset` of its sample's stream.
+    A run begins at value `(step runs + run) stride + offset` in its sample's stream.
     """
     # A program has a block of counters of one run of one sample.
     row = tl.program_id(0).to(tl.int64) // blocks
@@ -35,6 +35,7 @@ def keep_kernel(kept, k0, k1, samples, runs, stride, offset, length, threshold, 
     key0 = tl.load(k0 + sample).to(tl.uint32)
     key1 = tl.load(k1 + sample).to(tl.uint32)
     w0, w1, w2, w3 = philox_impl(low, high, zero, zero, key0, key1)
+    # Interleaving twice puts the four words of a counter side by side, in the order of the stream.
     words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     place = block * (COUNTERS * 4) + tl.arange(0, COUNTERS * 4) - start % 4
     at_least = (words >> 8).to(tl.int32) >= threshold
@@ -44,7 +45,7 @@ def keep_kernel(kept, k0, k1, samples, runs, stride, offset, length, threshold, 
 def kept_by_kernel(
     threshold: int, keys: Tensor, steps: int, runs: int, stride: int, offset: int, length: int
 ) -> Tensor:
-    """Mask of `megasnn.kernels.philox.kept_by_tensors` for the numbers of a `Runs`: bool `[steps, N, runs, length]`."""
+    """`megasnn.kernels.philox.kept_by_tensors` with a `Runs`' numbers: bool `[steps, N, runs, length]`."""
     samples = keys.shape[1]
     kept = torch.empty(steps, samples, runs, length, dtype=torch.bool, device=keys.device)
     if kept.numel():

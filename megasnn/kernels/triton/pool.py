@@ -16,10 +16,10 @@ from megasnn.kernels.triton.step import norm_backward, of_channel
 
 @triton.jit
 def pooled(x, place, inside, scale, shift, channels, height, width, above, D: tl.constexpr):
-    """The largest normalised value of each window of a time step, its input value, and its place in the window.
+    """Each window's largest normalised value in a time step, its input value and its place.
 
     Args:
-        above: the input row in the middle of the first windows.
+        above: the first windows' middle input row.
     """
     out_height = (height - above + 1) // 2
     out_width = (width + 1) // 2
@@ -47,11 +47,11 @@ def pooled(x, place, inside, scale, shift, channels, height, width, above, D: tl
 
 @triton.jit
 def gradient_of_windows(g, tap, place, inside, channels, height, width, above, D: tl.constexpr):
-    """For places in an input time step, the sum of the gradients of the windows that each has won.
+    """For places in an input time step, the summed gradients of the windows that each has won.
 
     Args:
-        g, tap: gradients and winning places of the windows of that time step.
-        above: the input row in the middle of the first windows.
+        g, tap: that time step's window gradients and winning places.
+        above: the first windows' middle input row.
     """
     out_height = (height - above + 1) // 2
     out_width = (width + 1) // 2
@@ -85,7 +85,7 @@ def gradient_of_windows(g, tap, place, inside, channels, height, width, above, D
 def pooled_gradient_kernel(x, g_pooled, taps, g_x, norm, mean_gradients,
                            size, in_size, blocks, channels, height, width, above,
                            D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The gradient of the norm's input from the gradients of windows, `[X, size]`, and their winning places."""
+    """The norm's input gradient from window gradients, `[X, size]`, and their winning places."""
     step = (tl.program_id(0) // blocks).to(tl.int64)
     place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = place < in_size

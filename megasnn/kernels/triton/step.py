@@ -1,11 +1,11 @@
 """One time step of a neuron, forward and backward, and the steps that a backward computes again.
 
-Operations and their order are those of `torch_backend.py`, in the type of `q`. A block is a tensor, of any shape, of
-places in one time step of the output, `[N, ..., C]` in memory.
+Operations and their order are those in `torch_backend.py`, in q's type. A block is a tensor, in any shape, with places
+in one time step of the output, `[N, ..., C]` in memory.
 
 `N` is a `megasnn.kernels.neuron_spec.Numbers`, constant in a compiled kernel. `q` divides or multiplies the charge and
-may be learned. `norm` points to the coefficients, rows of C numbers: scale, shift and mean. `mean_gradients` points to
-the two rows that `norm_backward` subtracts; it is None for fixed statistics.
+may be learned. `norm` points to the coefficients, rows with C numbers: scale, shift and mean. `mean_gradients` points
+to the two rows that `norm_backward` subtracts; it is None for fixed statistics.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FUSES: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 
 @triton.jit
 def charging_factor(q, N: tl.constexpr, D: tl.constexpr):
-    """The factor of the charge in the type D: learned and in memory, or a constant."""
+    """The charge's factor in type D: learned and in memory, or a constant."""
     if q is None:
         factor = tl.full((), N.factor, D)
     else:
@@ -54,7 +54,6 @@ def _divided(x, y):
 
 @triton.jit
 def charge(y, v, q, N: tl.constexpr):
-    """The potential before firing."""
     rest = tl.full((), N.rest, q.dtype)
     if N.charge == "CHARGE_ADD":
         h = v + y
@@ -77,7 +76,6 @@ def fires(h, N: tl.constexpr):
 
 @triton.jit
 def reset(h, N: tl.constexpr):
-    """The potential after firing."""
     if N.hard:
         v = tl.where(fires(h, N), tl.full((), N.rest, h.dtype), h)
     else:
@@ -87,7 +85,6 @@ def reset(h, N: tl.constexpr):
 
 @triton.jit
 def surrogate(h, N: tl.constexpr):
-    """The surrogate gradient of a spike."""
     one = tl.full((), 1.0, h.dtype)
     amplitude = tl.full((), N.amplitude, h.dtype)
     above = h - tl.full((), N.threshold, h.dtype)
@@ -103,7 +100,7 @@ def surrogate(h, N: tl.constexpr):
 
 @triton.jit
 def step_backward(h, g_spike, g_v, q, N: tl.constexpr):
-    """The gradients of a step's input and of the potential before it, from those of its spike and of the potential."""
+    """Gradients for the step's input and the potential before it, from the spike's and the potential's."""
     one = tl.full((), 1.0, h.dtype)
     if N.jump != 0 or N.slide != 0:  # the reset is not detached
         g_spike += g_v * (tl.full((), N.jump, h.dtype) - tl.full((), N.slide, h.dtype) * h)
@@ -120,7 +117,7 @@ def step_backward(h, g_spike, g_v, q, N: tl.constexpr):
 
 @triton.jit
 def factor_backward(h, v, g_x, N: tl.constexpr):
-    """Term of the gradient of a learned factor, for `gradient_of_w`; v is the potential before the step."""
+    """A learned factor's gradient term, for `gradient_of_w`; v is the potential before the step."""
     # With decaying input h - v = q (x - (v - rest)) and g_x = q g_h; otherwise g_x = g_h.
     if N.charge == "CHARGE_SCALE":
         part = g_x * (h - v)
@@ -131,7 +128,7 @@ def factor_backward(h, v, g_x, N: tl.constexpr):
 
 @triton.jit
 def of_channel(norm, row: tl.constexpr, place, inside, channels):
-    """The number in a row of `norm` for the channel of each place."""
+    """For each place, its channel's number in a row of `norm`."""
     # Kernels call this once before all time steps: between stores the compiler would load the numbers again.
     return tl.load(norm + row * channels + place % channels, mask=inside, other=0)
 
@@ -147,7 +144,7 @@ def first_potential(v_first, place, inside, N: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def fed(x, place, inside, scale, shift, D: tl.constexpr):
-    """The neurons' input in one time step of `x`: normalised, or as it is without `scale`."""
+    """The neurons' input in one time step: normalised, or x itself without `scale`."""
     y = tl.load(x + place, mask=inside, other=0).to(D)
     if scale is not None:
         y = y * scale + shift
@@ -161,7 +158,7 @@ def appended(row, x):
 
 @triton.jit
 def at_step(x, t: tl.constexpr, size, REPEATED: tl.constexpr):
-    """Pointer to time step t of x; a repeated x has only one."""
+    """Pointer to x's time step t; a repeated x has only one."""
     if not REPEATED:
         x += tl.full((), t, tl.int64) * size
     return x
@@ -170,7 +167,7 @@ def at_step(x, t: tl.constexpr, size, REPEATED: tl.constexpr):
 @triton.jit
 def recomputed(x, place, inside, scale, shift, v, q, size, BEGIN: tl.constexpr, END: tl.constexpr,
                REPEATED: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """A tuple of the potentials before firing, of steps BEGIN to END - 1; v: the potential before them."""
+    """Tuple of potentials before firing, for steps BEGIN to END - 1; v: the potential before them."""
     h = ()
     for t in tl.static_range(BEGIN, END):
         if t == BEGIN or not REPEATED:
@@ -184,7 +181,7 @@ def recomputed(x, place, inside, scale, shift, v, q, size, BEGIN: tl.constexpr, 
 @triton.jit
 def keep_chunk_starts(x, place, inside, scale, shift, v, q, size, kept, T: tl.constexpr, CHUNK: tl.constexpr,
                       REPEATED: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Stores the potential before each chunk but the last in `kept [(T - 1) // CHUNK, size]`; returns the last's."""
+    """Returns the potential before the last chunk; stores the others' in `kept [(T - 1) // CHUNK, size]`."""
     for _ in range((T - 1) // CHUNK):
         tl.store(kept + place, v, mask=inside)
         for t in tl.static_range(CHUNK):
@@ -199,7 +196,7 @@ def keep_chunk_starts(x, place, inside, scale, shift, v, q, size, kept, T: tl.co
 
 @triton.jit
 def norm_backward(g, value, scale, mean, mean_g, mean_gx):
-    """The gradient of the norm's input from that of its output; without `mean` for fixed statistics."""
+    """The norm's input gradient from its output gradient; without `mean` for fixed statistics."""
     if mean is not None:
         g = g - mean_g - (value - mean) * mean_gx
     return scale * g

@@ -1,8 +1,8 @@
-"""Kernels of sums over time, samples and space for each channel: statistics of the norm, and sums of its backward.
+"""Sums over time, samples and space per channel: norm statistics, and the norm's backward.
 
-They must equal `statistics` and `backward_sums` of torch_backend.py. Memory `[..., C]` is cut into rows of k C values.
-A program sums some tiles of one block of columns. Its sums are a row of `[programs, k C]`, which is also
-`[programs k, C]`, in the type of the arithmetic. They are folded in double precision.
+They must equal torch_backend.py's `statistics` and `backward_sums`. Memory `[..., C]` is cut into rows with k C values.
+A program sums some tiles in one block of columns. Its sums are a row in `[programs, k C]`, which is also
+`[programs k, C]`, in the arithmetic's type. They are folded in double precision.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def statistics_kernel(x, partial, size, row, programs, tiles,
 
 @triton.jit
 def inverse_deviation(variance, EPS: tl.constexpr):
-    """1 / sqrt(variance + EPS) in double precision."""
+    """In double precision."""
     return tl.full((), 1.0, tl.float64) / tl.sqrt(variance + tl.full((), EPS, tl.float64))
 
 
@@ -87,7 +87,7 @@ def store_coefficients(out, mean, variance, weight, bias, channel, inside, chann
 
 @triton.jit
 def coefficients_kernel(mean, variance, weight, bias, out, channels, EPS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Coefficients `out [3, C]` of statistics that are not this rank's alone."""
+    """Coefficients `out [3, C]` for statistics that are not this rank's alone."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = channel < channels
     mu = tl.load(mean + channel, mask=inside, other=0).to(tl.float64)
@@ -98,10 +98,11 @@ def coefficients_kernel(mean, variance, weight, bias, out, channels, EPS: tl.con
 @triton.jit
 def fold_statistics_kernel(partial, out, weight, bias, coefficients, rows, channels, pixels, EPS: tl.constexpr,
                            ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Mean and biased variance of `pixels` values, `out [2, C]`, from `partial [3, rows, C]` of `statistics_kernel`.
+    """Mean and biased variance over `pixels` values, `out [2, C]`.
 
     Args:
-        coefficients: `[3, C]`, written too where it is given.
+        partial: `[3, rows, C]` from `statistics_kernel`.
+        coefficients: `[3, C]`, written too if given.
     """
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside_row = channel < channels
@@ -142,7 +143,7 @@ def store_mean_gradients(out, sum_g, sum_gx, inverse, count, channel, inside, ch
 
 @triton.jit
 def mean_gradients_kernel(sums, variance, out, count, channels, EPS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Mean gradients `out [2, C]` from `sums [>= 2, C]` over all ranks, of g and of g (x - mean)."""
+    """Mean gradients `out [2, C]` from all ranks' `sums [>= 2, C]`: g and g (x - mean)."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = channel < channels
     inverse = inverse_deviation(tl.load(variance + channel, mask=inside, other=1).to(tl.float64), EPS)
@@ -153,7 +154,7 @@ def mean_gradients_kernel(sums, variance, out, count, channels, EPS: tl.constexp
 
 @triton.jit
 def folded(partial, rows, channels, channel, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum of `partial [rows, C]` over its rows."""
+    """Sum over the rows of `partial [rows, C]`."""
     total = tl.zeros([ROWS, COLUMNS], tl.float64)
     for start in tl.range(0, rows, ROWS, loop_unroll_factor=4):
         part = (start + tl.arange(0, ROWS))[:, None]
@@ -167,12 +168,12 @@ def folded(partial, rows, channels, channel, ROWS: tl.constexpr, COLUMNS: tl.con
 def fold_sums_kernel(partial, variance, sums, g_weight, g_bias, mean_gradients, rows, channels, count,
                      LEARN: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr,
                      COLUMNS: tl.constexpr):  # fmt: skip
-    """`sums [2 or 3, C]` from `partial [2 or 3, rows, C]` of `backward_sums_kernel`.
+    """`sums [2 or 3, C]` from `partial [2 or 3, rows, C]`, the result of `backward_sums_kernel`.
 
-    It also writes the gradients of scale and shift, if given, as `norm_neuron.parameter_gradients` gives them.
+    Also writes the scale and shift gradients, if given, equal to `norm_neuron.parameter_gradients`.
 
     Args:
-        mean_gradients: `[2, C]`, written too where it is given; see `store_mean_gradients`.
+        mean_gradients: `[2, C]`, written too if given; see `store_mean_gradients`.
     """
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = channel < channels
@@ -199,7 +200,7 @@ def sums_of_chunk(source, g_spikes, place, inside, scale, shift, mean, start, g_
                   N: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """Adds the STEPS time steps at which `source` and g_spikes point; with POOL g overwrites the source.
 
-    Returns the gradient of the potential before them, and the sums; with REPEATED the gradients go to `summed` alone.
+    Returns the potential's gradient before them, and the sums; with REPEATED the gradients go to `summed` alone.
     """
     h = recomputed(source, place, inside, scale, shift, start, q, size, 0, STEPS, REPEATED, N, D)
     for i in tl.static_range(STEPS - 1, -1, -1):
@@ -217,7 +218,6 @@ def sums_of_chunk(source, g_spikes, place, inside, scale, shift, mean, start, g_
 
 @triton.jit
 def summed_up(source, g, place, inside, mean, sum_g, sum_gx, POOL: tl.constexpr, D: tl.constexpr):
-    """The sums with the gradient of one more time step of the input."""
     value = tl.load(source + place, mask=inside, other=0).to(D)
     if POOL:
         tl.debug_barrier()  # no thread still reads there
@@ -232,9 +232,9 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
                          T: tl.constexpr, CHUNK: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr,
                          LEARN: tl.constexpr, N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
                          COLUMNS: tl.constexpr):  # fmt: skip
-    """`partial [3, programs, row]`: sums of g, of g (x - mean), and of `factor_backward`.
+    """`partial [3, programs, row]`: sums of g, g (x - mean), and `factor_backward`.
 
-    g is the gradient of the normalised input.
+    g is the normalised input's gradient.
 
     Args:
         g_pooled, taps: with POOL `[X, size]`, the result g and the winning places in the windows.
