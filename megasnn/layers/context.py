@@ -1,4 +1,4 @@
-"""Build context: ranks, numerics and shared objects for a model's layers, entered while the model is built."""
+"""Build context: ranks, numerics and shared objects for a model's layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Numerics:
 
     Attributes:
         dtype: for parameters, buffers, optimizer state and gradients.
-        compute_dtype: for activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
+        compute_dtype: for activations and products; bfloat16 with `--precision bf16`, otherwise `dtype`.
         neuron_backend: a name in megasnn.kernels.BACKENDS, or "auto".
         sparse_products: allow sums over spikes in place of matrix products, if few neurons fire.
         traceable: use torch functions only, for torch.export. One rank, without gradients.
@@ -39,7 +39,7 @@ class Numerics:
 
     @classmethod
     def of_run(cls, config: PretrainConfig, device: torch.device) -> Numerics:
-        """Numerics of a training run on a device."""
+        """A training run's numerics."""
         types = PRECISIONS[config.training.precision]
         products = getattr(torch, types.products)
         return cls(
@@ -52,17 +52,15 @@ class Numerics:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Ranks, numerics and shared objects for the layers of one model.
+    """Ranks, numerics and shared objects for one model's layers.
 
     Attributes:
-        state: ranks and process groups; one rank by default.
-        numerics: number types and kernels.
-        cut: how the context-parallel ranks divide a micro-batch, by samples or by rows of pixels.
+        state: one rank by default.
+        cut: whether context-parallel ranks divide a micro-batch by samples or by pixel rows.
         neuron: default neuron.
         time_steps: T. Neurons repeat an input with a single time step T times.
         stateful: keep membrane potentials between calls, until a reset (truncated backpropagation through time).
         seed: key for random numbers (dropout).
-        weight_gradients: queue of weight gradients.
         cast_weights: cache of weights in `compute_dtype`.
         is_whole: every tensor-parallel rank holds and computes the whole layer.
     """
@@ -99,15 +97,16 @@ class BuildContext:
 
     @property
     def counts_logits(self) -> bool:
-        """Whether this rank's logits enter the loss. Ranks with equal logits: the first only."""
+        """Whether this rank's logits enter the loss."""
+        # Ranks that divide rows have equal logits, which count once.
         return self.cut == "samples" or self.state.cp.rank == 0
 
     def largest_share(self, samples: int) -> int:
-        """Largest number of samples a rank receives from a micro-batch."""
+        """Most samples that a rank gets from a micro-batch."""
         return -(-samples // self.sample_group.size)
 
     def replicated(self) -> BuildContext:
-        """Context for a whole layer on every tensor-parallel rank."""
+        """Context for a layer that every tensor-parallel rank computes whole."""
         return self if self.tp.size == 1 else replace(self, is_whole=True)
 
     def shard(
@@ -122,7 +121,7 @@ class BuildContext:
         """Describes a parameter or buffer.
 
         Args:
-            dim: dimension divided by tensor parallelism; None for the whole tensor on each rank.
+            dim: dimension that tensor parallelism divides; None for the whole tensor on each rank.
             blocks: see `megasnn.parallel.sharding.Cut`.
             partial_gradient: each tensor-parallel rank computes the gradient from its own channels only.
         """
@@ -147,10 +146,9 @@ def building(context: BuildContext) -> Iterator[None]:
 
 
 def is_building() -> bool:
-    """True inside a `building` block."""
     return _entered.get(None) is not None
 
 
 def context_for(context: BuildContext | None) -> BuildContext:
-    """Context of a layer's constructor: the argument, else that of the `building` block, else one rank."""
+    """The argument, else the `building` block's context, else one rank."""
     return context or _entered.get(None) or BuildContext()

@@ -16,13 +16,13 @@ from megasnn.layers.init import ModuleInitialiser
 
 @dataclass(frozen=True)
 class Layer:
-    """A module of a model with its name and inputs.
+    """A module with its name and inputs.
 
     Attributes:
         name: unique global name, the prefix of its parameters' names.
         module: maps the inputs to a tensor, or a tuple or dict of tensors.
-        layer_group: name of several layers that stay together in explicit layouts ("patch_embed", "blocks.0").
-        initialise: sets initial values of each submodule of a plain module, after its `reset_parameters`.
+        layer_group: name shared by layers that explicit layouts keep together ("patch_embed", "blocks.0").
+        initialise: sets initial values of a plain module's parts, after `reset_parameters`.
         takes: names of the input layers; empty for the layer before.
         is_sharded: the module comes from `megasnn.shard`, which copies it.
     """
@@ -42,7 +42,7 @@ class LayerSource(ABC):
 
     @abstractmethod
     def give(self) -> nn.Module:
-        """The module of the layer. Raises ValueError for an unsupported one."""
+        """The layer's module. Raises ValueError for an unsupported one."""
 
 
 class FunctionLayer(nn.Module):
@@ -96,7 +96,7 @@ def layer(
     initialise: ModuleInitialiser | None = None,
     takes: Sequence[str] | None = None,
 ) -> Layer:
-    """Makes a layer of a model; see `Layer`.
+    """Makes a layer; see `Layer`.
 
     Args:
         module: a module, `megasnn.shard(...)`, or a function: `layer("add", torch.add, takes=("a", "b"))`. Functions

@@ -1,4 +1,4 @@
-"""Parallel spiking neurons (PSN, arXiv 2304.12760): a learned product over the time steps in place of a recurrence."""
+"""Parallel spiking neurons (PSN, arXiv 2304.12760): a learned product over time replaces the recurrence."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ from megasnn.parallel.sharding import Initialiser
 
 
 class _ParallelInTime(NeuronLayer):
-    """Base of the parallel spiking neurons: a spike for W x + b >= 0 with W `[T, T]`, no potential and no reset.
-
-    Every rank holds the whole weights; their gradient is summed over the tensor-parallel ranks. Backward stores the
-    input.
+    """Base of parallel spiking neurons: a spike for W x + b >= 0 with W `[T, T]`, no potential and no reset.
 
     Args:
         spec: surrogate, and `v_threshold`, the initial -b; None for SpikingJelly's defaults.
-        weight: shape and initial values of the weights.
+        weight: its shape and initial values.
     Raises:
         ValueError: stateful neurons (--bptt-steps); in forward, weights for another T.
     """
@@ -48,6 +45,7 @@ class _ParallelInTime(NeuronLayer):
             raise ValueError(f"--bptt-steps with a {self.kind} neuron, which takes all time steps; leave it out")
         self.spec = spec = spec or NeuronSpec(self.kind, surrogate="atan")
         shape, initialise = weight
+        # Every rank holds the whole weights, and sees own channels: gradients are summed over the ranks.
         weight_shard = context.shard(shape, partial_gradient=True, initialise=initialise)
         threshold = constant(-spec.v_threshold)
         bias_shard = context.shard(bias_shape, partial_gradient=True, initialise=threshold)
@@ -57,7 +55,7 @@ class _ParallelInTime(NeuronLayer):
     @staticmethod
     @abstractmethod
     def matrix(weight: Tensor, steps: int) -> Tensor:
-        """W for a number of time steps."""
+        """W `[steps, steps]`."""
 
     def forward(self, x: Tensor) -> Tensor:
         inputs = self.at_every_step(x)
@@ -67,6 +65,7 @@ class _ParallelInTime(NeuronLayer):
             return self.observed(torch.empty_like(inputs))
         fire = surrogate_function(self.spec.surrogate, self.spec.surrogate_alpha)
         compute = partial(_fire_at_once, matrix=self.matrix, fire=fire)
+        # Backward stores the input only.
         (spikes,) = recompute_in_backward(compute, inputs, self.weight, self.bias)
         bits = pack_bits(spikes) if wants_bits(spikes) else None
         return self.observed(remember_bits(spikes, bits))
@@ -91,10 +90,10 @@ class ParallelPSN(_ParallelInTime):
 
 
 class ParallelSlidingPSN(_ParallelInTime):
-    """Sliding PSN: each time step uses the same weights of the last `order` steps (SpikingJelly's SlidingPSN).
+    """Sliding PSN: each time step uses the same weights for the last `order` steps (SpikingJelly's SlidingPSN).
 
     Args:
-        order: k of the paper. The initial weight is 1 for the current step, and halves with each step before it.
+        order: the paper's k. The initial weight is 1 for the current step, and halves with each earlier step.
     """
 
     kind = "sliding_psn"

@@ -1,11 +1,10 @@
-"""Context parallelism by rows of pixels (`--context-parallel-cut rows`): exchange of rows between ranks.
+"""Context parallelism by pixel rows (`--context-parallel-cut rows`): ranks exchange rows.
 
-Each rank of a group has neighbouring rows of all images `[T, N, C, H, W]`. The dry run sees whole images. A layer that
-mixes rows records their height there. The height alone determines each rank's rows (`shared_rows`), so residual
-branches fit each other. Rows are sent packed; their gradients return dense to the owner, which adds them.
+Each rank has neighbouring rows of all images `[T, N, C, H, W]`. The dry run sees whole images. There, a layer that
+mixes rows records their height, which alone determines each rank's rows (`shared_rows`), so residual branches fit.
 
-Without space (a mean, a linear layer on whole images) all ranks compute the same, and the first rank's result counts:
-the loss of the others is zero, and so are their gradients (`BuildContext.counts_logits`).
+Without space (a mean, a linear layer on whole images) all ranks compute the same, and only the first one's loss and
+gradients count (`BuildContext.counts_logits`).
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ from megasnn.parallel_state import Group
 
 
 def shared_rows(height: int, ranks: int) -> tuple[range, ...]:
-    """Rows of each rank for images of a height, divided as evenly as possible.
-
-    Raises ValueError for fewer rows than ranks.
-    """
+    """Each rank's rows, divided as evenly as possible. Raises ValueError for fewer rows than ranks."""
     if height < ranks:
         raise ValueError(
             f"there are {height} row(s) for {ranks} ranks: with --context-parallel-cut rows, --context-parallel-size "
@@ -48,7 +44,7 @@ def own_pixel_rows(frames: Tensor, group: Group) -> Tensor:
 
 
 def note_height(module: nn.Module, height: int) -> None:
-    """Notes in the dry run the height of images of which a module moves rows. Raises ValueError for a second one."""
+    """Notes the image height in the dry run. Raises ValueError for a second height."""
     found = facts(module)
     before = found.image_height
     if before not in (None, height):
@@ -61,12 +57,12 @@ def note_height(module: nn.Module, height: int) -> None:
 
 @dataclass(frozen=True)
 class RowMove:
-    """Plan of an exchange after which each rank has the rows it needs.
+    """Plan for an exchange after which each rank has the rows it needs.
 
     Attributes:
-        local_rows: rows of each rank before the exchange.
-        needed: rows of each rank after it. Rows above and below the image are zeros.
-        height: number of rows in complete pooling windows. Later rows count as padding.
+        local_rows: each rank's rows before.
+        needed: each rank's rows after. Rows above and below the image are zeros.
+        height: rows in complete pooling windows. Later rows count as padding.
         pool: side of the average-pooling windows that follow. A window's pixels share one gradient, sent once.
     """
 
@@ -76,7 +72,7 @@ class RowMove:
     pool: int = 1
 
     def rows_for(self, owner: int, to: int) -> range:
-        """Rows that a rank sends to another, or keeps for itself."""
+        """Rows that one rank sends to another, or keeps for itself."""
         own = self.local_rows[owner]
         needed = self.needed[to]
         first = max(own.start, needed.start)
@@ -84,7 +80,7 @@ class RowMove:
         return range(first, stop) if stop > first else range(0)
 
     def exchanged(self, rank: int) -> tuple[list[range], list[range]]:
-        """Rows that a rank sends to each rank, and rows that it receives from each."""
+        """Rows that a rank sends to, and receives from, each rank."""
         sent = []
         received = []
         for other in range(len(self.local_rows)):
@@ -95,10 +91,10 @@ class RowMove:
 
 
 def window_rows(outputs: range, kernel: int, stride: int, dilation: int, before: int, pool: int) -> range:
-    """Input rows of some output rows of a convolution, including padding rows above and below the image.
+    """Input rows for a convolution's output rows, with padding rows above and below the image.
 
     Args:
-        before: number of padding rows above the image.
+        before: padding rows above the image.
         pool: side of the average-pooling windows before the convolution.
     """
     first = outputs.start * stride - before
@@ -107,10 +103,8 @@ def window_rows(outputs: range, kernel: int, stride: int, dilation: int, before:
 
 
 def rows_to_pool(height: int, ranks: int) -> tuple[range, ...]:
-    """Rows that each rank computes for a max pool (3, stride 2, padding 1): all rows in its windows.
-
-    One rank computes a whole window with the same kernels, so equal values stay equal, and ties break as on one rank.
-    """
+    """Rows that each rank computes for a max pool (3, stride 2, padding 1): all rows in its windows."""
+    # One rank computes a whole window with the same kernels: equal values stay equal, and ties break as on one rank.
     pooled = shared_rows((height + 1) // 2, ranks)
     return tuple(range(max(2 * rows.start - 1, 0), min(2 * rows.stop, height)) for rows in pooled)
 
@@ -118,9 +112,7 @@ def rows_to_pool(height: int, ranks: int) -> tuple[range, ...]:
 def move_rows(x: Tensor, move: RowMove, group: Group, content: Content) -> Tensor:
     """Exchanges rows: `[T, N, C, own rows, W]` -> `[T, N, C, needed rows, W]`, channels last.
 
-    Collective in forward and backward, so every rank must use its result.
-
-    Raises ValueError for a wrong number of rows.
+    Collective in forward and backward, so every rank must use its result. Raises ValueError for other rows.
     """
     local_rows = move.local_rows[group.rank]
     if x.shape[3] != len(local_rows):
@@ -148,6 +140,7 @@ class _MoveRows(torch.autograd.Function):
         # The own rows are copied during the exchange.
         own = move.rows_for(group.rank, group.rank)
         _rows(result, own, needed).copy_(_rows(images, own, local_rows))
+        # A recomputed forward has no exchange: the cache holds the first forward's parts.
         parts = cached_collective(lambda: [] if exchange is None else exchange())
         for rows, part in zip(received, parts, strict=True):
             if rows:
@@ -158,13 +151,13 @@ class _MoveRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """Adds this rank's gradient first, then those of the other ranks in their order."""
         move: RowMove = ctx.move
         group: Group = ctx.group
         images = grad.movedim(2, -1)
         local_rows = move.local_rows[group.rank]
         needed = move.needed[group.rank]
         received, sent = move.exchanged(group.rank)
+        # Average pooling gives a window's pixels equal gradients: one of them is enough.
         windows = [_one_of_each_window(_rows(images, rows, needed), rows, move.pool).reshape(-1) for rows in sent]
         row_numel = images.shape[:2].numel() * (images.shape[3] // move.pool) * images.shape[4:].numel()
         arriving = []
@@ -174,6 +167,7 @@ class _MoveRows(torch.autograd.Function):
         exchange = start_exchange(torch.cat(windows), [len(each) for each in windows], arriving, group)
         total = images.new_zeros((*images.shape[:2], len(local_rows), *images.shape[3:]))
         own = move.rows_for(group.rank, group.rank)
+        # The own gradient first, then the other ranks' in rank order: a fixed order of sums.
         _rows(total, own, local_rows).copy_(_rows(images, own, needed))
         for rows, part in zip(received, exchange(), strict=True):
             if rows:
@@ -184,7 +178,7 @@ class _MoveRows(torch.autograd.Function):
 def _start_rows(
     images: Tensor, local_rows: range, sent: Sequence[range], received: Sequence[range], content: Content, group: Group
 ) -> Exchange:
-    """Starts sending rows of this rank's images `[T, N, rows, W, C]` to each rank, packed."""
+    """Starts sending rows of images `[T, N, rows, W, C]` to each rank, packed."""
     packed = []
     for rows in sent:
         if rows:
@@ -192,13 +186,14 @@ def _start_rows(
         else:
             packed.append(encoded_like(0, content, images.dtype, images.device))
     row_numel = images.shape[:2].numel() * images.shape[3:].numel()
+    # Only sizes are needed, which the meta device computes without memory.
     meta = torch.device("meta")
     arriving = [encoded_like(row_numel * len(rows), content, images.dtype, meta).numel() for rows in received]
     return start_exchange(torch.cat(packed), [len(each) for each in packed], arriving, group)
 
 
 def _one_of_each_window(images: Tensor, rows: range, pool: int) -> Tensor:
-    """One pixel of each pooling window in images `[T, N, rows, W, C]` of the given rows."""
+    """One pixel for each pooling window in images `[T, N, rows, W, C]`."""
     # Rows before the first whole window belong to a window that begins on another rank.
     before = -rows.start % pool
     columns = images[:, :, :, : images.shape[3] // pool * pool : pool]
@@ -206,7 +201,7 @@ def _one_of_each_window(images: Tensor, rows: range, pool: int) -> Tensor:
 
 
 def _add_to_windows(total: Tensor, part: Tensor, rows: range, pool: int) -> None:
-    """Adds the gradients of pooling windows to all their pixels in images `[T, N, rows, W, C]`."""
+    """Adds pooling windows' gradients to all their pixels in images `[T, N, rows, W, C]`."""
     width = total.shape[3] // pool
     windows = part.view(*total.shape[:2], -1, width, *total.shape[4:])
     pixels = windows.repeat_interleave(pool, 2).repeat_interleave(pool, 3)
@@ -214,18 +209,17 @@ def _add_to_windows(total: Tensor, part: Tensor, rows: range, pool: int) -> None
 
 
 def _rows(images: Tensor, rows: range, present: range) -> Tensor:
-    """The given rows of images `[T, N, rows, W, C]` with the rows `present`."""
     first = rows.start - present.start if rows else 0
     return images.narrow(2, first, len(rows))
 
 
 def sum_for_each(x: Tensor, group: Group) -> Tensor:
-    """Sum over the ranks, for different uses on each. Backward sums their gradients."""
+    """Sum over ranks that each use it differently. Backward sums their gradients."""
     return x if group.size == 1 else _Sum.apply(x, group)
 
 
 def sum_counts(own: Tensor, largest: int, group: Group) -> Tensor:
-    """Exact sum over the ranks of integers up to `largest`, without a gradient. Sends bytes if they suffice."""
+    """Exact sum over ranks for integers up to `largest`, without a gradient. Sends bytes if they suffice."""
     content = Content.COUNTS if largest <= LARGEST_COUNT else Content.DENSE
     gathered, _ = gather_columns(own.reshape(1, -1), group, content)
     return gathered.view(group.size, *own.shape).sum(0)
@@ -244,13 +238,13 @@ class _Sum(torch.autograd.Function):
 
 
 class WholeImages(nn.Module):
-    """Gathers the rows of images: `[T, N, C_local, own rows, W]` -> `[T, N, C_local, H, W]`.
+    """Gathers image rows: `[T, N, C_local, own rows, W]` -> `[T, N, C_local, H, W]`. Else returns the input.
 
     For layers on whole images, such as flatten; your own must set `mixes_rows = False`. MegaSNN's convolutions and
-    pooling may not follow, because they exchange rows themselves. Otherwise returns the input.
+    pooling may not follow, because they exchange rows themselves.
 
     Args:
-        pool: side of average-pooling windows that follow. Backward then sends one gradient for each window.
+        pool: side of average-pooling windows that follow. Backward then sends one gradient a window.
     """
 
     def __init__(self, pool: int = 1, context: BuildContext | None = None) -> None:
@@ -275,7 +269,7 @@ class WholeImages(nn.Module):
 
 
 class MeanOverSpace(nn.Module):
-    """Mean over space: `[T, N, C_local, *space]` -> `[T, N, C_local]`, equal on the ranks that divide rows."""
+    """Mean over space: `[T, N, C_local, *space]` -> `[T, N, C_local]`, equal on ranks that divide rows."""
 
     def __init__(self, context: BuildContext | None = None) -> None:
         super().__init__()

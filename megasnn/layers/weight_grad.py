@@ -1,8 +1,8 @@
-"""Weight gradients as the second part of backward, and the cache of cast weights.
+"""Weight gradients as backward's second part, and the cache of cast weights.
 
-Backward needs a layer's input gradient at once, for the layer before it. The weight gradient is needed by the optimizer
-only. Convolutions and linear layers leave it as a task in `WeightGradients`. A task adds to `parameter.grad`, a view of
-a gradient bucket, without autograd.
+The layer before needs the input gradient at once; only the optimizer needs the weight gradient. Convolutions and linear
+layers leave it as a task in `WeightGradients`. A task adds to `parameter.grad`, a view of a gradient bucket, without
+autograd.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ WeightGradientTask = Callable[[], None]
 
 
 class WeightGradients:
-    """Queue of the weight gradients of a rank's chunks.
+    """Queue for the weight gradients of a rank's chunks.
 
-    Deferred or not, tasks compute the same, and the tasks of a parameter run in the order of backward: the sums have
-    the same bits.
+    Deferred or not, a parameter's tasks run in backward's order: the sums have the same bits.
 
     Attributes:
         report: called with each parameter whose gradient grew; see `report_to`.
@@ -47,13 +46,13 @@ class WeightGradients:
         return self
 
     def report_to(self, listener: Callable[[Tensor], None]) -> None:
-        """Calls a function with each parameter whose gradient grew. Autograd's hooks do not see these additions."""
+        """Calls a function with each parameter whose gradient grew. Autograd's hooks miss these additions."""
         self.report = listener
 
     def of(self, parameter: Tensor) -> tuple[Tensor | None, Leave | None]:
-        """The anchor, and a function for the backward of the parameter's layer. (None, None) for a frozen parameter.
+        """The anchor, and a function for the layer's backward. (None, None) for a frozen parameter.
 
-        Autograd sees the anchor in place of the parameter, and calls none of the parameter's hooks.
+        Autograd sees the anchor in the parameter's place, and calls none of its hooks.
         """
         self._parameters.add(parameter)
         if not parameter.requires_grad:
@@ -88,7 +87,7 @@ class WeightGradients:
 
     @contextmanager
     def deferred(self) -> Iterator[deque[WeightGradientTask]]:
-        """Collects tasks inside, to be run in their order."""
+        """Collects tasks inside, in the order to run them."""
         self._deferred = deque()
         try:
             yield self._deferred
@@ -108,11 +107,7 @@ def _ignore(parameter: Tensor) -> None:
 
 
 class CastWeights:
-    """Cache of weights in the type of the products.
-
-    Inside `caching` each weight is copied once; outside, in every forward. Copies keep their addresses from step to
-    step, as CUDA graphs need it. From the second step on, one operator fills them all.
-    """
+    """Cache of weights in the products' type. Inside `caching` each is copied once, outside in every forward."""
 
     def __init__(self) -> None:
         self._is_caching = False
@@ -138,18 +133,19 @@ class CastWeights:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the copies. A weight that needs no cast has none."""
+        """The copies' bytes. A weight that needs no cast has none."""
         return sum(each.nbytes for each in self._copies.values())
 
     def give(self, weight: Tensor, values: Tensor) -> None:
-        """Replaces a weight in products from now on, by values in their type."""
+        """Replaces a weight in products from now on. `values` have the products' type."""
         self._given[weight] = values
 
     @contextmanager
     def caching(self) -> Iterator[None]:
-        """Surrounds the forwards and backwards of a step, in which no weight changes."""
+        """Surrounds a step's forwards and backwards, in which no weight changes."""
         if self._copies:
             with torch.no_grad():
+                # Into the same memory: CUDA graphs need unchanged addresses. One operator fills all copies.
                 torch._foreach_copy_(list(self._copies.values()), list(self._copies))
         self._is_caching = True
         try:

@@ -1,7 +1,7 @@
-"""Initial values of plain modules.
+"""Initial values for plain modules.
 
-Three sources, the last one wins: numbers set by a constructor, `reset_parameters`, and the user's function. Modules are
-made on the meta device; values are computed on a copy.
+Three sources, the last one wins: numbers set by a constructor, `reset_parameters`, and the user's function. Modules
+are on the meta device; values are computed on a copy.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class _Numbers(TorchFunctionMode):
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Makes modules on the meta device. Only tensors of a single number have values."""
+    """Makes modules on the meta device. Only single-number tensors have values."""
     with torch.device("meta"), _Numbers():
         yield
 
 
 def without_values(module: nn.Module) -> nn.Module:
-    """A copy on the meta device, with neurons at rest. Only tensors of a single number keep their values."""
+    """A copy on the meta device, with neurons at rest. Only single-number tensors keep values."""
     copies: dict[int, Any] = {}
     for each in module.modules():
         for _, tensor in own_tensors(each):
@@ -58,14 +58,16 @@ def without_values(module: nn.Module) -> nn.Module:
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    """A parameter or buffer like another one, with another value."""
     new: Tensor = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     vars(new).update(vars(tensor))
     return new
 
 
 def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | None, name: str) -> Initialiser:
-    """Fills a global tensor as a plain module, and then the user's `initialise`, fill the module's tensor `name`."""
+    """Fills a global tensor as a plain module, and then the user's `initialise`, fill its tensor `name`.
+
+    The result raises ValueError if nothing sets values.
+    """
     numbers = {each: tensor.detach().clone() for each, tensor in own_tensors(module) if not tensor.is_meta}
 
     def fill(tensor: Tensor, generator: torch.Generator) -> None:
@@ -93,9 +95,9 @@ def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | N
 
 
 def _draw(module: nn.Module, initialise: ModuleInitialiser | None, generator: torch.Generator) -> None:
-    """Sets a module's initial values, with torch's global generator seeded from ours."""
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     with torch.random.fork_rng(devices=[]):
+        # `reset_parameters` draws from torch's global generator.
         torch.manual_seed(generator.initial_seed())
         if callable(reset):
             reset()
@@ -107,14 +109,15 @@ def _draw(module: nn.Module, initialise: ModuleInitialiser | None, generator: to
 
 
 def _repeat_constructor(module: Any) -> None:
-    """Sets the weight of SpikingJelly's tdBN, which only its constructor sets."""
+    """Sets SpikingJelly's tdBN weight, which only its constructor sets."""
     kind = type(module)
     if kind.__module__.startswith("spikingjelly.") and "ThresholdDependentBatchNorm" in kind.__name__:
         nn.init.constant_(module.weight, module.alpha * module.v_th)
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """Memory marked as unset, in float32, where `materialise` draws: torch draws other numbers in float64."""
+    """NaN, which marks values as unset; integers are 0."""
     if tensor.is_floating_point():
+        # In float32, where `materialise` draws: torch draws other numbers in float64.
         return torch.full(tensor.shape, math.nan, dtype=torch.float32, device="cpu")
     return torch.full(tensor.shape, 0, dtype=tensor.dtype, device="cpu")
