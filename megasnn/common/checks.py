@@ -1,7 +1,6 @@
-"""Context of errors, and checks of values on a device that are read with the loss of the step.
+"""Error context, and checks of values on a device that are read with the step's loss.
 
-Reading each value would make the host wait for a GPU. Inside `DeviceChecks.collecting` a finding ends the step instead,
-with weights and state unchanged. Outside, it raises at once.
+Inside `DeviceChecks.collecting` a finding ends the step, with weights and state unchanged. Outside, it raises.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Words = Callable[[str], str]
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether the host runs ahead of this device, and would wait to read a value."""
+    """Whether the host would wait to read a value from this device."""
     return device.type == "cuda"
 
 
@@ -30,7 +29,7 @@ class Finding:
 
     Attributes:
         text: a sentence.
-        context: the work that was checked (`error_context`).
+        context: see `error_context`.
     """
 
     text: str
@@ -38,10 +37,8 @@ class Finding:
 
 
 class DeviceChecks:
-    """Findings of the checks of a step, on this rank.
+    """A step's findings on this rank.
 
-    Args:
-        device: device of the step.
     Attributes:
         words: applied to each message, the last one first; see `explained`.
     """
@@ -54,7 +51,7 @@ class DeviceChecks:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Collects findings inside the block instead of raising. Drops earlier ones."""
+        """Collects findings inside, and drops earlier ones."""
         self.words = []
         self._certain = []
         self._open = []
@@ -65,7 +62,7 @@ class DeviceChecks:
             _collecting.reset(token)
 
     def count(self) -> Tensor:
-        """Number of findings: float64 `[1]` on the device. Does not wait for the device."""
+        """Number of findings, float64 `[1]`, on the device. No wait."""
         found = torch.full((1,), float(len(self._certain)), dtype=torch.float64, device=self._device)
         if self._open:
             found += self._flags().ne(0).sum()
@@ -77,7 +74,7 @@ class DeviceChecks:
         return self._certain + [finding for (_, finding), flag in zip(self._open, flags, strict=True) if flag]
 
     def note(self, wrong: Tensor | bool, complaint: str) -> None:
-        """Notes a finding. A tensor is a finding if it is not 0."""
+        """A tensor is a finding if it is not 0."""
         for words in reversed(self.words):
             complaint = words(complaint)
         finding = Finding(complaint, _context.get()())
@@ -87,7 +84,7 @@ class DeviceChecks:
             self._certain.append(finding)
 
     def noted(self) -> list[tuple[Tensor, str]]:
-        """Tensors that must be 0, each with its message otherwise. Raises ValueError for a certain finding."""
+        """Tensors that must be 0, with messages. Raises ValueError for a certain finding."""
         if self._certain:
             raise ValueError(self._certain[0].text)
         return [(flag, finding.text) for flag, finding in self._open]
@@ -100,15 +97,16 @@ _collecting: ContextVar[DeviceChecks | None] = ContextVar("DeviceChecks", defaul
 
 
 def check_value(wrong: Tensor | bool, complaint: str, seen: Callable[[], str] | None = None) -> None:
-    """Raises ValueError for a wrong value, or notes it for the end of the step.
+    """Raises ValueError for a wrong value, or notes it for the step's end.
 
     Args:
-        wrong: a single value; not 0, or True, is wrong.
-        complaint: the expectation, without values: reading them would wait for a device.
-        seen: text with the values, used if the host has them.
+        wrong: not 0, or True, is wrong.
+        complaint: the expectation, without values.
+        seen: text with values, used if the host has them.
     """
     checks = _collecting.get()
     if checks is not None and isinstance(wrong, Tensor) and runs_ahead(wrong.device):
+        # Reading the value would make the host wait for the GPU.
         checks.note(wrong, complaint)
     elif wrong:
         if seen is not None:
@@ -119,7 +117,7 @@ def check_value(wrong: Tensor | bool, complaint: str, seen: Callable[[], str] | 
 
 
 class _ErrorContext(str):
-    """Note with the context of an error. Other notes, such as a data worker's traceback, belong to the error."""
+    """Note with an error's context. Other notes, such as a data worker's traceback, are the error's."""
 
 
 _context: ContextVar[Callable[[], str]] = ContextVar("context", default=str)
@@ -127,7 +125,7 @@ _context: ContextVar[Callable[[], str]] = ContextVar("context", default=str)
 
 @contextmanager
 def error_context(where: str | Callable[[], str]) -> Iterator[None]:
-    """Names the context of errors and findings inside the block, or inside the decorated function."""
+    """Names the context of errors and findings inside the block or decorated function."""
     context = partial(str, where) if isinstance(where, str) else where
     token = _context.set(context)
     try:
@@ -140,18 +138,17 @@ def error_context(where: str | Callable[[], str]) -> Iterator[None]:
 
 
 def context_of_error(error: BaseException) -> str:
-    """Context of an error, the innermost first; "" if unknown."""
+    """Innermost first; "" if unknown."""
     return ", ".join(note for note in getattr(error, "__notes__", []) if isinstance(note, _ErrorContext))
 
 
 def other_notes(error: BaseException) -> list[str]:
-    """Notes on an error beside its context."""
     return [note for note in getattr(error, "__notes__", []) if not isinstance(note, _ErrorContext)]
 
 
 @contextmanager
 def explained(words: Words) -> Iterator[None]:
-    """Puts words around errors inside the block, raised or noted for the end of the step."""
+    """Puts words around errors inside, raised or noted."""
     checks = _collecting.get()
     if checks is not None:
         checks.words.append(words)

@@ -40,8 +40,8 @@ class _HeadAttention(nn.Module):
 
     Args:
         dim: C, global.
-        v_threshold: threshold after the attention; 0.5 in Spikformer.
-        initialise: fills the global weights; torch's default otherwise.
+        v_threshold: after the attention; 0.5 in Spikformer.
+        initialise: fills the global weights; default: torch's.
     """
 
     fused: str
@@ -121,7 +121,7 @@ class SpikeDrivenAttention(nn.Module):
     """Attention without matrix products (Spike-driven Transformer, arXiv 2307.01694, equations 9 to 11).
 
     `[T, N, C_local, H, W]` potentials -> the same. For each channel, a neuron on the number of tokens with spikes in
-    both k and v gates q. Channels are independent, so heads make no difference.
+    both k and v gates q. Heads make no difference.
 
     Args:
         dim: C, global.
@@ -158,7 +158,6 @@ def own_heads(dim: int, num_heads: int, ranks: int) -> int:
 
 
 def _require_spikes(attention: nn.Module, neuron: NeuronSpec) -> None:
-    """Raises ValueError for neurons that fire counts."""
     if neuron.largest > 1:
         raise ValueError(
             f"--neuron {neuron.kind} fires up to {neuron.largest} in a step, and {type(attention).__name__} takes "
@@ -267,7 +266,7 @@ class Attend(torch.autograd.Function):
 
 
 def exact_type(values: Tensor, tokens: int) -> torch.dtype:
-    """The fastest type that represents k^T v, sums over the tokens, exactly."""
+    """The fastest type that represents k^T v exactly."""
     # Tensor cores add products of bfloat16 in float32. On a CPU float32 is as fast.
     on_tensor_cores = on_gpu(values) and values.dtype in (torch.float32, torch.bfloat16) and tokens <= EXACT_BFLOAT16
     return torch.bfloat16 if on_tensor_cores else sums_type(values.dtype)

@@ -20,14 +20,13 @@ from megasnn.layers.row_context import MaxPool
 class ConvNormNeuron(nn.Module):
     """(average pool) -> conv -> batch norm -> (max pool 3, stride 2, padding 1) -> neuron, on `[T, N, C_local, H, W]`.
 
-    An input of a single time step `[1, N, C, H, W]` is repeated at every step. Convolution, norm and pooling compute it
-    once, with the values and statistics for T equal frames.
+    A single time step `[1, N, C, H, W]` is repeated: convolution, norm and pooling run once, as for T equal frames.
 
     Args:
-        in_channels, out_channels: global numbers.
+        in_channels, out_channels: global.
         padding: None keeps height and width at stride 1.
         neuron: a description or a neuron layer (SpikingNeuron); None for the context's neuron.
-        norm: a norm for `out_channels` channels; None for batch norm.
+        norm: for `out_channels` channels; None for batch norm.
         average_pool: `pool` in ParallelConv.
         blocks, conv_options: as in ParallelConv.
     """

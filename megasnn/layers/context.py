@@ -27,8 +27,8 @@ class Numerics:
         dtype: for parameters, buffers, optimizer state and gradients.
         compute_dtype: for activations and products; bfloat16 with `--precision bf16`, otherwise `dtype`.
         neuron_backend: a name in megasnn.kernels.BACKENDS, or "auto".
-        sparse_products: allow sums over spikes in place of matrix products, if few neurons fire.
-        traceable: use torch functions only, for torch.export. One rank, without gradients.
+        sparse_products: allow sums over spikes in place of products, if few neurons fire.
+        traceable: torch functions only, for torch.export. One rank, without gradients.
     """
 
     dtype: torch.dtype = torch.float32
@@ -39,7 +39,6 @@ class Numerics:
 
     @classmethod
     def of_run(cls, config: PretrainConfig, device: torch.device) -> Numerics:
-        """A training run's numerics."""
         types = PRECISIONS[config.training.precision]
         products = getattr(torch, types.products)
         return cls(
@@ -56,13 +55,12 @@ class BuildContext:
 
     Attributes:
         state: one rank by default.
-        cut: whether context-parallel ranks divide a micro-batch by samples or by pixel rows.
+        cut: context-parallel ranks divide a micro-batch by samples or by pixel rows.
         neuron: default neuron.
         time_steps: T. Neurons repeat an input with a single time step T times.
         stateful: keep membrane potentials between calls, until a reset (truncated backpropagation through time).
         seed: key for random numbers (dropout).
-        cast_weights: cache of weights in `compute_dtype`.
-        is_whole: every tensor-parallel rank holds and computes the whole layer.
+        is_whole: every tensor-parallel rank computes the whole layer.
     """
 
     state: ParallelState = field(default_factory=ParallelState.without_process_groups)
@@ -121,7 +119,7 @@ class BuildContext:
         """Describes a parameter or buffer.
 
         Args:
-            dim: dimension that tensor parallelism divides; None for the whole tensor on each rank.
+            dim: dimension that tensor parallelism divides; None for none.
             blocks: see `megasnn.parallel.sharding.Cut`.
             partial_gradient: each tensor-parallel rank computes the gradient from its own channels only.
         """

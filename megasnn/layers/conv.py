@@ -4,11 +4,11 @@ Two styles divide a convolution among the ranks:
 
 - **column**: gathers the input, one bit a spike, and computes own output channels. Backward sums the input gradient
   and keeps own channels.
-- **row**: multiplies own input channels by the weight's matching slice, sums outputs over the ranks and keeps own
-  channels. Forward and backward both move the dense output.
+- **row**: multiplies own input channels by the weight's matching slice, sums outputs and keeps own channels. Forward
+  and backward both move the dense output.
 
-Megatron-LM pairs column and row layers because its activations are dense. A gather of spikes is nearly free, so column
-is cheaper unless the input is more than twice as wide as the output (`cheaper_style`).
+Megatron-LM pairs the styles because its activations are dense. A gather of spikes is nearly free, so column is cheaper
+unless the input is more than twice as wide as the output (`cheaper_style`).
 """
 
 from __future__ import annotations
@@ -50,19 +50,18 @@ def cheaper_style(in_channels: int, out_channels: int) -> Style:
 class ParallelConv(WeightedLayer):
     """Convolution: `[T, N, C_in/size, H, W]` -> `[T, N, C_out/size, H', W']`.
 
+    The dry run finds the input's content, packing (`megasnn.layers.shape_inference`) and sharding.
+
     Args:
         kernel_size, stride, padding, dilation: as in torch, with zero padding.
         dims: 2 for frames; 1 for signals, with a weight `[out, in, k]`. With kernel_size 1, dims=1 also accepts frames.
         style: "column" or "row" (see above); None for the cheaper one.
-        blocks: equal parts of the output, each sharded separately (3 for fused q, k, v).
-        groups: as in torch. With several groups each rank has whole ones, without communication.
-        pool: side of the average-pooling windows on the input.
+        blocks: equal output parts, each sharded separately (3 for fused q, k, v).
+        groups: as in torch. With several, each rank has whole ones, without communication.
+        pool: side of average-pooling windows on the input.
         pooled_behind: a `MaxPool` follows.
-        row_above: compute all rows for the rank's max-pooled rows (`rows_to_pool`), for `split_row_above`.
-        initialise, initialise_bias: fill the global weight and bias; torch's defaults otherwise.
-
-    The dry run finds the input's content, packing (`megasnn.layers.shape_inference`) and sharding.
-
+        row_above: compute all rows for own max-pooled rows, for `split_row_above`.
+        initialise, initialise_bias: fill the global weight and bias; default: torch's.
     Raises:
         ValueError: channels or groups not divisible by the number of ranks; an unknown style; in forward, values that
             do not fit the packing.
@@ -158,7 +157,7 @@ class ParallelConv(WeightedLayer):
         return y + self.bias.to(y.dtype).view(-1, 1, 1)
 
     def _dry_run(self, x: Tensor, is_signal: bool) -> Tensor:
-        """Records the input's content; the output has no values. Raises ValueError for a wrong input."""
+        """Records the input's content. Raises ValueError for a wrong input."""
         if is_signal:
             fits = self.dims == 1
         else:
@@ -182,7 +181,6 @@ class ParallelConv(WeightedLayer):
         return x.new_empty((*x.shape[:2], channels, *space), dtype=self.compute_dtype)
 
     def _learn_rows(self, rows: Group, height: int, output_height: int) -> None:
-        """Plans the exchange of rows."""
         note_height(self, height)
         geometry = self._geometry
         pool = self.options.pool
@@ -202,7 +200,7 @@ class ParallelConv(WeightedLayer):
         return images[:, :, 1:] if has_row_above else images
 
     def split_row_above(self, y: Tensor) -> tuple[Tensor | None, Tensor]:
-        """An output with `row_above`: the row above this rank's (None on the first rank), and its own rows."""
+        """With `row_above`: the row above this rank's (None on the first rank), and own rows."""
         if not self._row_above or self._rows is None or self._rows.rank == 0 or y.is_meta:
             return None, y
         above, own = y.split((1, y.shape[3] - 1), dim=3)
@@ -210,7 +208,6 @@ class ParallelConv(WeightedLayer):
 
 
 def _check_channels(in_channels: int, out_channels: int, groups: int, size: int) -> None:
-    """Raises ValueError unless tensor-parallel ranks can divide them."""
     fits = min(in_channels, out_channels, groups) > 0 and in_channels % groups == out_channels % groups == 0
     if not fits or (groups > 1 and groups % size):
         raise ValueError(
@@ -222,14 +219,12 @@ def _check_channels(in_channels: int, out_channels: int, groups: int, size: int)
 
 
 def along_each(name: str, size: _Size, dims: int) -> tuple[int, int]:
-    """Height and width from an integer or one size a dimension. A signal is an image of width 1.
-
-    Raises ValueError for a wrong number of sizes.
-    """
+    """Height and width from one size or one per dimension. Raises ValueError for another number."""
     each = (size,) * dims if isinstance(size, int) else tuple(size)
     if dims not in (1, 2) or len(each) != dims:
         raise ValueError(f"{name} {size!r} does not fit dims={dims}: 1 for signals, 2 for frames")
     if dims == 2:
         return each[0], each[1]
+    # A signal is an image of width 1.
     width = 0 if name == "padding" else 1
     return each[0], width

@@ -28,9 +28,9 @@ def drawing_for(positions: Positions, frames: tuple[int, ...] = ()) -> Iterator[
     """Sets the samples that layers draw random numbers for.
 
     Args:
-        positions: each sample's position in the whole training, from 0, which keys its random numbers; None in
-            evaluation. An int64 tensor `[N]` takes precedence over inner blocks' positions.
-        frames: number of time steps and of samples.
+        positions: each sample's position in the whole training, from 0, keys its random numbers; None in evaluation. An
+            int64 tensor `[N]` takes precedence over inner blocks' positions.
+        frames: numbers of time steps and samples.
     """
     outer, _ = _drawing.get()
     # CUDA graphs read this tensor's memory, which is rewritten before each replay.
@@ -94,12 +94,12 @@ class _Drop(nn.Module):
 class ParallelDropout(_Drop):
     """Dropout of `[T, N, C_local, *space]` (nn.Dropout).
 
-    The mask depends on the seed, the layer's name, the sample's position in the training, and the value's index in the
+    The mask depends on the seed, the layer's name, the sample's position in the training and the value's index in the
     sample; not on micro-batches, ranks or restarts. Time steps are independent. With --bptt-steps each call continues
-    after the last call's time steps.
+    after the last call's.
 
     Args:
-        same_at_all_steps: use one mask for all time steps (SpikingJelly's Dropout).
+        same_at_all_steps: one mask for all time steps (SpikingJelly's Dropout).
     """
 
     purpose = "dropout"

@@ -1,8 +1,8 @@
 """Facts about modules, found while a model is built: the only attribute that MegaSNN adds to a module.
 
-torch's, SpikingJelly's and the user's modules have facts too, so no base class holds them. `copy.deepcopy` copies a
-plain attribute, so a copied layer's tensors keep their shards. Layers cannot be pickled, because shards hold functions
-for initial values; `TrainedModel` is pickled as its weights.
+torch's and the user's modules have facts too, so no base class holds them. `copy.deepcopy` copies the attribute: a
+copied layer's tensors keep their shards. Layers cannot be pickled, because shards hold functions for initial values;
+`TrainedModel` is pickled as its weights.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _ATTRIBUTE = "_layer_facts"
 
 @dataclass
 class LayerFacts:
-    """Facts about one module, without the modules in it.
+    """Facts about one module, without its parts.
 
     Attributes:
-        shards: by parameter or buffer name in the module.
-        owner_names: global name of a tied tensor's owner, by name in the module.
-        call: how to call a layer without knowledge of ranks; None for MegaSNN's layers.
+        shards: by parameter or buffer name.
+        owner_names: a tied tensor's owner, by its global name.
+        call: how to call a layer without knowledge of ranks; None for MegaSNN's.
         is_stepped: a SpikingJelly container calls the module at every time step.
-        calls: calls in one forward of the model; 1 until a dry run has counted them.
+        calls: calls in one forward; 1 until a dry run has counted them.
         counted: calls so far in the present dry run.
-        image_height: height of images whose rows the module exchanges, from the dry run.
-        knows_input: True after the first call in a dry run.
+        image_height: height of images whose rows the module exchanges.
+        knows_input: True after a dry run's first call.
     """
 
     shards: dict[str, Shard] = field(default_factory=dict)

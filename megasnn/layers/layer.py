@@ -21,9 +21,9 @@ class Layer:
     Attributes:
         name: unique global name, the prefix of its parameters' names.
         module: maps the inputs to a tensor, or a tuple or dict of tensors.
-        layer_group: name shared by layers that explicit layouts keep together ("patch_embed", "blocks.0").
-        initialise: sets initial values of a plain module's parts, after `reset_parameters`.
-        takes: names of the input layers; empty for the layer before.
+        layer_group: layers with this name stay together in explicit layouts ("patch_embed", "blocks.0").
+        initialise: sets a plain module's initial values, after `reset_parameters`.
+        takes: input layers' names; empty for the layer before.
         is_sharded: the module comes from `megasnn.shard`, which copies it.
     """
 
@@ -100,12 +100,11 @@ def layer(
 
     Args:
         module: a module, `megasnn.shard(...)`, or a function: `layer("add", torch.add, takes=("a", "b"))`. Functions
-            are not supported with --context-parallel-cut rows.
-        layer_group: the layer's name by default.
+            need --context-parallel-cut samples.
+        layer_group: default: the layer's name.
         takes: one name or several.
     Raises:
-        ValueError: an empty `takes`; `initialise` beside `megasnn.shard`, or not a function of one module; a module of
-            another type.
+        ValueError: empty `takes`; `initialise` beside `megasnn.shard`, or no function of one module; another type.
     """
     require_initialiser(name, initialise)
     candidate: Any = module

@@ -21,10 +21,10 @@ class ParallelLinear(WeightedLayer):
     """Linear layer: `[T, N, in/size]` -> `[T, N, out]` with style "row", `[T, N, out/size]` with "column".
 
     Style "row" multiplies own features by the weight's matching columns and sums over the ranks. Style "column" gathers
-    the input, unless the dry run finds it whole, and computes own output features.
+    the input, unless the dry run finds it whole.
 
     Args:
-        initialise, initialise_bias: fill the global weight and bias; torch's defaults otherwise.
+        initialise, initialise_bias: fill the global weight and bias; default: torch's.
     Raises:
         ValueError: features not divisible by the number of ranks; an unknown style.
     """
@@ -83,7 +83,7 @@ class ParallelLinear(WeightedLayer):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _dry_run(self, x: Tensor) -> Tensor:
-        """Records the input's content; the output has no values. Raises ValueError as `learn_input`."""
+        """Records the input's content. Raises ValueError as `learn_input`."""
         is_whole = self.learn_input(x, -1, self.in_features)
         if is_whole and x.ndim != 3:
             raise ValueError(f"an input that every tensor parallel rank has whole is [T, N, C] here, got {[*x.shape]}")

@@ -1,4 +1,4 @@
-"""Spiking neurons on a rank's channels, with SpikingJelly's semantics, and the base class of custom neurons."""
+"""Spiking neurons on a rank's channels, as in SpikingJelly, and the base class for custom ones."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ State = dict[str, Tensor]
 
 
 class NeuronLayer(nn.Module):
-    """Base of all neuron layers: `[T, N, C_local, *space]` -> spikes.
+    """Base of all neuron layers: `[T, N, C_local, *space]` -> spikes, each channel by itself.
 
-    Channels are independent. An input with a single time step is repeated T times. Every call starts at rest; stateful
-    neurons continue from the last call's state, detached from the graph, until `forget`.
+    An input with a single time step is repeated T times. Every call starts at rest; stateful neurons continue from the
+    last call's state, detached from the graph, until `forget`.
 
     Attributes:
         time_steps: T.
         stateful: keep the state for the next call (truncated backpropagation through time).
         observer: called with every forward's spikes, if set.
-        largest: largest output, if all outputs are integers from 0; None otherwise.
-        once_because: reason why one forward may call the layer only once, or None.
+        largest: largest output, if all are integers from 0; None otherwise.
+        once_because: why one forward may call the layer only once, or None.
     """
 
     largest: int | None = 1
@@ -81,12 +81,12 @@ class NeuronLayer(nn.Module):
 
 
 class ParallelNeuron(NeuronLayer):
-    """Neurons from a description: LIF, IF, parametric and integer LIF, with the fastest kernels.
+    """LIF, IF, parametric and integer LIF from a description, with the fastest kernels.
 
     Args:
         spec: description; None for the context's neuron (flags --neuron, --tau, ...).
     Attributes:
-        w: learned time constant 1 / sigmoid(w), one for the layer, or None.
+        w: the layer's learned time constant is 1 / sigmoid(w); or None.
         v: potential `[N, C_local, *space]` after a stateful neuron's last call, or None.
     """
 
@@ -142,7 +142,7 @@ _CLASSES: dict[str, type[ParallelNeuron]] = {each.kind: each for each in (Parall
 
 
 def make_neuron(neuron: NeuronSpec | NeuronLayer | None = None, context: BuildContext | None = None) -> NeuronLayer:
-    """A neuron layer from a description; from the context's for None. A neuron layer is returned as it is."""
+    """A neuron layer from a description, or None for the context's; a neuron layer as it is."""
     if isinstance(neuron, NeuronLayer):
         return neuron
     spec = neuron or context_for(context).neuron
@@ -157,10 +157,9 @@ class SpikingNeuron(NeuronLayer):
     neuron may depend on its own channel only, and on its own row unless the class has `mixes_rows = True`.
 
     Args:
-        channels: the global number.
+        channels: global.
         surrogate, alpha: a name in megasnn.kernels.SURROGATES, and its sharpness; None for its default.
-        largest: largest output: 1 for spikes, up to 255 for counts, sent as bytes; None for negative values (ternary
-            spikes) or fractions.
+        largest: 1 for spikes, up to 255 for counts, sent as bytes; None for negative values (ternary) or fractions.
     Raises:
         ValueError: an unknown surrogate; in forward, spikes with another shape than the input.
     """

@@ -22,15 +22,15 @@ from megasnn.parallel_state import Group
 class ParallelBatchNorm(nn.Module):
     """Batch norm of `[T, N, C_local, *space]` over time, samples and space (nn.BatchNorm's arithmetic).
 
-    Every micro-batch is normalised by its own mean and biased variance. A forward leaves running statistics unchanged.
-    With `record_statistics` it appends (mean, biased variance, values per channel) to `pending`;
-    `merge_running_statistics` makes one update from the global batch's records, for each call in a forward.
+    Every micro-batch is normalised by its own mean and biased variance. With `record_statistics` a forward appends
+    (mean, biased variance, values per channel) to `pending`; `merge_running_statistics` makes one update a step from
+    the global batch's records, for each call in a forward.
 
     Args:
-        channels: the global number; each rank holds `channels / size`.
+        channels: global; each rank holds `channels / size`.
         momentum: weight of new statistics; None averages over all steps.
-        blocks: as in ParallelConv, for a norm after fused q, k, v.
-        initialise, initialise_bias: fill the global weight and bias; ones and zeros by default.
+        blocks: as in ParallelConv, after fused q, k, v.
+        initialise, initialise_bias: fill the global weight and bias; default ones and zeros.
     Attributes:
         shared: exchange between ranks that share a micro-batch; None without.
         pending: this step's records.
@@ -125,10 +125,7 @@ class ParallelBatchNorm(nn.Module):
         self._is_recording = is_on
 
     def record(self, mean: Tensor, variance: Tensor, count: int | Tensor) -> None:
-        """Records one call's statistics `[C_local]`, over `count` values a channel; not in a recomputed forward.
-
-        The dry run counts the call.
-        """
+        """Records one call's statistics `[C_local]`, over `count` values a channel. The dry run counts the call."""
         if mean.is_meta:
             facts(self).count_call()
         # A recomputed forward has recorded its statistics before.

@@ -24,7 +24,6 @@ class _ParallelInTime(NeuronLayer):
 
     Args:
         spec: surrogate, and `v_threshold`, the initial -b; None for SpikingJelly's defaults.
-        weight: its shape and initial values.
     Raises:
         ValueError: stateful neurons (--bptt-steps); in forward, weights for another T.
     """

@@ -1,10 +1,9 @@
 """Context parallelism by pixel rows (`--context-parallel-cut rows`): ranks exchange rows.
 
-Each rank has neighbouring rows of all images `[T, N, C, H, W]`. The dry run sees whole images. There, a layer that
-mixes rows records their height, which alone determines each rank's rows (`shared_rows`), so residual branches fit.
+Each rank has neighbouring rows of all images `[T, N, C, H, W]`. In the dry run, which sees whole images, layers record
+the height. It alone determines each rank's rows (`shared_rows`), so residual branches fit.
 
-Without space (a mean, a linear layer on whole images) all ranks compute the same, and only the first one's loss and
-gradients count (`BuildContext.counts_logits`).
+Without space (a mean, a linear layer on whole images) all ranks compute the same, and the first one's logits count.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def shared_rows(height: int, ranks: int) -> tuple[range, ...]:
 
 
 def own_pixel_rows(frames: Tensor, group: Group) -> Tensor:
-    """This rank's rows of whole images `[T, N, C, H, W]`."""
+    """This rank's rows of images `[T, N, C, H, W]`."""
     own = shared_rows(frames.shape[3], group.size)[group.rank]
     return frames[:, :, :, own.start : own.stop]
 
@@ -57,13 +56,13 @@ def note_height(module: nn.Module, height: int) -> None:
 
 @dataclass(frozen=True)
 class RowMove:
-    """Plan for an exchange after which each rank has the rows it needs.
+    """Exchange after which each rank has the rows it needs.
 
     Attributes:
         local_rows: each rank's rows before.
-        needed: each rank's rows after. Rows above and below the image are zeros.
+        needed: each rank's rows after; zeros above and below the image.
         height: rows in complete pooling windows. Later rows count as padding.
-        pool: side of the average-pooling windows that follow. A window's pixels share one gradient, sent once.
+        pool: side of the average-pooling windows that follow.
     """
 
     local_rows: tuple[range, ...]
@@ -72,7 +71,6 @@ class RowMove:
     pool: int = 1
 
     def rows_for(self, owner: int, to: int) -> range:
-        """Rows that one rank sends to another, or keeps for itself."""
         own = self.local_rows[owner]
         needed = self.needed[to]
         first = max(own.start, needed.start)
@@ -91,11 +89,11 @@ class RowMove:
 
 
 def window_rows(outputs: range, kernel: int, stride: int, dilation: int, before: int, pool: int) -> range:
-    """Input rows for a convolution's output rows, with padding rows above and below the image.
+    """A convolution's input rows for output rows, with padding rows above and below the image.
 
     Args:
-        before: padding rows above the image.
-        pool: side of the average-pooling windows before the convolution.
+        before: padding rows above.
+        pool: side of average-pooling windows before it.
     """
     first = outputs.start * stride - before
     last = (outputs.stop - 1) * stride - before + dilation * (kernel - 1)
@@ -103,7 +101,7 @@ def window_rows(outputs: range, kernel: int, stride: int, dilation: int, before:
 
 
 def rows_to_pool(height: int, ranks: int) -> tuple[range, ...]:
-    """Rows that each rank computes for a max pool (3, stride 2, padding 1): all rows in its windows."""
+    """Rows each rank computes for a max pool (3, stride 2, padding 1): its whole windows."""
     # One rank computes a whole window with the same kernels: equal values stay equal, and ties break as on one rank.
     pooled = shared_rows((height + 1) // 2, ranks)
     return tuple(range(max(2 * rows.start - 1, 0), min(2 * rows.stop, height)) for rows in pooled)
@@ -112,7 +110,7 @@ def rows_to_pool(height: int, ranks: int) -> tuple[range, ...]:
 def move_rows(x: Tensor, move: RowMove, group: Group, content: Content) -> Tensor:
     """Exchanges rows: `[T, N, C, own rows, W]` -> `[T, N, C, needed rows, W]`, channels last.
 
-    Collective in forward and backward, so every rank must use its result. Raises ValueError for other rows.
+    Collective in forward and backward: every rank must use its result. Raises ValueError for other rows.
     """
     local_rows = move.local_rows[group.rank]
     if x.shape[3] != len(local_rows):
@@ -178,7 +176,6 @@ class _MoveRows(torch.autograd.Function):
 def _start_rows(
     images: Tensor, local_rows: range, sent: Sequence[range], received: Sequence[range], content: Content, group: Group
 ) -> Exchange:
-    """Starts sending rows of images `[T, N, rows, W, C]` to each rank, packed."""
     packed = []
     for rows in sent:
         if rows:
@@ -193,7 +190,7 @@ def _start_rows(
 
 
 def _one_of_each_window(images: Tensor, rows: range, pool: int) -> Tensor:
-    """One pixel for each pooling window in images `[T, N, rows, W, C]`."""
+    """One pixel per pooling window in `[T, N, rows, W, C]`."""
     # Rows before the first whole window belong to a window that begins on another rank.
     before = -rows.start % pool
     columns = images[:, :, :, : images.shape[3] // pool * pool : pool]
@@ -201,7 +198,7 @@ def _one_of_each_window(images: Tensor, rows: range, pool: int) -> Tensor:
 
 
 def _add_to_windows(total: Tensor, part: Tensor, rows: range, pool: int) -> None:
-    """Adds pooling windows' gradients to all their pixels in images `[T, N, rows, W, C]`."""
+    """Adds windows' gradients to all their pixels in `[T, N, rows, W, C]`."""
     width = total.shape[3] // pool
     windows = part.view(*total.shape[:2], -1, width, *total.shape[4:])
     pixels = windows.repeat_interleave(pool, 2).repeat_interleave(pool, 3)
@@ -219,7 +216,8 @@ def sum_for_each(x: Tensor, group: Group) -> Tensor:
 
 
 def sum_counts(own: Tensor, largest: int, group: Group) -> Tensor:
-    """Exact sum over ranks for integers up to `largest`, without a gradient. Sends bytes if they suffice."""
+    """Exact sum over ranks for integers up to `largest`, without a gradient."""
+    # Sends bytes if they suffice.
     content = Content.COUNTS if largest <= LARGEST_COUNT else Content.DENSE
     gathered, _ = gather_columns(own.reshape(1, -1), group, content)
     return gathered.view(group.size, *own.shape).sum(0)
@@ -241,10 +239,10 @@ class WholeImages(nn.Module):
     """Gathers image rows: `[T, N, C_local, own rows, W]` -> `[T, N, C_local, H, W]`. Else returns the input.
 
     For layers on whole images, such as flatten; your own must set `mixes_rows = False`. MegaSNN's convolutions and
-    pooling may not follow, because they exchange rows themselves.
+    pooling may not follow: they exchange rows themselves.
 
     Args:
-        pool: side of average-pooling windows that follow. Backward then sends one gradient a window.
+        pool: side of average-pooling windows that follow.
     """
 
     def __init__(self, pool: int = 1, context: BuildContext | None = None) -> None:
@@ -288,7 +286,7 @@ class MeanOverSpace(nn.Module):
 
 
 class MaxPool(nn.Module):
-    """Max pooling, 3 x 3 pixels, stride 2, padding 1: `[T, N, C_local, H, W]` -> `[T, N, C_local, H', W']`.
+    """Max pooling, 3 x 3, stride 2, padding 1: `[T, N, C_local, H, W]` -> `[T, N, C_local, H', W']`.
 
     H' is H / 2, rounded up. A convolution before it needs `pooled_behind=True`.
     """

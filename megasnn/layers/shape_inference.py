@@ -1,7 +1,7 @@
 """Facts from the dry run: layers run once on the meta device, where tensors have no values.
 
-Neurons fire 0 or 1. Sums, products, max pooling and views of spikes are integers with a known largest value. They are
-sent and stored as bits or bytes, and every packing checks the values.
+Sums, products, max pooling and views of spikes are integers with a known largest value, sent and stored as bits or
+bytes. Every packing checks the values.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ _SUBTRACT_FROM = {"rsub", "__rsub__"}
 
 
 def mark_spikes(tensor: Tensor, largest: int = 1) -> Tensor:
-    """Marks a dry-run tensor as integers from 0 to `largest`, to be packed. Others return unchanged.
-
-    A forward of your own may mark its result.
-    """
+    """Marks a dry-run tensor as integers from 0 to `largest`, to be packed. Your own forward may do so."""
     if tensor.is_meta:
         tensor._largest = largest  # type: ignore[attr-defined]
     return tensor
@@ -80,7 +77,7 @@ def said_of_values(error: Exception) -> str | None:
 
 
 class MaxInference(TorchFunctionMode):
-    """Marks every torch function's result with its largest value, inferred from the arguments."""
+    """Marks torch functions' results with the largest value, inferred from the arguments."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -130,7 +127,7 @@ def is_channels_last(x: Tensor) -> bool:
 
 
 def to_channels_last(y: Tensor) -> Tensor:
-    """A layer's output, and later its gradient, with channels last in memory. Usually copies nothing."""
+    """A layer's output, and later its gradient, with channels last in memory. Usually no copy."""
     y = _in_order(y)
     if y.requires_grad and y.grad_fn is not None:
         y.register_hook(lambda gradient: None if gradient is None else _in_order(gradient))

@@ -50,7 +50,7 @@ def owner_name(module: nn.Module, name: str, path: str) -> str:
 def sharded_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
     """Parameters and persistent buffers below (global name, layer) pairs, in a fixed order, without copies.
 
-    Raises ValueError for a tensor without a shard: initialisation and checkpoints would miss it.
+    Raises ValueError for a tensor without a shard.
     """
     return (entry for entry in described_tensors(named_layers) if not entry.is_copy)
 
@@ -64,6 +64,7 @@ def described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator
             for name, tensor in own:
                 if name in module._non_persistent_buffers_set:
                     continue
+                # Initialisation and checkpoints would miss it.
                 if name not in shards:
                     raise ValueError(f"{path}.{name} has no shard description; make it with `declare`")
                 called = owner_name(module, name, path)
@@ -74,8 +75,8 @@ def described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator
 def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
     """Gives every declared tensor memory and initial values. Tied tensors share memory.
 
-    Each value follows from (seed, global name) alone, so every layout starts from the same numbers. At most one global
-    tensor exists at a time. Raises ValueError, with the name, if an initialiser raises.
+    Each value follows from (seed, global name) alone, on every layout. At most one global tensor exists at a time.
+    Raises ValueError, with the name, if an initialiser raises.
     """
     layers = list(named_layers)
     values: dict[str, Tensor] = {}

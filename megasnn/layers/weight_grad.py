@@ -1,8 +1,7 @@
 """Weight gradients as backward's second part, and the cache of cast weights.
 
-The layer before needs the input gradient at once; only the optimizer needs the weight gradient. Convolutions and linear
-layers leave it as a task in `WeightGradients`. A task adds to `parameter.grad`, a view of a gradient bucket, without
-autograd.
+The layer before needs the input gradient at once; only the optimizer needs the weight gradient. Layers leave it as a
+task, which adds to `parameter.grad`, a view of a gradient bucket, without autograd.
 """
 
 from __future__ import annotations
@@ -25,12 +24,10 @@ WeightGradientTask = Callable[[], None]
 
 
 class WeightGradients:
-    """Queue for the weight gradients of a rank's chunks.
-
-    Deferred or not, a parameter's tasks run in backward's order: the sums have the same bits.
+    """Queue for a rank's weight gradients.
 
     Attributes:
-        report: called with each parameter whose gradient grew; see `report_to`.
+        report: called with each parameter whose gradient grew.
         anchor: stands for all parameters in autograd's graphs, and has no gradient.
     """
 
@@ -50,9 +47,9 @@ class WeightGradients:
         self.report = listener
 
     def of(self, parameter: Tensor) -> tuple[Tensor | None, Leave | None]:
-        """The anchor, and a function for the layer's backward. (None, None) for a frozen parameter.
+        """The anchor, which autograd sees for the parameter, and a function for the layer's backward.
 
-        Autograd sees the anchor in the parameter's place, and calls none of its hooks.
+        (None, None) for a frozen parameter. Autograd calls none of the parameter's hooks.
         """
         self._parameters.add(parameter)
         if not parameter.requires_grad:
@@ -70,10 +67,10 @@ class WeightGradients:
             self.leave(partial(self._add, parameter, add))
 
     def leave(self, task: WeightGradientTask) -> None:
-        """Runs a task now, or defers it inside `deferred`."""
         if self._deferred is None:
             task()
         else:
+            # In backward's order, deferred or not: a parameter's sums have the same bits.
             self._deferred.append(task)
 
     @contextmanager
@@ -107,7 +104,7 @@ def _ignore(parameter: Tensor) -> None:
 
 
 class CastWeights:
-    """Cache of weights in the products' type. Inside `caching` each is copied once, outside in every forward."""
+    """Weights in the products' type. Inside `caching` each is copied once, outside in every forward."""
 
     def __init__(self) -> None:
         self._is_caching = False
@@ -133,11 +130,11 @@ class CastWeights:
 
     @property
     def resident_bytes(self) -> int:
-        """The copies' bytes. A weight that needs no cast has none."""
+        """The copies' bytes."""
         return sum(each.nbytes for each in self._copies.values())
 
     def give(self, weight: Tensor, values: Tensor) -> None:
-        """Replaces a weight in products from now on. `values` have the products' type."""
+        """Replaces a weight in products from now on, by values in their type."""
         self._given[weight] = values
 
     @contextmanager

@@ -50,7 +50,7 @@ _CONTENTS = (Content.SPIKES, Content.COUNTS, Content.DENSE)
 
 
 class Communication(Enum):
-    """A product's communication with tensor-parallel ranks, in forward and backward."""
+    """A product's communication with tensor-parallel ranks."""
 
     NONE = "none"
     GATHER = "gather the input; sum its gradient, and keep this rank's channels"
@@ -64,10 +64,9 @@ class ProductOptions:
     """Options for forward and backward.
 
     Attributes:
-        group: tensor-parallel ranks.
         products: kernels, with the convolution's geometry.
         content: the input's; sets its packing.
-        pool: side of the average-pooling windows on the gathered input.
+        pool: side of average-pooling windows on the gathered input.
     """
 
     group: Group
@@ -77,7 +76,7 @@ class ProductOptions:
     pool: int = 1
 
     def images(self, x: Tensor, payloads: list[Tensor]) -> Tensor:
-        """Images to convolve, `[T*N, C, H, W]`. Args: x: input with all channels; payloads: its packed parts."""
+        """Images to convolve, `[T*N, C, H, W]`, from all channels and their packed parts."""
         return remember_bits(average_pool(x.flatten(0, 1), self.pool), self.bits_of_images(payloads))
 
     def bits_of_images(self, payloads: list[Tensor]) -> Tensor | None:
@@ -91,7 +90,7 @@ class WeightedLayer(nn.Module):
 
     Attributes:
         groups: the whole weight's, as in torch.
-        observer: called with every product's input, if set. Among ranks with equal products only the first calls.
+        observer: called with every product's input, if set; on one rank where products are equal.
     """
 
     weight: Tensor
@@ -125,10 +124,7 @@ class WeightedLayer(nn.Module):
             self.observer(average_pool(x.flatten(0, 1), self.options.pool), steps)
 
     def times_used(self, space: Sequence[int]) -> Tensor:
-        """Number of outputs that depend on each pixel of an observed image, `[H, W]`.
-
-        Includes other tensor-parallel ranks' outputs, for a value observed by one rank only.
-        """
+        """Number of outputs that depend on each pixel, `[H, W]`, with other tensor-parallel ranks' outputs."""
         out_channels, _, *sides = facts(self).shards["weight"].global_shape
         kernel = torch.ones((1, 1, *sides, *[1] * (2 - len(sides))), dtype=torch.float64)
         geometry = replace(self.options.products.geometry, groups=1)
@@ -157,7 +153,7 @@ class WeightedLayer(nn.Module):
     def learn_input(self, x: Tensor, dim: int, channels: int) -> bool:
         """Records an input's content in the dry run. True if it is whole on every rank.
 
-        Raises ValueError for a wrong number of channels, and for one whole and one sharded input in one forward.
+        Raises ValueError for other channels, or one whole and one sharded input in one forward.
         """
         found = facts(self)
         is_again = found.knows_input
@@ -241,7 +237,7 @@ class _Product(torch.autograd.Function):
 def _start_input_gradient(
     grad: Tensor, weight: Tensor, options: ProductOptions, space: torch.Size
 ) -> Callable[[], Tensor]:
-    """Starts the input gradient's sum over ranks. The result waits, and returns own channels as a matrix."""
+    """The input gradient, being summed over ranks: call for own channels as a matrix."""
     # Local here: variables in `_Product.backward` would hold the product's memory until its end.
     product = convolution_input_gradient(grad, weight, options.products.geometry, space)
     rows = product.movedim(1, -1).reshape(-1, product.shape[1])
@@ -277,7 +273,7 @@ def _images_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _unpooled(matrix: Tensor, shape: torch.Size, pool: int) -> Tensor:
-    """Input gradient of this shape, from the pooled input's gradient as a matrix."""
+    """Input gradient of this shape, from the pooled one as a matrix."""
     if pool == 1:
         return from_matrix(matrix, shape)
     images = from_matrix(matrix, (*shape[:3], *pooled_space(shape[3:], pool))).flatten(0, 1)

@@ -1,7 +1,7 @@
 """Decides if a tensor-parallel rank may compute a layer with its own channels, or the layer is whole.
 
 MegaSNN's layers exchange the channels they need. User code between them does not, so it may only join tensors element
-by element. The dry run watches for anything else; such a layer is whole: always right, but more costly.
+by element. The dry run watches for anything else; such a layer is whole, which is always right.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def may_be_cut(layer: nn.Module, inputs: Sequence[Bundle], cuts: Sequence[bool],
     Args:
         inputs: on the meta device.
         cuts: for each input tensor, True if a rank has only its own channels.
-        is_first: True if the only input is the model's, whole on every rank.
+        is_first: the only input is the model's, whole on every rank.
     """
     dims: set[int] = set()
     for bundle in inputs:
@@ -85,7 +85,6 @@ def is_of_libraries(layer: nn.Module) -> bool:
 
 
 def _known_parts(module: nn.Module) -> list[nn.Module]:
-    """The modules inside, down to known ones."""
     if _is_known(module) or is_by_channel(module) or next(module.children(), None) is None:
         return [module]
     parts: list[nn.Module] = []
@@ -114,7 +113,6 @@ def _keeps_channels(layer: nn.Module, dims: int) -> bool:
 
 
 def _blocks_of(module: nn.Module) -> int:
-    """Blocks in the output channels, taken from the last part."""
     blocks = 1
     for each in module.modules():
         for shard in facts(each).shards.values():
@@ -214,7 +212,7 @@ def _autograd_functions(base: type[Any]) -> Iterator[type[Any]]:
 
 
 def _meets(shape: torch.Size, result: torch.Size) -> bool:
-    """Whether shapes are equal, or `shape` is `[C, 1, ...]`, a value a channel, for `[N, C, ...]`."""
+    """Shapes are equal, or `shape` is `[C, 1, ...]`, a value a channel, for `[N, C, ...]`."""
     return shape == result or len(result) > 1 and shape == (result[1], *[1] * (len(result) - 2))
 
 

@@ -18,9 +18,9 @@ class LayerCall:
     """How to call a layer without knowledge of ranks.
 
     Attributes:
-        time_steps: T. An input with a single time step is repeated T times.
+        time_steps: T. A single time step is repeated T times.
         fold_time: all time steps are one batch, `[T * N, ...]`.
-        dtype: the inputs' floating-point type; None for any.
+        dtype: floating-point inputs'; None for any.
         group: tensor-parallel ranks that all compute the whole layer; None for a layer that is cut.
         cuts: for each input tensor, True if a rank has only its own channels; empty if all are whole.
         is_last: the output stays whole, like logits.

@@ -1,8 +1,7 @@
 """Conversion for tensor parallelism: torch's and SpikingJelly's layers become MegaSNN's.
 
-Layers in the table (`megasnn.layers.plain.table`) are cut by channel. A network is whole on every rank if another
-module has tensors or may mix channels, or if its own code does more than join tensors element by element
-(`megasnn.layers.plain.by_channel`).
+Layers in `megasnn.layers.plain.table` are cut by channel. A network is whole on every rank if another module has
+tensors or may mix channels, or if its own code does (`megasnn.layers.plain.by_channel`).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def shard(module: nn.Module, *, initialise: ModuleInitialiser | None = None) -> 
         yield layer("stage1", megasnn.shard(resnet.layer1))    # any module: one layer
         print(megasnn.shard(net))                              # each layer, cut or whole, with the reason
 
-    Tensors keep their names in the network.
+    Tensors keep their names.
 
     Args:
         initialise: sets plain layers' initial values; called with each module, after `reset_parameters`.
@@ -50,7 +49,7 @@ def shard(module: nn.Module, *, initialise: ModuleInitialiser | None = None) -> 
 
 @dataclass(frozen=True)
 class Sharded(LayerSource):
-    """A network from `shard`. A model's build makes layers from it, or refuses with a ValueError."""
+    """A network from `shard`, made into layers, or refused with a ValueError, when a model is built."""
 
     network: nn.Module
     initialise: ModuleInitialiser | None
@@ -125,7 +124,7 @@ def _join(*parts: str) -> str:
 
 
 def convert_network(each: Layer, context: BuildContext) -> nn.Module:
-    """Makes a layer from a network's copy: MegaSNN's layers if it can be cut, otherwise a plain layer.
+    """A network's copy as a layer: MegaSNN's layers if it can be cut, otherwise a plain one.
 
     Raises ValueError for a module that can be neither cut nor computed alike on every layout.
     """
@@ -162,7 +161,7 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def why_whole(network: nn.Module) -> str | None:
-    """Reason why every rank computes a whole network; None if sizes and its own code decide."""
+    """Why every rank computes a whole network; None if sizes and its own code decide."""
     for path, part, conversion in _reached(network):
         why = _why_not_cut(part, conversion)
         if why:

@@ -61,7 +61,7 @@ class _Problem(NamedTuple):
     """Reason to refuse modules.
 
     Attributes:
-        uses: uses refused, see `_PROBLEMS`.
+        uses: see `_PROBLEMS`.
         find: finding for a module without its parts; false if there is no problem.
         text: message with a place for the finding.
     """
@@ -80,7 +80,6 @@ def _is_foreign_batch_norm(module: nn.Module) -> bool:
 
 
 def _with_values(module: nn.Module) -> str | None:
-    """First tensor name with values."""
     return next((name for name, x in own_tensors(module) if not x.is_meta and x.ndim > 0), None)
 
 
@@ -134,7 +133,7 @@ _PROBLEMS = (
 
 
 def problem_of(module: nn.Module, *uses: str) -> str | None:
-    """Reason why a module, without its parts, cannot be computed alike on every layout; None if it can."""
+    """Why a module, without its parts, cannot be computed alike on every layout; None if it can."""
     for problem in _PROBLEMS:
         found = None if set(uses).isdisjoint(problem.uses) else problem.find(module)
         if found:
@@ -180,7 +179,7 @@ def refuse_mixed_rows(layer: nn.Module, context: BuildContext) -> None:
 
 
 def _mixes_rows(module: nn.Module) -> bool:
-    """Whether a module, without its parts, may need other ranks' rows and not get them."""
+    """Whether a module, without its parts, may need other ranks' rows."""
     said = getattr(module, "mixes_rows", None)
     if said is not None:
         return bool(said)

@@ -1,7 +1,6 @@
 """Replicated modules: any `nn.Module` without sharded layers, whole on every tensor-parallel rank.
 
-A whole layer gathers its input, and each rank keeps its own output channels. Weights have the same gradients on every
-rank. Pooling and the like need not be whole (`megasnn.layers.plain.by_channel`).
+A whole layer gathers its input, and each rank keeps own output channels. Weight gradients are equal on every rank.
 
 A layer with torch's modules alone takes `[T * N, C, ...]`, any other `[T, N, C, ...]`. SpikingJelly's modules must be
 in step mode "m". They reset their state before each micro-batch, or detach it before later windows.
@@ -31,10 +30,10 @@ from megasnn.parallel_state import Group
 def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
     """Makes a plain module on the meta device a layer, whole on every rank.
 
-    Describes its tensors. MegaSNN's batch norms and dropouts replace its own.
+    MegaSNN's batch norms and dropouts replace its own.
 
     Args:
-        name: global name.
+        name: global.
         initialise: sets initial values; called with each module, after `reset_parameters`.
     Raises:
         ValueError: a module that cannot be computed alike on every layout.
@@ -57,7 +56,6 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
 
 
 def _describe_tensors(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
-    """Describes own tensors as whole on every rank, and moves them to the meta device."""
     for name, tensor in own_tensors(module):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(context.dtype)
@@ -116,9 +114,8 @@ def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundl
     """Calls a model's layer on a micro-batch `[T, N, ...]`.
 
     Args:
-        x, more: inputs.
-        samples: the samples' positions in the whole training, for random draws; None in evaluation.
-        goes_on: True for a later window of the last call's samples; keeps the state.
+        samples: positions in the whole training, for random draws; None in evaluation.
+        goes_on: a later window of the last call's samples; keeps the state.
     """
     call = facts(layer).call
     if call is None:

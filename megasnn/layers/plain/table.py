@@ -1,7 +1,7 @@
 """Conversions: torch's and SpikingJelly's layer classes as MegaSNN's layers, cut by channel.
 
-A converted layer keeps tensor names, initial values, hooks, attributes and dimensions: `[T, N, C, ...]` in
-SpikingJelly's step mode "m", otherwise `[N, C, ...]`, in which N may be T * N.
+Tensor names, initial values, hooks, attributes and dimensions stay: `[T, N, C, ...]` in SpikingJelly's step mode "m",
+otherwise `[N, C, ...]`, in which N may be T * N.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ _KINDS = {"IFNode": "if", "LIFNode": "lif", "ParametricLIFNode": "plif"}
 
 
 def convolution(conv: nn.Conv1d | nn.Conv2d, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Converts a Conv1d or Conv2d."""
     return ParallelConv(
         conv.in_channels,
         conv.out_channels,
@@ -171,7 +170,7 @@ def is_multi_step(module: nn.Module) -> bool:
 
 
 def convert(module: nn.Module, conversion: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    """Converts a plain layer. The result takes the same dimensions, and has its hooks and attributes."""
+    """Converts a plain layer, with its dimensions, hooks and attributes."""
     ours = conversion(module, *args)
     if isinstance(ours, (ParallelConv, ParallelLinear, ParallelBatchNorm)) and not is_multi_step(module):
         vars(ours)["forward"] = partial(_without_time, ours)
@@ -190,7 +189,7 @@ def convert(module: nn.Module, conversion: Callable[..., nn.Module], *args: Any)
 
 
 def _without_time(ours: nn.Module, x: Tensor, *args: Any) -> Tensor:
-    """A MegaSNN layer's forward on `[N, C, ...]`. A linear layer takes any other dimensions as well."""
+    """Forward on `[N, C, ...]`; a linear layer's on any dimensions."""
     forward: Any = type(ours).forward
     if isinstance(ours, ParallelLinear) and x.ndim > 2:
         return forward(ours, x)
