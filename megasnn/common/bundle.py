@@ -63,5 +63,5 @@ def logits_of(output: Bundle) -> Tensor:
 
 
 def shapes_text(*outputs: Bundle) -> str:
-    """Output shapes for messages: `[2, 2, 8]`, or `{'a': [2, 2, 8]}`."""
+    """For messages: `[2, 2, 8]`, or `{'a': [2, 2, 8]}`."""
     return " and ".join(str(map_entries(lambda entry: list(entry.shape), output)) for output in outputs)

@@ -37,12 +37,6 @@ class Finding:
 
 
 class DeviceChecks:
-    """A step's findings on this rank.
-
-    Attributes:
-        words: applied to each message, the last one first; see `explained`.
-    """
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.words: list[Words] = []
@@ -148,7 +142,7 @@ def other_notes(error: BaseException) -> list[str]:
 
 @contextmanager
 def explained(words: Words) -> Iterator[None]:
-    """Puts words around errors inside, raised or noted."""
+    """Puts words around errors inside, the innermost first."""
     checks = _collecting.get()
     if checks is not None:
         checks.words.append(words)

@@ -1,7 +1,4 @@
-"""Files: errors, JSON with a schema, size checks before allocation, durable writes, the cache.
-
-The cache holds reproducible files: indexes, fetched and unpacked shards, sample data, machine code.
-"""
+"""Files: errors, JSON with a schema, size checks before allocation, durable writes, the cache."""
 
 from __future__ import annotations
 
@@ -73,7 +70,7 @@ class DescriptionError(ValueError):
 
 
 def raise_problems(title: str, problems: Iterable[str], kind: type[CheckpointError] = CheckpointError) -> None:
-    """Raises one error with all distinct problems, if any. Beyond 30 they are only counted."""
+    """Raises one error with all distinct problems; beyond 30 they are only counted."""
     distinct = sorted(set(problems))
     if not distinct:
         return
@@ -255,7 +252,6 @@ def cached_name(source: Path, suffix: str, *version: str) -> str:
 
 
 def name_in_cache(readable: str, suffix: str, *version: str) -> str:
-    """File name from `readable` and a hash of `version`."""
     beginning = re.sub(r"[^A-Za-z0-9_.-]", "_", readable).lstrip(".")[:80]
     return f"{beginning}-{hashlib.blake2b(os.fsencode(chr(0).join(version)), digest_size=8).hexdigest()}{suffix}"
 

@@ -2,9 +2,8 @@
 
     rank = (((pp * DP_REPLICATE + dp_replicate) * DP_SHARD + dp_shard) * CP + cp) * TP + tp
 
-Tensor-parallel ranks communicate most and are neighbours, pipeline stages least (Megatron's ``tp-cp-ep-dp-pp`` without
-experts). With tp 2, dp_replicate 4, pp 2, [0, 1] is a tensor-parallel group, [0, 2, 4, 6] are replicas, [0, 8] stages.
-Ranks along dp_shard share one copy of the weights.
+With tp 2, dp_replicate 4, pp 2, [0, 1] is a tensor-parallel group, [0, 2, 4, 6] are replicas, [0, 8] stages. Ranks
+along dp_shard share one copy of the weights.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from typing import Literal, get_args
 import numpy as np
 
 Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
+# Tensor-parallel ranks communicate most and are neighbours, pipeline stages least and furthest apart (Megatron's
+# tp-cp-ep-dp-pp without experts).
 AXES: tuple[Axis, ...] = get_args(Axis)
 """Slowest to fastest in the order of ranks."""
 HOLDING_AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -39,8 +40,6 @@ FLAG_OF_AXIS: dict[Axis, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Size of each axis."""
-
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1

@@ -44,7 +44,6 @@ def keep_free_memory() -> None:
 
 
 def release_free_memory() -> None:
-    """Returns memory kept by the C library to the system."""
     if sys.platform == "linux":
         try:
             # A restarted peak would miss tensors that fit in kept memory.
@@ -100,7 +99,6 @@ def processor_name() -> str:
 
 
 def _resident(name: str) -> int:
-    """Bytes, from an entry in /proc/self/status."""
     # getrusage's maximum survives exec: a rank started by a large launcher would report the launcher's memory.
     lines = Path("/proc/self/status").read_text().splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)

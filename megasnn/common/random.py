@@ -1,11 +1,8 @@
 """Keyed randomness: a random number depends on its purpose only, never on the rank that draws it.
 
 A key is a tuple such as ``("init", "blocks.0.mlp.fc1.conv.weight")`` or ``("augment", epoch, sample)``; different keys
-give independent streams.
-
-Dropout and drop path use Philox4x32-10 (`megasnn.kernels.philox`): value i is word i mod 4 of counter i // 4, so a rank
-computes only the values it needs, with the same bits on every device. Initial values use torch's CPU generator,
-augmentation and mixing NumPy's, the order of samples NumPy's raw words.
+give independent streams. Dropout and drop path use Philox4x32-10 (`megasnn.kernels.philox`), initial values torch's CPU
+generator, augmentation and mixing NumPy's, the order of samples NumPy's raw words.
 """
 
 from __future__ import annotations
@@ -60,6 +57,8 @@ def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, A
 
     Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
     """
+    # Counters let a rank compute only the values it needs, with the same bits on every device: value i of a stream is
+    # word i mod 4 of counter i // 4.
     for _ in range(10):
         # The product may overflow int64. Its low 64 bits are right, and the mask after the shift drops the sign.
         first = 0xD2511F53 * c0

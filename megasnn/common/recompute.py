@@ -47,7 +47,6 @@ def cached_collective(compute: Callable[[], Result]) -> Result:
 
 
 def is_replaying() -> bool:
-    """Whether this is a recomputed forward."""
     forward = _forward.get()
     return forward is not None and forward.is_replay
 

@@ -46,7 +46,7 @@ class Registry(dict[str, Entry]):
         return self[name]
 
     def known(self, name: str) -> str:
-        """The name. Raises ValueError for one unknown to the flag."""
+        """Raises ValueError for a name unknown to the flag."""
         if name not in self.also:
             self[name]
         return name

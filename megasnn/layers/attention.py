@@ -36,7 +36,7 @@ EXACT_BFLOAT16 = 256
 
 
 class _HeadAttention(nn.Module):
-    """Base of attention with heads: a rank computes `num_heads / size` heads.
+    """A rank computes `num_heads / size` heads.
 
     Args:
         dim: C, global.

@@ -100,11 +100,9 @@ class BuildContext:
         return self.cut == "samples" or self.state.cp.rank == 0
 
     def largest_share(self, samples: int) -> int:
-        """Most samples that a rank gets from a micro-batch."""
         return -(-samples // self.sample_group.size)
 
     def replicated(self) -> BuildContext:
-        """Context for a layer that every tensor-parallel rank computes whole."""
         return self if self.tp.size == 1 else replace(self, is_whole=True)
 
     def shard(
@@ -135,7 +133,7 @@ _entered: ContextVar[BuildContext] = ContextVar("BuildContext")
 
 @contextmanager
 def building(context: BuildContext) -> Iterator[None]:
-    """Makes a context the default for layers constructed inside the block."""
+    """Makes a context the default inside."""
     token = _entered.set(context)
     try:
         yield

@@ -1,14 +1,9 @@
 """Convolution with sharded channels, on frames `[T, N, C, H, W]` or signals `[T, N, C, L]`.
 
-Two styles divide a convolution among the ranks:
-
 - **column**: gathers the input, one bit a spike, and computes own output channels. Backward sums the input gradient
   and keeps own channels.
 - **row**: multiplies own input channels by the weight's matching slice, sums outputs and keeps own channels. Forward
   and backward both move the dense output.
-
-Megatron-LM pairs the styles because its activations are dense. A gather of spikes is nearly free, so column is cheaper
-unless the input is more than twice as wide as the output (`cheaper_style`).
 """
 
 from __future__ import annotations
@@ -43,6 +38,7 @@ _Size = int | Sequence[int]
 
 def cheaper_style(in_channels: int, out_channels: int) -> Style:
     """The style that sends fewer bytes."""
+    # Megatron-LM pairs the styles, because its activations are dense. A gather of spikes is nearly free.
     # Column sends the input gradient once; row sends the output forward and backward.
     return "row" if in_channels > 2 * out_channels else "column"
 
@@ -157,7 +153,6 @@ class ParallelConv(WeightedLayer):
         return y + self.bias.to(y.dtype).view(-1, 1, 1)
 
     def _dry_run(self, x: Tensor, is_signal: bool) -> Tensor:
-        """Records the input's content. Raises ValueError for a wrong input."""
         if is_signal:
             fits = self.dims == 1
         else:

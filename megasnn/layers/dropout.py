@@ -44,17 +44,13 @@ def drawing_for(positions: Positions, frames: tuple[int, ...] = ()) -> Iterator[
 
 
 def drawn_frames() -> tuple[int, ...]:
-    """Numbers of time steps and samples that layers draw for."""
     return _drawing.get()[1]
 
 
 class _Drop(nn.Module):
-    """In training, multiplies by 0 with probability p, and by 1 / (1 - p) otherwise.
+    """In training, multiplies by 0 with probability p, else by 1 / (1 - p).
 
-    Args:
-        name: the layer's global name, part of the key.
-    Raises:
-        ValueError: p outside [0, 1); in training, no positions, or another number than samples.
+    Raises ValueError for p outside [0, 1); in training, for no positions, or another number than samples.
     """
 
     purpose: ClassVar[str]
@@ -95,8 +91,7 @@ class ParallelDropout(_Drop):
     """Dropout of `[T, N, C_local, *space]` (nn.Dropout).
 
     The mask depends on the seed, the layer's name, the sample's position in the training and the value's index in the
-    sample; not on micro-batches, ranks or restarts. Time steps are independent. With --bptt-steps each call continues
-    after the last call's.
+    sample; not on micro-batches, ranks or restarts. With --bptt-steps calls continue in time.
 
     Args:
         same_at_all_steps: one mask for all time steps (SpikingJelly's Dropout).

@@ -1,9 +1,4 @@
-"""Facts about modules, found while a model is built: the only attribute that MegaSNN adds to a module.
-
-torch's and the user's modules have facts too, so no base class holds them. `copy.deepcopy` copies the attribute: a
-copied layer's tensors keep their shards. Layers cannot be pickled, because shards hold functions for initial values;
-`TrainedModel` is pickled as its weights.
-"""
+"""Facts about modules, found while a model is built: the only attribute that MegaSNN adds to a module."""
 
 from __future__ import annotations
 
@@ -14,6 +9,9 @@ from torch import nn
 from megasnn.layers.plain.layer_call import LayerCall
 from megasnn.parallel.sharding import Shard
 
+# No base class: torch's and the user's modules have facts too. `copy.deepcopy` copies a plain attribute, so a copied
+# layer's tensors keep their shards. Layers cannot be pickled, because shards hold functions for initial values;
+# `TrainedModel` is pickled as its weights.
 _ATTRIBUTE = "_layer_facts"
 
 
@@ -53,7 +51,6 @@ class LayerFacts:
 
 
 def facts(module: nn.Module) -> LayerFacts:
-    """A module's facts, made at the first request."""
     found: LayerFacts | None = vars(module).get(_ATTRIBUTE)
     if found is None:
         found = vars(module)[_ATTRIBUTE] = LayerFacts()

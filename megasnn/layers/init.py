@@ -40,12 +40,11 @@ def kaiming_normal(tensor: Tensor, generator: torch.Generator) -> None:
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers, with submodules'."""
     return chain(module.parameters(), module.buffers())
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Named parameters and buffers, without submodules'."""
+    """Without submodules'."""
     return chain(
         module.named_parameters(recurse=False, remove_duplicate=False),
         module.named_buffers(recurse=False, remove_duplicate=False),

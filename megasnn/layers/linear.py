@@ -83,7 +83,6 @@ class ParallelLinear(WeightedLayer):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _dry_run(self, x: Tensor) -> Tensor:
-        """Records the input's content. Raises ValueError as `learn_input`."""
         is_whole = self.learn_input(x, -1, self.in_features)
         if is_whole and x.ndim != 3:
             raise ValueError(f"an input that every tensor parallel rank has whole is [T, N, C] here, got {[*x.shape]}")

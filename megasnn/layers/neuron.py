@@ -67,11 +67,9 @@ class NeuronLayer(nn.Module):
 
     @property
     def is_observed(self) -> bool:
-        """Whether an observer is set, and its `is_on`, if any, is true."""
         return self.observer is not None and bool(getattr(self.observer, "is_on", True))
 
     def observed(self, spikes: Tensor) -> Tensor:
-        """The spikes, after a call of the observer. Marks them in the dry run."""
         # A recomputed forward gives spikes that were observed before.
         if self.observer is not None and not is_replaying():
             self.observer(spikes.detach())

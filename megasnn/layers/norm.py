@@ -83,14 +83,13 @@ class ParallelBatchNorm(nn.Module):
 
     @property
     def fixed_statistics(self) -> tuple[Tensor, Tensor] | None:
-        """Running mean and variance, for evaluation; None if the batch's own apply."""
+        """Running mean and variance, for evaluation; None for the batch's own."""
         if self.training or self.running_mean is None or self.running_var is None:
             return None
         return self.running_mean, self.running_var
 
     @property
     def calls(self) -> int:
-        """Number of calls in one forward of the model."""
         return facts(self).calls
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,7 +120,6 @@ class ParallelBatchNorm(nn.Module):
         return y.unflatten(0, x.shape[:2])
 
     def record_statistics(self, is_on: bool = True) -> None:
-        """Switches appending to `pending`."""
         self._is_recording = is_on
 
     def record(self, mean: Tensor, variance: Tensor, count: int | Tensor) -> None:

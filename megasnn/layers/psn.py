@@ -20,7 +20,7 @@ from megasnn.parallel.sharding import Initialiser
 
 
 class _ParallelInTime(NeuronLayer):
-    """Base of parallel spiking neurons: a spike for W x + b >= 0 with W `[T, T]`, no potential and no reset.
+    """Spikes for W x + b >= 0 with W `[T, T]`, without potential and reset.
 
     Args:
         spec: surrogate, and `v_threshold`, the initial -b; None for SpikingJelly's defaults.
@@ -119,7 +119,7 @@ def _fire_at_once(
     matrix: Callable[[Tensor, int], Tensor],
     fire: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor]:
-    """Spikes, channels last in memory. Computes reduced types in float32."""
+    """Channels last in memory. Computes reduced types in float32."""
     dtype = torch.float32 if x.dtype in REDUCED else x.dtype
     channels = min(2, x.ndim - 1)
     rows = x.to(dtype).movedim(channels, -1)

@@ -1,9 +1,7 @@
 """Context parallelism by pixel rows (`--context-parallel-cut rows`): ranks exchange rows.
 
 Each rank has neighbouring rows of all images `[T, N, C, H, W]`. In the dry run, which sees whole images, layers record
-the height. It alone determines each rank's rows (`shared_rows`), so residual branches fit.
-
-Without space (a mean, a linear layer on whole images) all ranks compute the same, and the first one's logits count.
+the height.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ def shared_rows(height: int, ranks: int) -> tuple[range, ...]:
             f"there are {height} row(s) for {ranks} ranks: with --context-parallel-cut rows, --context-parallel-size "
             f"may be {height} at most here"
         )
+    # From the height alone, so residual branches fit each other.
     return tuple(own_span(height, [ranks], rank) for rank in range(ranks))
 
 
@@ -43,7 +42,7 @@ def own_pixel_rows(frames: Tensor, group: Group) -> Tensor:
 
 
 def note_height(module: nn.Module, height: int) -> None:
-    """Notes the image height in the dry run. Raises ValueError for a second height."""
+    """Dry run. Raises ValueError for a second height."""
     found = facts(module)
     before = found.image_height
     if before not in (None, height):

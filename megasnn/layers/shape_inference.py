@@ -1,8 +1,4 @@
-"""Facts from the dry run: layers run once on the meta device, where tensors have no values.
-
-Sums, products, max pooling and views of spikes are integers with a known largest value, sent and stored as bits or
-bytes. Every packing checks the values.
-"""
+"""Facts from the dry run: layers run once on the meta device, where tensors have no values."""
 
 from __future__ import annotations
 
@@ -18,6 +14,8 @@ from megasnn.kernels.spike_codec import Content
 LARGEST_COUNT = 255
 """Largest value of a byte."""
 
+# Sums, products, max pooling and views of spikes are integers with a known largest value, sent and stored as bits or
+# bytes. Every packing checks the values.
 # Names of torch's functions and methods whose results are values of their inputs.
 _REARRANGE = {
     *("view", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "t", "mT", "contiguous"),
@@ -48,7 +46,6 @@ def max_of(value: Any) -> int | None:
 
 
 def content_of(tensor: Tensor) -> Content:
-    """Content of a dry-run tensor."""
     largest = 1 if tensor.dtype == torch.bool else max_of(tensor)
     if largest is None or largest > LARGEST_COUNT:
         return Content.DENSE
@@ -64,7 +61,7 @@ def mark_both(tensor: Tensor, other: Tensor) -> None:
 
 
 def said_of_values(error: Exception) -> str | None:
-    """Advice for a dry run that needed values on the meta device; None for other errors."""
+    """Advice, if the dry run needed values; None for other errors."""
     text = str(error).lower()
     if not isinstance(error, (RuntimeError, TypeError)) or "meta" not in text:
         return None
@@ -90,9 +87,10 @@ class MaxInference(TorchFunctionMode):
 
 
 class RefuseRandom(TorchDispatchMode):
-    """Raises ValueError for torch's random operators, whose numbers would depend on the layout."""
+    """Raises ValueError for torch's random operators."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # torch's numbers would depend on the layout.
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise ValueError(
                 f"{func.overloadpacket.__name__} draws random numbers that depend on the layout: use "
@@ -122,7 +120,7 @@ def _max_of_result(name: str, args: tuple[Any, ...]) -> int | None:
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether channels of `[T, N, C, ...]` are adjacent in memory; without space: whether x is contiguous."""
+    """Whether channels of `[T, N, C, ...]` are adjacent in memory; without space: contiguous."""
     return (x.movedim(2, -1) if x.ndim > 3 else x).is_contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Layer tensors: declared with shards, tied, listed by global name, given memory and initial values."""
+"""Layer tensors: declared with shards, tied, listed by global name, initialised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megasnn.parallel.sharding import Shard, ShardedTensor
 
 
 def declare(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype, is_parameter: bool = True) -> None:
-    """Registers a tensor with the shard's local shape on the meta device; `materialise` gives it memory."""
+    """Registers a tensor with the shard's local shape on the meta device, until `materialise`."""
     tensor = torch.empty(shard.local_shape, dtype=dtype, device="meta")
     if is_parameter:
         module.register_parameter(name, nn.Parameter(tensor))
@@ -108,7 +108,6 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
 
 
 def _with_all_of(old: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """A parameter with a new value, and the old one's `requires_grad`, attributes and hooks."""
     new = nn.Parameter(value, requires_grad=old.requires_grad)
     vars(new).update(vars(old))
     if not old.requires_grad:  # torch takes no hooks

@@ -1,7 +1,7 @@
 """Weight gradients as backward's second part, and the cache of cast weights.
 
-The layer before needs the input gradient at once; only the optimizer needs the weight gradient. Layers leave it as a
-task, which adds to `parameter.grad`, a view of a gradient bucket, without autograd.
+A layer leaves its weight gradient as a task, which adds to `parameter.grad`, a view of a gradient bucket, without
+autograd: only the optimizer needs it, while the layer before needs the input gradient at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WeightGradients:
         return self
 
     def report_to(self, listener: Callable[[Tensor], None]) -> None:
-        """Calls a function with each parameter whose gradient grew. Autograd's hooks miss these additions."""
+        """Autograd's hooks miss these additions."""
         self.report = listener
 
     def of(self, parameter: Tensor) -> tuple[Tensor | None, Leave | None]:

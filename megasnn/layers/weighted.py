@@ -1,7 +1,7 @@
 """Base of convolutions and linear layers: products with a weight that tensor-parallel ranks divide.
 
-Backward computes the input gradient at once. The weight gradient becomes a task for later, which stores only the
-packed input, one bit a spike. A linear layer, on `[..., features_local]`, is a convolution of one-pixel images.
+Backward computes the input gradient at once, and leaves the weight gradient as a task. A linear layer, on
+`[..., features_local]`, is a convolution of one-pixel images.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ class ProductOptions:
         return remember_bits(average_pool(x.flatten(0, 1), self.pool), self.bits_of_images(payloads))
 
     def bits_of_images(self, payloads: list[Tensor]) -> Tensor | None:
-        """The images' packed spikes, if sums over spikes may use them."""
         are_spikes = self.content is Content.SPIKES and self.pool == 1 and len(payloads) == 1
         return payloads[0] if are_spikes and self.products.sparse else None
 
@@ -118,7 +117,6 @@ class WeightedLayer(nn.Module):
         self._is_counted = not context.is_whole or context.state.tp.rank == 0
 
     def tell_observer(self, x: Tensor) -> None:
-        """Calls the observer, if any, with an input `[T, N, C, H, W]`."""
         if self.observer is not None and self._is_counted:
             steps = self._time_steps if len(x) == 1 else 1
             self.observer(average_pool(x.flatten(0, 1), self.options.pool), steps)
@@ -134,7 +132,7 @@ class WeightedLayer(nn.Module):
         return used / self.options.group.size if self.options.communication is Communication.WHOLE_INPUT else used
 
     def own_outputs(self, images: Tensor) -> Tensor:
-        """Outputs `[frames, C, H, W]` without rows that another rank computes too."""
+        """Without rows that another rank computes too."""
         return images
 
     def product(self, x: Tensor, bits: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """Decides if a tensor-parallel rank may compute a layer with its own channels, or the layer is whole.
 
 MegaSNN's layers exchange the channels they need. User code between them does not, so it may only join tensors element
-by element. The dry run watches for anything else; such a layer is whole, which is always right.
+by element. Whole is always right, but costs more.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ def _module_of_forward(module: nn.Module) -> str:
 
 
 def _is_known(layer: nn.Module) -> bool:
-    """Whether MegaSNN's code computes a layer and all its parts."""
     for each in layer.modules():
         if isinstance(each, FunctionLayer) or not _module_of_forward(each).startswith(_OURS):
             return False
@@ -123,11 +122,7 @@ def _blocks_of(module: nn.Module) -> int:
 
 
 class ChannelWatch(TorchFunctionMode):
-    """Watches a layer's dry run for user code that does more than join tensors element by element.
-
-    Attributes:
-        mixes: True once there was such code.
-    """
+    """Watches a layer's dry run. `mixes`: user code did more than join tensors element by element."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -170,7 +165,7 @@ class ChannelWatch(TorchFunctionMode):
             self.mixes = True
 
     def _user_code(self, frame: FrameType | None) -> FrameType | None:
-        """The user's code that calls a function; None for MegaSNN's, or a module that works by channel."""
+        """The user's calling code; None for MegaSNN's, or a module that works by channel."""
         while frame is not None:
             code = frame.f_globals.get("__name__", "")
             module = frame.f_locals.get("self")

@@ -1,7 +1,6 @@
-"""Initial values for plain modules.
+"""Initial values for plain modules, computed on a copy: modules are on the meta device.
 
-Three sources, the last one wins: numbers set by a constructor, `reset_parameters`, and the user's function. Modules
-are on the meta device; values are computed on a copy.
+The last of three wins: numbers set by a constructor, `reset_parameters`, the user's function.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from megasnn.parallel.sharding import Initialiser
 
 
 class _Numbers(TorchFunctionMode):
-    """Gives tensors made from a single number memory, whatever the default device."""
-
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         makes = function in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (int, float))

@@ -15,7 +15,7 @@ from megasnn.parallel_state import Group
 
 @dataclass(frozen=True)
 class LayerCall:
-    """How to call a layer without knowledge of ranks.
+    """How to call such a layer.
 
     Attributes:
         time_steps: T. A single time step is repeated T times.

@@ -1,8 +1,4 @@
-"""Conversion for tensor parallelism: torch's and SpikingJelly's layers become MegaSNN's.
-
-Layers in `megasnn.layers.plain.table` are cut by channel. A network is whole on every rank if another module has
-tensors or may mix channels, or if its own code does (`megasnn.layers.plain.by_channel`).
-"""
+"""Conversion for tensor parallelism: torch's and SpikingJelly's layers become MegaSNN's, cut by channel."""
 
 from __future__ import annotations
 
@@ -102,7 +98,6 @@ def _outcome(layer: Layer) -> str:
 
 
 def _is_flat(module: nn.Module) -> bool:
-    """Whether a module only calls its parts one after another."""
     hooks = [value for name, value in vars(module).items() if name.endswith("_hooks")]
     return type(module) is nn.Sequential and not any(hooks)
 
@@ -144,7 +139,7 @@ def convert_network(each: Layer, context: BuildContext) -> nn.Module:
 
 
 def _reached(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, Conversion | None]]:
-    """A module and its parts, down to converted ones; conversion None for a module that is kept."""
+    """A module and its parts, down to converted ones; None for a module that is kept."""
     conversion = in_table(module)
     if hasattr(module, "surrogate_function") and (not is_multi_step(module) or spec_of(module) is None):
         # A neuron that MegaSNN's kernels do not compute.
@@ -163,6 +158,7 @@ def _is_leaf(module: nn.Module) -> bool:
 def why_whole(network: nn.Module) -> str | None:
     """Why every rank computes a whole network; None if sizes and its own code decide."""
     for path, part, conversion in _reached(network):
+        # One module that has tensors outside the table, or may mix channels, makes the whole network whole.
         why = _why_not_cut(part, conversion)
         if why:
             return f"{module_label(path, part)} {why}"

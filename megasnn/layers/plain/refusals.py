@@ -1,4 +1,4 @@
-"""Plain modules, without sharded layers, and reasons to refuse them: not every layout would compute alike."""
+"""Plain modules, without sharded layers, and reasons to refuse them."""
 
 from __future__ import annotations
 
@@ -44,12 +44,11 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def is_stateful(module: nn.Module) -> bool:
-    """Whether a plain module keeps state between calls, such as SpikingJelly's neurons."""
+    """Keeps state between calls, such as SpikingJelly's neurons."""
     return callable(getattr(module, "reset", None)) and not isinstance(module, NeuronLayer)
 
 
 def note_stepped(module: nn.Module) -> None:
-    """Notes modules that a SpikingJelly container calls at every time step."""
     for container in module.modules():
         if type(container).__name__ in _STEPPING:
             for part in container.modules():
@@ -179,7 +178,6 @@ def refuse_mixed_rows(layer: nn.Module, context: BuildContext) -> None:
 
 
 def _mixes_rows(module: nn.Module) -> bool:
-    """Whether a module, without its parts, may need other ranks' rows."""
     said = getattr(module, "mixes_rows", None)
     if said is not None:
         return bool(said)

@@ -1,9 +1,7 @@
 """Replicated modules: any `nn.Module` without sharded layers, whole on every tensor-parallel rank.
 
-A whole layer gathers its input, and each rank keeps own output channels. Weight gradients are equal on every rank.
-
-A layer with torch's modules alone takes `[T * N, C, ...]`, any other `[T, N, C, ...]`. SpikingJelly's modules must be
-in step mode "m". They reset their state before each micro-batch, or detach it before later windows.
+A whole layer gathers its input, and each rank keeps own output channels. A layer with torch's modules alone takes
+`[T * N, C, ...]`, any other `[T, N, C, ...]`. SpikingJelly's modules must be in step mode "m".
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ from megasnn.parallel_state import Group
 
 
 def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Makes a plain module on the meta device a layer, whole on every rank.
-
-    MegaSNN's batch norms and dropouts replace its own.
+    """Makes a plain module on the meta device a layer, whole on every rank, with MegaSNN's batch norms and dropouts.
 
     Args:
         name: global.
@@ -87,7 +83,6 @@ def swapped(module: nn.Module, ours: Mapping[nn.Module, nn.Module]) -> nn.Module
 
 
 def as_layer(module: nn.Module, name: str, call: LayerCall) -> nn.Module:
-    """Makes a module without knowledge of ranks a layer."""
     for path, each in module.named_modules(prefix=name):
         if isinstance(each, ConvertedDropout):
             each.name = path
@@ -104,7 +99,6 @@ def make_whole(layer: nn.Module, group: Group, cuts: Sequence[bool], is_last: bo
 
 
 def forget_state(layer: nn.Module) -> None:
-    """Resets stateful modules, such as SpikingJelly's neurons."""
     for module in layer.modules():
         if is_stateful(module):
             module.reset()  # type: ignore[operator]
@@ -128,6 +122,7 @@ def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundl
     frames = (steps, *first.shape[1:2])
     for each in layer.modules():
         if is_stateful(each):
+            # A later window goes on with the same samples' state, without its graph.
             each.detach() if goes_on else each.reset()  # type: ignore[operator]
     cuts = iter(call.cuts)
     inputs = [map_entries(lambda entry: call.prepare_input(entry, next(cuts, False)), each) for each in (x, *more)]

@@ -156,7 +156,7 @@ CONVERSIONS: Registry[Conversion] = Registry(
 
 
 def class_name(module: nn.Module) -> str | None:
-    """Name of torch's or SpikingJelly's layer class; None for all others, derived classes included."""
+    """torch's or SpikingJelly's layer class; None for all others, derived classes included."""
     known = type(module).__module__.startswith(("torch.nn.modules.", "spikingjelly.activation_based."))
     return type(module).__name__ if known else None
 
