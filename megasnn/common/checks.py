@@ -19,24 +19,20 @@ Words = Callable[[str], str]
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether the host would wait to read a value from this device."""
     return device.type == "cuda"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A failed check.
-
-    Attributes:
-        text: a sentence.
-        context: see `error_context`.
-    """
+    """A failed check: a sentence, and the work that was checked."""
 
     text: str
     context: str
 
 
 class DeviceChecks:
+    """A step's findings on this rank. `words` apply to each message, the last first."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.words: list[Words] = []
@@ -68,7 +64,6 @@ class DeviceChecks:
         return self._certain + [finding for (_, finding), flag in zip(self._open, flags, strict=True) if flag]
 
     def note(self, wrong: Tensor | bool, complaint: str) -> None:
-        """A tensor is a finding if it is not 0."""
         for words in reversed(self.words):
             complaint = words(complaint)
         finding = Finding(complaint, _context.get()())
@@ -91,10 +86,9 @@ _collecting: ContextVar[DeviceChecks | None] = ContextVar("DeviceChecks", defaul
 
 
 def check_value(wrong: Tensor | bool, complaint: str, seen: Callable[[], str] | None = None) -> None:
-    """Raises ValueError for a wrong value, or notes it for the step's end.
+    """Raises ValueError for a wrong value (True or not 0), or notes it for the step's end.
 
     Args:
-        wrong: not 0, or True, is wrong.
         complaint: the expectation, without values.
         seen: text with values, used if the host has them.
     """
@@ -110,8 +104,9 @@ def check_value(wrong: Tensor | bool, complaint: str, seen: Callable[[], str] | 
         checks.note(True, complaint)
 
 
+# Other notes, such as a data worker's traceback, belong to the error.
 class _ErrorContext(str):
-    """Note with an error's context. Other notes, such as a data worker's traceback, are the error's."""
+    """Note with an error's context."""
 
 
 _context: ContextVar[Callable[[], str]] = ContextVar("context", default=str)
@@ -119,7 +114,7 @@ _context: ContextVar[Callable[[], str]] = ContextVar("context", default=str)
 
 @contextmanager
 def error_context(where: str | Callable[[], str]) -> Iterator[None]:
-    """Names the context of errors and findings inside the block or decorated function."""
+    """Names the context of errors and findings inside the block or function."""
     context = partial(str, where) if isinstance(where, str) else where
     token = _context.set(context)
     try:

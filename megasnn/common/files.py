@@ -66,7 +66,7 @@ class NoCheckpointError(CheckpointError):
 
 
 class DescriptionError(ValueError):
-    """An unreadable JSON description: names file, field, value and remedy."""
+    """Names file, field, value and remedy."""
 
 
 def raise_problems(title: str, problems: Iterable[str], kind: type[CheckpointError] = CheckpointError) -> None:
@@ -81,7 +81,7 @@ def raise_problems(title: str, problems: Iterable[str], kind: type[CheckpointErr
 
 
 def in_message(value: object) -> str:
-    """A value's text, shortened, with control characters escaped."""
+    """Shortened, with control characters escaped."""
     text = str(value) if isinstance(value, str | int | float) else reprlib.repr(value)
     if len(text) > _SHOWN:
         text = f"{text[:_SHOWN]}..."
@@ -96,9 +96,9 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def described(
     kind: type[_T], content: bytes, file: object, *, advice: str = "it is damaged, or another program wrote it"
 ) -> _T:
-    """Reads JSON as a pydantic type, such as a dataclass with `STRICT`. `file` and `advice`: for the error.
+    """Reads JSON as a pydantic type, such as a dataclass with `STRICT`.
 
-    Raises DescriptionError for no JSON, or a field that is missing, unknown, duplicate, or of a wrong type or range.
+    Raises DescriptionError for no JSON, or a missing, unknown, duplicate or wrong field, with `file` and `advice`.
     """
     try:
         value: _T = _adapter(kind).validate_json(content)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def require_regular(path: Path) -> None:
 
 
 def read_regular(path: Path) -> bytes:
-    """A regular file's content, also behind a link. Raises OSError, also for other kinds."""
+    """Raises OSError, also for other kinds of files."""
     require_regular(path)
     return path.read_bytes()
 
@@ -149,7 +149,7 @@ def require_size(what: str, size: int) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """A sample file's content, also behind a link. Raises OSError; ValueError for another kind or size."""
+    """A sample's file. Raises OSError; ValueError for another kind or size."""
     if path.exists() and not path.is_file():  # a pipe would wait for its other end
         raise ValueError("is no regular file")
     require_size("its content", path.stat().st_size)
@@ -194,7 +194,7 @@ def read_arrays(data: bytes) -> dict[str, NDArray]:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or a folder's list of names, is on disk. Raises OSError."""
+    """Waits until a file, or a folder's names, is on disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -203,7 +203,7 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes or replaces a file in one step. Raises OSError, without a partial file left."""
+    """Writes or replaces a file in one step. Raises OSError, and leaves no partial file."""
     aside = path.with_name(f".{path.name}.partial")
     try:
         aside.write_text(text)
@@ -222,7 +222,7 @@ class CacheError(ValueError):
 def cache_folder(*parts: str) -> Path:
     """The cache folder, or a folder in it; created if missing.
 
-    Raises CacheError if it cannot be created, or others can write to it.
+    Raises CacheError if that fails, or others can write to it.
     """
     named = os.environ.get(FOLDER)
     shared = os.environ.get("XDG_CACHE_HOME", "")
@@ -244,7 +244,6 @@ def cache_folder(*parts: str) -> Path:
 
 
 def cached_name(source: Path, suffix: str, *version: str) -> str:
-    """File name that differs with path, content and `version`."""
     # ctime changes even if a changed file gets its old size and mtime back.
     state = source.stat()
     content = f"{state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
@@ -259,10 +258,7 @@ def name_in_cache(readable: str, suffix: str, *version: str) -> str:
 def build_once(target: Path, build: Callable[[Path], object]) -> Path:
     """`target`. If it is missing, one process per host builds it, complete or not at all.
 
-    Args:
-        build: writes to a temporary path beside `target`.
-    Raises:
-        CacheError: it cannot be written. Errors of `build` other than OSError pass through.
+    `build` writes to a temporary path. Raises CacheError for an OSError; other errors of `build` pass through.
     """
     if target.exists():
         return target

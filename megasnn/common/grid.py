@@ -50,7 +50,7 @@ class Grid:
     def fit(cls, world_size: int, *, tp: int = 1, pp: int = 1, dp_shard: int = 1, cp: int = 1) -> Grid:
         """Grid over `world_size` ranks; dp_replicate is the rest.
 
-        Raises ValueError if a factor is below 1, or their product does not divide the world size.
+        Raises ValueError for a factor below 1, or a product that does not divide the world size.
         """
         one = cls(pp=pp, dp_shard=dp_shard, cp=cp, tp=tp)
         if min(world_size, pp, dp_shard, cp, tp) < 1 or world_size % one.world_size:
@@ -118,14 +118,14 @@ def micro_batch_sizes(global_batch_size: int, micro_batch_size: int) -> list[int
 
 
 def micro_batches_of(micro_batches: int, dp_size: int, dp_rank: int) -> range:
-    """One replica's consecutive indices; the first replicas take one more if need be."""
+    """One replica's consecutive indices; the first replicas may take one more."""
     each, extra = divmod(micro_batches, dp_size)
     start = dp_rank * each + min(dp_rank, extra)
     return range(start, start + each + (dp_rank < extra))
 
 
 def micro_batch_counts(samples: int, micro_batch_size: int, replicas: int, windows: int = 1) -> tuple[int, ...]:
-    """Most and fewest micro-batches per replica; one number if equal. A window is a micro-batch."""
+    """Most and fewest micro-batches per replica; one number if equal. A window counts as one."""
     count = -(-samples // min(micro_batch_size, samples))
     most = windows * -(-count // replicas)
     least = windows * (count // replicas)

@@ -1,4 +1,4 @@
-"""Ranks started by Slurm's srun or MPI without torchrun: the launcher's variables number them."""
+"""Ranks started by Slurm's srun or MPI without torchrun."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def without_waiting(values: Tensor, device: torch.device) -> Tensor:
 def peak_memory_mb(device: torch.device) -> float:
     """This rank's peak since its start or `reset_peak_memory`.
 
-    On a GPU: tensors on `device`. On a CPU: the process's resident memory, libraries included.
+    On a GPU: tensors. On a CPU: the process's resident memory, libraries included.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
@@ -71,7 +71,7 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 def resident_memory_mb(device: torch.device) -> float:
-    """This rank's current memory, counted as in `peak_memory_mb`."""
+    """This rank's current memory, as in `peak_memory_mb`."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / 1e6
     return _resident("VmRSS:") / 1e6
@@ -86,14 +86,13 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def memory_scalars(peaks: Sequence[float], kind: str = "peak") -> dict[str, float]:
-    """Maximum and mean over all ranks. `kind`: peak or predicted."""
+    """Maximum and mean over all ranks."""
     if not peaks:
         return {}
     return {f"memory/{kind}_mb_largest": max(peaks), f"memory/{kind}_mb_mean": sum(peaks) / len(peaks)}
 
 
 def processor_name() -> str:
-    """From Linux; "" if unknown."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
@@ -155,14 +154,13 @@ _counting: list[AllocationCounter] = []  # counters at work on a CPU
 
 
 def let_others_go() -> None:
-    """Waits after a collective until its thread has released its tensors, if memory is counted."""
+    """If memory is counted: waits until a collective's thread has released its tensors."""
     # The count sees releases of this thread only, so this thread must be the last owner.
     if _counting:
         time.sleep(_RELEASE_SECONDS)
 
 
 def counted_array(array: np.ndarray) -> np.ndarray:
-    """An array counted like a tensor."""
     if _counting:
         _mark(array.nbytes)
         # torch does not see arrays.

@@ -1,8 +1,8 @@
 """Keyed randomness: a random number depends on its purpose only, never on the rank that draws it.
 
-A key is a tuple such as ``("init", "blocks.0.mlp.fc1.conv.weight")`` or ``("augment", epoch, sample)``; different keys
-give independent streams. Dropout and drop path use Philox4x32-10 (`megasnn.kernels.philox`), initial values torch's CPU
-generator, augmentation and mixing NumPy's, the order of samples NumPy's raw words.
+A key is a tuple such as ``("augment", epoch, sample)``; different keys give independent streams. Dropout and drop path
+use Philox4x32-10 (`megasnn.kernels.philox`), initial values torch's CPU generator, augmentation and mixing NumPy's, the
+order of samples NumPy's raw words.
 """
 
 from __future__ import annotations
@@ -51,11 +51,10 @@ def philox_key(*key: int | str) -> tuple[int, int]:
 
 
 def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
-    """Philox4x32-10: four random words from a counter of four words and a key of two.
+    """Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
-    Words are integers in [0, 2^32): of Python, int64 arrays and tensors, or compiled loops.
-
-    Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    Four random words from a counter of four and a key of two: integers in [0, 2^32), int64 arrays or
+    tensors, also in compiled loops.
     """
     # Counters let a rank compute only the values it needs, with the same bits on every device: value i of a stream is
     # word i mod 4 of counter i // 4.

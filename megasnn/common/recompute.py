@@ -28,7 +28,7 @@ _forward: ContextVar[_Forward | None] = ContextVar("forward", default=None)
 
 
 def cached_collective(compute: Callable[[], Result]) -> Result:
-    """Computes, or in a recomputed forward returns the first forward's result of the same call.
+    """Computes, or in a recomputed forward returns the first one's result of the same call.
 
     Callers must not change a list of tensors. Raises ValueError for more calls than in the first forward.
     """
@@ -53,7 +53,7 @@ def is_replaying() -> bool:
 
 @contextmanager
 def recording(cache: Cache) -> Iterator[None]:
-    """Context for a first forward: fills `cache`."""
+    """Fills `cache` in a first forward."""
     token = _forward.set(_Forward(cache, is_replay=False))
     try:
         yield
@@ -63,7 +63,7 @@ def recording(cache: Cache) -> Iterator[None]:
 
 @contextmanager
 def replaying(cache: Cache) -> Iterator[None]:
-    """Context for the recomputed forward: consumes `cache`. Raises ValueError if results remain."""
+    """Consumes `cache` in the recomputed forward. Raises ValueError if results remain."""
     token = _forward.set(_Forward(cache, is_replay=True))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Registries: one for each kind of name, read by everything that accepts such a name."""
+"""Registries: one for each kind of name, read by everything that accepts it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Registry(dict[str, Entry]):
     Attributes:
         flag: on the command line.
         also: names that leave the choice to a search.
-        refused: names that users may expect, with the reason for their absence.
+        refused: names that users may expect, with the reason.
     """
 
     def __init__(

@@ -72,9 +72,9 @@ class _HeadAttention(nn.Module):
 
 
 class SpikingSelfAttention(_HeadAttention):
-    """Spiking self-attention: `[T, N, C_local, H, W]` spikes or counts -> `[T, N, C_local, H, W]` spikes.
+    """Spiking self-attention: `[T, N, C_local, H, W]` spikes or counts -> spikes.
 
-    No softmax: out = (v k^T) q * 0.125 for each head, over the L tokens. k^T v comes first: L d^2 operations for L^2 d.
+    No softmax: out = (v k^T) q * 0.125 for each head, over the L tokens.
     """
 
     fused = "qkv"
@@ -92,6 +92,7 @@ class SpikingSelfAttention(_HeadAttention):
         # The product of two sizes: numel() would fix the batch size in an export.
         frames = qkv.shape[0] * qkv.shape[1]
         # All sums are integers, so the product is exact in float32 in any order.
+        # k^T v comes first: L d^2 operations in place of L^2 d.
         options = AttendOptions(self.local_heads, frames, tokens, group)
         if self._traceable:
             out = attend(to_matrix(qkv), options)
@@ -149,7 +150,7 @@ class SpikeDrivenAttention(nn.Module):
 
 
 def own_heads(dim: int, num_heads: int, ranks: int) -> int:
-    """Heads per tensor-parallel rank. Raises ValueError if that is no integer."""
+    """Heads per rank. Raises ValueError if that is no integer."""
     if dim % num_heads:
         raise ValueError(f"{dim} channels do not divide by --num-heads {num_heads}")
     if num_heads % ranks:
@@ -178,7 +179,7 @@ class AttendOptions:
         heads: on this rank.
         frames: time steps times samples.
         tokens: terms in the sums of k^T v.
-        group: ranks that divide the tokens, and sum k^T v and its gradient; None without.
+        group: ranks that divide the tokens, and sum k^T v; None without.
     """
 
     heads: int

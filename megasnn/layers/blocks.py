@@ -25,7 +25,7 @@ class ConvNormNeuron(nn.Module):
     Args:
         in_channels, out_channels: global.
         padding: None keeps height and width at stride 1.
-        neuron: a description or a neuron layer (SpikingNeuron); None for the context's neuron.
+        neuron: a description or a layer; None for the context's neuron.
         norm: for `out_channels` channels; None for batch norm.
         average_pool: `pool` in ParallelConv.
         blocks, conv_options: as in ParallelConv.

@@ -57,8 +57,8 @@ class BuildContext:
         state: one rank by default.
         cut: context-parallel ranks divide a micro-batch by samples or by pixel rows.
         neuron: default neuron.
-        time_steps: T. Neurons repeat an input with a single time step T times.
-        stateful: keep membrane potentials between calls, until a reset (truncated backpropagation through time).
+        time_steps: T. Neurons repeat a single time step T times.
+        stateful: keep potentials between calls, until a reset (truncated backpropagation through time).
         seed: key for random numbers (dropout).
         is_whole: every tensor-parallel rank computes the whole layer.
     """
@@ -85,7 +85,6 @@ class BuildContext:
 
     @property
     def sample_group(self) -> Group:
-        """Ranks that divide a micro-batch by samples."""
         return self.state.cp if self.cut == "samples" else Group("cp")
 
     @property
@@ -95,7 +94,6 @@ class BuildContext:
 
     @property
     def counts_logits(self) -> bool:
-        """Whether this rank's logits enter the loss."""
         # Ranks that divide rows have equal logits, which count once.
         return self.cut == "samples" or self.state.cp.rank == 0
 
@@ -119,7 +117,7 @@ class BuildContext:
         Args:
             dim: dimension that tensor parallelism divides; None for none.
             blocks: see `megasnn.parallel.sharding.Cut`.
-            partial_gradient: each tensor-parallel rank computes the gradient from its own channels only.
+            partial_gradient: a tensor-parallel rank's gradient is from its own channels only.
         """
         cuts: tuple[tuple[Axis, Cut], ...] = ()
         if dim is not None and not self.is_whole:

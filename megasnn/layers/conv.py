@@ -57,10 +57,10 @@ class ParallelConv(WeightedLayer):
         pool: side of average-pooling windows on the input.
         pooled_behind: a `MaxPool` follows.
         row_above: compute all rows for own max-pooled rows, for `split_row_above`.
-        initialise, initialise_bias: fill the global weight and bias; default: torch's.
+        initialise, initialise_bias: fill the global tensors; default: torch's.
     Raises:
-        ValueError: channels or groups not divisible by the number of ranks; an unknown style; in forward, values that
-            do not fit the packing.
+        ValueError: channels or groups that ranks do not divide; an unknown style; in forward, values
+            that do not fit the packing.
     """
 
     multiplies_by_weight = True  # its only use of the weight: see megasnn.parallel.fsdp

@@ -24,9 +24,9 @@ class LayerFacts:
         owner_names: a tied tensor's owner, by its global name.
         call: how to call a layer without knowledge of ranks; None for MegaSNN's.
         is_stepped: a SpikingJelly container calls the module at every time step.
-        calls: calls in one forward; 1 until a dry run has counted them.
+        calls: in one forward; 1 until a dry run has counted them.
         counted: calls so far in the present dry run.
-        image_height: height of images whose rows the module exchanges.
+        image_height: of images whose rows the module exchanges.
         knows_input: True after a dry run's first call.
     """
 
@@ -44,7 +44,7 @@ class LayerFacts:
         self.calls = self.counted
 
     def begin_forward(self) -> None:
-        """Forgets an earlier dry run's counts. A module without calls keeps 0."""
+        """Forgets an earlier dry run's counts."""
         self.calls = 0
         self.counted = 0
         self.image_height = None

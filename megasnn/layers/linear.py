@@ -24,9 +24,9 @@ class ParallelLinear(WeightedLayer):
     the input, unless the dry run finds it whole.
 
     Args:
-        initialise, initialise_bias: fill the global weight and bias; default: torch's.
+        initialise, initialise_bias: fill the global tensors; default: torch's.
     Raises:
-        ValueError: features not divisible by the number of ranks; an unknown style.
+        ValueError: features that ranks do not divide; an unknown style.
     """
 
     multiplies_by_weight = True  # its only use of the weight: see megasnn.parallel.fsdp

@@ -33,7 +33,7 @@ class NeuronLayer(nn.Module):
 
     Attributes:
         time_steps: T.
-        stateful: keep the state for the next call (truncated backpropagation through time).
+        stateful: truncated backpropagation through time.
         observer: called with every forward's spikes, if set.
         largest: largest output, if all are integers from 0; None otherwise.
         once_because: why one forward may call the layer only once, or None.
@@ -82,7 +82,7 @@ class ParallelNeuron(NeuronLayer):
     """LIF, IF, parametric and integer LIF from a description, with the fastest kernels.
 
     Args:
-        spec: description; None for the context's neuron (flags --neuron, --tau, ...).
+        spec: None for the context's neuron (flags --neuron, --tau, ...).
     Attributes:
         w: the layer's learned time constant is 1 / sigmoid(w); or None.
         v: potential `[N, C_local, *space]` after a stateful neuron's last call, or None.

@@ -70,11 +70,11 @@ class _ParallelInTime(NeuronLayer):
         return self.observed(remember_bits(spikes, bits))
 
     def forget(self) -> None:
-        """Does nothing: there is no state."""
+        """There is no state."""
 
 
 class ParallelPSN(_ParallelInTime):
-    """Parallel spiking neuron with weights between all pairs of time steps (SpikingJelly's PSN). T is fixed."""
+    """PSN with weights between all pairs of time steps (SpikingJelly's PSN). T is fixed."""
 
     kind = "psn"
 
@@ -89,10 +89,10 @@ class ParallelPSN(_ParallelInTime):
 
 
 class ParallelSlidingPSN(_ParallelInTime):
-    """Sliding PSN: each time step uses the same weights for the last `order` steps (SpikingJelly's SlidingPSN).
+    """Each time step uses the same weights for the last `order` steps (SpikingJelly's SlidingPSN).
 
     Args:
-        order: the paper's k. The initial weight is 1 for the current step, and halves with each earlier step.
+        order: the paper's k. Initial weights: 1 for the current step, half with each earlier one.
     """
 
     kind = "sliding_psn"

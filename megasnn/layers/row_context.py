@@ -36,7 +36,7 @@ def shared_rows(height: int, ranks: int) -> tuple[range, ...]:
 
 
 def own_pixel_rows(frames: Tensor, group: Group) -> Tensor:
-    """This rank's rows of images `[T, N, C, H, W]`."""
+    """Of images `[T, N, C, H, W]`."""
     own = shared_rows(frames.shape[3], group.size)[group.rank]
     return frames[:, :, :, own.start : own.stop]
 
@@ -77,7 +77,7 @@ class RowMove:
         return range(first, stop) if stop > first else range(0)
 
     def exchanged(self, rank: int) -> tuple[list[range], list[range]]:
-        """Rows that a rank sends to, and receives from, each rank."""
+        """Rows sent to, and received from, each rank."""
         sent = []
         received = []
         for other in range(len(self.local_rows)):

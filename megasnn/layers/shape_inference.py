@@ -53,7 +53,8 @@ def content_of(tensor: Tensor) -> Content:
 
 
 def mark_both(tensor: Tensor, other: Tensor) -> None:
-    """Marks a dry-run tensor with the larger of both marks: either may stand in its place."""
+    """Gives a dry-run tensor the larger of both marks."""
+    # Either tensor may stand in the other's place.
     if Content.DENSE in (content_of(tensor), content_of(other)):
         tensor._largest = None  # type: ignore[attr-defined]
     elif content_of(other) is Content.COUNTS:

@@ -25,7 +25,7 @@ def declare(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype, is_p
 
 
 def tie(module: nn.Module, name: str, owner_name: str, owner: nn.Module, name_there: str) -> None:
-    """Makes a described tensor a copy: it takes the owner's global name and shard.
+    """Makes a described tensor a copy, with the owner's global name and shard.
 
     Raises ValueError for other shapes, or if ranks hold other parts.
     """

@@ -1,7 +1,6 @@
 """Weight gradients as backward's second part, and the cache of cast weights.
 
-A layer leaves its weight gradient as a task, which adds to `parameter.grad`, a view of a gradient bucket, without
-autograd: only the optimizer needs it, while the layer before needs the input gradient at once.
+A task adds to `parameter.grad`, a view of a gradient bucket, without autograd.
 """
 
 from __future__ import annotations
@@ -67,6 +66,7 @@ class WeightGradients:
             self.leave(partial(self._add, parameter, add))
 
     def leave(self, task: WeightGradientTask) -> None:
+        # The layer before needs the input gradient at once, only the optimizer the weight gradient.
         if self._deferred is None:
             task()
         else:
@@ -115,7 +115,7 @@ class CastWeights:
         return self
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in a type, without gradient."""
+        """Without gradient."""
         if weight in self._given:
             return self._given[weight]
         if self._is_caching and weight in self._copies:
@@ -139,7 +139,7 @@ class CastWeights:
 
     @contextmanager
     def caching(self) -> Iterator[None]:
-        """Surrounds a step's forwards and backwards, in which no weight changes."""
+        """Surrounds a step's forwards and backwards: no weight changes."""
         if self._copies:
             with torch.no_grad():
                 # Into the same memory: CUDA graphs need unchanged addresses. One operator fills all copies.

@@ -76,7 +76,7 @@ class ProductOptions:
     pool: int = 1
 
     def images(self, x: Tensor, payloads: list[Tensor]) -> Tensor:
-        """Images to convolve, `[T*N, C, H, W]`, from all channels and their packed parts."""
+        """`[T*N, C, H, W]`, from all channels and their packed parts."""
         return remember_bits(average_pool(x.flatten(0, 1), self.pool), self.bits_of_images(payloads))
 
     def bits_of_images(self, payloads: list[Tensor]) -> Tensor | None:
@@ -122,7 +122,7 @@ class WeightedLayer(nn.Module):
             self.observer(average_pool(x.flatten(0, 1), self.options.pool), steps)
 
     def times_used(self, space: Sequence[int]) -> Tensor:
-        """Number of outputs that depend on each pixel, `[H, W]`, with other tensor-parallel ranks' outputs."""
+        """Number of outputs, on all tensor-parallel ranks, that depend on each pixel, `[H, W]`."""
         out_channels, _, *sides = facts(self).shards["weight"].global_shape
         kernel = torch.ones((1, 1, *sides, *[1] * (2 - len(sides))), dtype=torch.float64)
         geometry = replace(self.options.products.geometry, groups=1)
@@ -235,7 +235,7 @@ class _Product(torch.autograd.Function):
 def _start_input_gradient(
     grad: Tensor, weight: Tensor, options: ProductOptions, space: torch.Size
 ) -> Callable[[], Tensor]:
-    """The input gradient, being summed over ranks: call for own channels as a matrix."""
+    """Input gradient, being summed over ranks: call for own channels as a matrix."""
     # Local here: variables in `_Product.backward` would hold the product's memory until its end.
     product = convolution_input_gradient(grad, weight, options.products.geometry, space)
     rows = product.movedim(1, -1).reshape(-1, product.shape[1])

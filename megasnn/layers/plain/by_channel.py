@@ -93,7 +93,7 @@ def _known_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _keeps_channels(layer: nn.Module, dims: int) -> bool:
-    """Whether a layer's modules return own channels in order, for an input with `dims` dimensions."""
+    """Whether a layer returns own channels in order. `dims`: the input's dimensions."""
     if any(_blocks_of(part) > 1 for part in _known_parts(layer)):
         return False
     modules = [*layer.modules()]
@@ -212,10 +212,7 @@ def _meets(shape: torch.Size, result: torch.Size) -> bool:
 
 
 def cuts_by_shape(output: Bundle, one: Bundle | None) -> list[bool]:
-    """For each output tensor, True if ranks cut it: its shape differs from a single rank's, `one`.
-
-    None: the output is a single rank's.
-    """
+    """For each output tensor, True if ranks cut it: its shape differs from `one`, a single rank's (None: this)."""
     local = entries_of(output)
     whole = local if one is None else entries_of(one)
     return [x.shape != y.shape for x, y in zip(local.values(), whole.values(), strict=True)]

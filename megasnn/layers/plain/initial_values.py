@@ -1,7 +1,4 @@
-"""Initial values for plain modules, computed on a copy: modules are on the meta device.
-
-The last of three wins: numbers set by a constructor, `reset_parameters`, the user's function.
-"""
+"""Initial values for plain modules, computed on a copy: modules are on the meta device."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class _Numbers(TorchFunctionMode):
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Makes modules on the meta device. Only single-number tensors have values."""
+    """Modules made inside have no memory. Only single-number tensors have values."""
     with torch.device("meta"), _Numbers():
         yield
 
@@ -69,6 +66,7 @@ def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | N
 
     def fill(tensor: Tensor, generator: torch.Generator) -> None:
         # The copy reads no values: a weight that is gathered on demand has no memory now.
+        # The last of three wins: numbers set by a constructor, `reset_parameters`, the user's function.
         copies = {id(each): _like(each, _without_values(each)) for each in tensors_of(module)}
         fresh = copy.deepcopy(module, copies)
         for own, value in numbers.items():
@@ -106,7 +104,7 @@ def _draw(module: nn.Module, initialise: ModuleInitialiser | None, generator: to
 
 
 def _repeat_constructor(module: Any) -> None:
-    """Sets SpikingJelly's tdBN weight, which only its constructor sets."""
+    """SpikingJelly's tdBN sets its weight in the constructor only."""
     kind = type(module)
     if kind.__module__.startswith("spikingjelly.") and "ThresholdDependentBatchNorm" in kind.__name__:
         nn.init.constant_(module.weight, module.alpha * module.v_th)

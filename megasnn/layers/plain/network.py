@@ -45,13 +45,13 @@ def shard(module: nn.Module, *, initialise: ModuleInitialiser | None = None) -> 
 
 @dataclass(frozen=True)
 class Sharded(LayerSource):
-    """A network from `shard`, made into layers, or refused with a ValueError, when a model is built."""
+    """A network from `shard`. A model's build makes layers from it, or raises ValueError."""
 
     network: nn.Module
     initialise: ModuleInitialiser | None
 
     def give(self) -> nn.Module:
-        """The network. Raises ValueError for unsupported modules, or one neuron at two places."""
+        """Raises ValueError for unsupported modules, or one neuron at two places."""
         uses = ("shard", "given") if is_building() else ("shard",)
         require_supported(self.network, *uses)
         paths: dict[nn.Module, str] = {}
@@ -121,7 +121,7 @@ def _join(*parts: str) -> str:
 def convert_network(each: Layer, context: BuildContext) -> nn.Module:
     """A network's copy as a layer: MegaSNN's layers if it can be cut, otherwise a plain one.
 
-    Raises ValueError for a module that can be neither cut nor computed alike on every layout.
+    Raises ValueError for a module that neither cuts nor computes alike on every layout.
     """
     network = without_values(each.module)
     if why_whole(network):

@@ -57,12 +57,9 @@ def note_stepped(module: nn.Module) -> None:
 
 
 class _Problem(NamedTuple):
-    """Reason to refuse modules.
+    """Reason to refuse a module, without its parts, in `uses` (see `_PROBLEMS`).
 
-    Attributes:
-        uses: see `_PROBLEMS`.
-        find: finding for a module without its parts; false if there is no problem.
-        text: message with a place for the finding.
+    `text` has a place for `find`'s finding.
     """
 
     uses: Sequence[str]
@@ -154,7 +151,7 @@ def module_label(path: str, module: nn.Module) -> str:
 
 
 def is_by_channel(module: nn.Module) -> bool:
-    """Whether a module has no tensors and is known to compute each channel by itself."""
+    """Whether a module without tensors is known to compute each channel by itself."""
     kind = class_name(module)
     if kind is None or next(tensors_of(module), None) is not None:
         return False

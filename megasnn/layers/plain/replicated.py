@@ -30,7 +30,7 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
 
     Args:
         name: global.
-        initialise: sets initial values; called with each module, after `reset_parameters`.
+        initialise: as in `megasnn.shard`.
     Raises:
         ValueError: a module that cannot be computed alike on every layout.
     """
@@ -93,7 +93,7 @@ def as_layer(module: nn.Module, name: str, call: LayerCall) -> nn.Module:
 
 
 def make_whole(layer: nn.Module, group: Group, cuts: Sequence[bool], is_last: bool) -> None:
-    """Makes all ranks in a group compute a layer built for one rank. Args: see `LayerCall`."""
+    """Makes a group compute a layer built for one rank. Args: see `LayerCall`."""
     found = facts(layer)
     found.call = replace(found.call or LayerCall(), group=group, cuts=cuts, is_last=is_last)
 
