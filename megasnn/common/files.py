@@ -51,7 +51,7 @@ _ADVICE = f"set the environment variable {FOLDER} to a folder with space where o
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written, read, or used for this model. Each argument is one problem."""
+    """A checkpoint cannot be written, read, or used. Each argument is one problem."""
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.args)
@@ -62,7 +62,7 @@ class DamagedError(CheckpointError):
 
 
 class NoCheckpointError(CheckpointError):
-    """No checkpoint in the folder. A run may start anew."""
+    """No checkpoint there. A run may start anew."""
 
 
 class DescriptionError(ValueError):
@@ -216,7 +216,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class CacheError(ValueError):
-    """A cache folder of another user, not writable, or full. Names folder and remedy."""
+    """A foreign, read-only or full cache folder. Names folder and remedy."""
 
 
 def cache_folder(*parts: str) -> Path:

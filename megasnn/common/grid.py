@@ -1,4 +1,4 @@
-"""The grid of ranks: pp x dp_replicate x dp_shard x cp x tp, always in this order, always by name.
+"""The grid of ranks: pp x dp_replicate x dp_shard x cp x tp, always in this order.
 
     rank = (((pp * DP_REPLICATE + dp_replicate) * DP_SHARD + dp_shard) * CP + cp) * TP + tp
 

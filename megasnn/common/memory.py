@@ -154,7 +154,7 @@ _counting: list[AllocationCounter] = []  # counters at work on a CPU
 
 
 def let_others_go() -> None:
-    """If memory is counted: waits until a collective's thread has released its tensors."""
+    """If memory is counted, waits until a collective's thread released its tensors."""
     # The count sees releases of this thread only, so this thread must be the last owner.
     if _counting:
         time.sleep(_RELEASE_SECONDS)

@@ -61,7 +61,7 @@ def require_time_step(dt: float) -> None:
 
 
 def to_nir(model: TrainedModel, dt: float = DT) -> nir.NIRGraph:
-    """Writes a model as a graph. Norms are folded into products before them; sums are edges into one node.
+    """Writes a model as a graph. Norms fold into products before them; sums are edges into one node.
 
     Args:
         dt: seconds per time step.
@@ -323,7 +323,7 @@ _MODULES: dict[Any, Callable[..., Value]] = {
 
 
 class _Walk(fx.Interpreter):
-    """Runs a traced layer on values in place of tensors. Modules and functions add their nodes to the graph."""
+    """Runs a traced layer on values in place of tensors. Modules and functions add their nodes."""
 
     def __init__(self, traced: fx.GraphModule, graph: _Graph, name: str) -> None:
         super().__init__(traced)

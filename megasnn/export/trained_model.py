@@ -257,7 +257,7 @@ def _training(metadata: Metadata, averaged: bool) -> dict[str, Any]:
 
 
 def _of_numpy(name: str, array: np.ndarray) -> Tensor:
-    """A tensor from an array with any memory and byte order. Raises ValueError for an array without numbers."""
+    """A tensor from an array with any memory and byte order. Raises ValueError unless it holds numbers."""
     if array.dtype.kind not in "biuf":
         raise ValueError(f"{name} is an array of {array.dtype}, and must be one of numbers")
     return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))

@@ -18,8 +18,9 @@ from megasnn.layers.row_context import MaxPool
 
 
 class ConvNormNeuron(nn.Module):
-    """(average pool) -> conv -> batch norm -> (max pool 3, stride 2, padding 1) -> neuron, on `[T, N, C_local, H, W]`.
+    """(average pool) -> conv -> batch norm -> (max pool 3, stride 2, padding 1) -> neuron.
 
+    On `[T, N, C_local, H, W]`.
     A single time step `[1, N, C, H, W]` is repeated: convolution, norm and pooling run once, as for T equal frames.
 
     Args:
@@ -120,7 +121,7 @@ class ConvNormNeuron(nn.Module):
 
 
 class NeuronConvNorm(nn.Module):
-    """neuron -> conv -> batch norm: potentials `[T, N, C_in/size, H, W]` -> potentials `[T, N, C_out/size, H, W]`."""
+    """neuron -> conv -> norm on potentials: `[T, N, C_in/size, H, W]` -> `[T, N, C_out/size, H, W]`."""
 
     def __init__(
         self,

@@ -145,7 +145,7 @@ class ParallelDropout(_Drop):
 
 
 class DropPath(_Drop):
-    """Stochastic depth for a residual branch `[T, N, ...]` (arXiv 1603.09382): drops samples at all time steps."""
+    """Stochastic depth on a branch `[T, N, ...]` (arXiv 1603.09382): drops samples at all time steps."""
 
     # The output holds no spikes, because 1 / (1 - p) is no integer.
     purpose = "drop path"

@@ -1,4 +1,4 @@
-"""Facts about modules, found while a model is built: the only attribute that MegaSNN adds to a module."""
+"""Facts about modules, found while a model is built: MegaSNN's only attribute on a module."""
 
 from __future__ import annotations
 

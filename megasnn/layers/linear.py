@@ -18,7 +18,7 @@ from megasnn.parallel.sharding import Initialiser
 
 
 class ParallelLinear(WeightedLayer):
-    """Linear layer: `[T, N, in/size]` -> `[T, N, out]` with style "row", `[T, N, out/size]` with "column".
+    """Linear layer: `[T, N, in/size]` -> `[T, N, out]` (style "row") or `[T, N, out/size]` ("column").
 
     Style "row" multiplies own features by the weight's matching columns and sums over the ranks. Style "column" gathers
     the input, unless the dry run finds it whole.

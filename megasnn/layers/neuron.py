@@ -149,7 +149,7 @@ def make_neuron(neuron: NeuronSpec | NeuronLayer | None = None, context: BuildCo
 
 
 class SpikingNeuron(NeuronLayer):
-    """Base of custom neurons. A subclass defines one time step on `[N, C_local, *space]`; see docs/models.md.
+    """Base of custom neurons; see docs/models.md. A subclass defines one step on `[N, C_local, *space]`.
 
     It implements `charge` and `reset`, and optionally `start` and `fire`; `per_channel` declares learned parameters. A
     neuron may depend on its own channel only, and on its own row unless the class has `mixes_rows = True`.

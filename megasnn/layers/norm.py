@@ -123,7 +123,7 @@ class ParallelBatchNorm(nn.Module):
         self._is_recording = is_on
 
     def record(self, mean: Tensor, variance: Tensor, count: int | Tensor) -> None:
-        """Records one call's statistics `[C_local]`, over `count` values a channel. The dry run counts the call."""
+        """Records one call's statistics `[C_local]`, over `count` values a channel. A dry run counts it."""
         if mean.is_meta:
             facts(self).count_call()
         # A recomputed forward has recorded its statistics before.

@@ -1,4 +1,4 @@
-"""Parallel spiking neurons (PSN, arXiv 2304.12760): a learned product over time replaces the recurrence."""
+"""Parallel spiking neurons (PSN, arXiv 2304.12760): a learned product over time, no recurrence."""
 
 from __future__ import annotations
 

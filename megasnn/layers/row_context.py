@@ -235,8 +235,9 @@ class _Sum(torch.autograd.Function):
 
 
 class WholeImages(nn.Module):
-    """Gathers image rows: `[T, N, C_local, own rows, W]` -> `[T, N, C_local, H, W]`. Else returns the input.
+    """Gathers image rows: `[T, N, C_local, own rows, W]` -> `[T, N, C_local, H, W]`.
 
+    Returns the input for another cut.
     For layers on whole images, such as flatten; your own must set `mixes_rows = False`. MegaSNN's convolutions and
     pooling may not follow: they exchange rows themselves.
 

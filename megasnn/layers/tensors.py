@@ -48,7 +48,7 @@ def owner_name(module: nn.Module, name: str, path: str) -> str:
 
 
 def sharded_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
-    """Parameters and persistent buffers below (global name, layer) pairs, in a fixed order, without copies.
+    """Parameters and persistent buffers of (global name, layer) pairs, in a fixed order, without copies.
 
     Raises ValueError for a tensor without a shard.
     """

@@ -212,7 +212,7 @@ def _meets(shape: torch.Size, result: torch.Size) -> bool:
 
 
 def cuts_by_shape(output: Bundle, one: Bundle | None) -> list[bool]:
-    """For each output tensor, True if ranks cut it: its shape differs from `one`, a single rank's (None: this)."""
+    """For each output tensor, True if its shape differs from `one`, a single rank's output (None: same)."""
     local = entries_of(output)
     whole = local if one is None else entries_of(one)
     return [x.shape != y.shape for x, y in zip(local.values(), whole.values(), strict=True)]

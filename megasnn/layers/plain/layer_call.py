@@ -21,7 +21,7 @@ class LayerCall:
         time_steps: T. A single time step is repeated T times.
         fold_time: all time steps are one batch, `[T * N, ...]`.
         dtype: floating-point inputs'; None for any.
-        group: tensor-parallel ranks that all compute the whole layer; None for a layer that is cut.
+        group: ranks that all compute the whole layer; None for a cut layer.
         cuts: for each input tensor, True if a rank has only its own channels; empty: all whole.
         is_last: the output stays whole, like logits.
     """

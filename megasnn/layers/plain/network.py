@@ -1,4 +1,4 @@
-"""Conversion for tensor parallelism: torch's and SpikingJelly's layers become MegaSNN's, cut by channel."""
+"""Conversion for tensor parallelism: torch's and SpikingJelly's layers to MegaSNN's, cut by channel."""
 
 from __future__ import annotations
 

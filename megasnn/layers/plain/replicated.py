@@ -26,7 +26,7 @@ from megasnn.parallel_state import Group
 
 
 def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Makes a plain module on the meta device a layer, whole on every rank, with MegaSNN's batch norms and dropouts.
+    """A whole layer from a plain module on the meta device, with MegaSNN's batch norms and dropouts.
 
     Args:
         name: global.

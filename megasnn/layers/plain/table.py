@@ -59,7 +59,7 @@ def linear(module: nn.Linear, context: BuildContext, initialise: ModuleInitialis
 
 
 def sharded_batch_norm(norm: _BatchNorm, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Converts a batch norm. In evaluation mode it stays there, and uses running statistics in training too."""
+    """Converts a batch norm. In evaluation mode it stays there, also in training."""
     ours = ParallelBatchNorm(
         norm.num_features,
         context,
