@@ -1,1 +1,1 @@
-"""Parts that every room uses: registry, random numbers, grid of ranks, files, memory, checks of values."""
+"""Parts for every room: registry, random numbers, grid of ranks, files, memory, checks of values."""

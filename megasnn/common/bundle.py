@@ -13,7 +13,7 @@ EntryKey = int | str | None
 
 
 def entries_of(output: Any) -> dict[EntryKey, Tensor]:
-    """Tensors of a layer's output by key. Raises ValueError for an output of another type."""
+    """A layer output's tensors by key. Raises ValueError for another type, or no tensors."""
     if isinstance(output, Tensor):
         return {None: output}
     kind = type(output).__name__
@@ -33,14 +33,14 @@ def entries_of(output: Any) -> dict[EntryKey, Tensor]:
 
 
 def plain_bundle(output: Any) -> Any:
-    """An output with subclasses of tuple and dict replaced by plain ones, as other stages receive it."""
+    """An output with plain tuples and dicts, as other stages receive it."""
     if isinstance(output, tuple):
         return tuple(output)
     return dict(output) if isinstance(output, Mapping) else output
 
 
 def bundle_of(entries: Mapping[Any, Any]) -> Any:
-    """Inverse of `entries_of`, also for other values by key."""
+    """Inverse of `entries_of`."""
     first = next(iter(entries))
     if first is None:
         return entries[first]
@@ -48,14 +48,13 @@ def bundle_of(entries: Mapping[Any, Any]) -> Any:
 
 
 def map_entries(function: Callable[[Tensor], Any], output: Bundle) -> Any:
-    """The output with `function` applied to each tensor."""
     if isinstance(output, Tensor):
         return function(output)
     return bundle_of({key: function(entry) for key, entry in entries_of(output).items()})
 
 
 def logits_of(output: Bundle) -> Tensor:
-    """Logits in the output of the last layer: entry "logits" of a dict, otherwise the first entry."""
+    """Logits in the last layer's output: a dict's entry "logits", otherwise the first entry."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, dict) and "logits" in output:
@@ -64,5 +63,5 @@ def logits_of(output: Bundle) -> Tensor:
 
 
 def shapes_text(*outputs: Bundle) -> str:
-    """Shapes of outputs for messages: `[2, 2, 8]`, or `{'a': [2, 2, 8]}`."""
+    """For messages: `[2, 2, 8]`, or `{'a': [2, 2, 8]}`."""
     return " and ".join(str(map_entries(lambda entry: list(entry.shape), output)) for output in outputs)

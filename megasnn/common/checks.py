@@ -1,7 +1,6 @@
-"""Context of errors, and checks of values on a device that are read with the loss of the step.
+"""Error context, and checks of values on a device that are read with the step's loss.
 
-Reading each value would make the host wait for a GPU. Inside `DeviceChecks.collecting` a finding ends the step instead,
-with weights and state unchanged. Outside, it raises at once.
+Inside `DeviceChecks.collecting` a finding ends the step, with weights and state unchanged. Outside, it raises.
 """
 
 from __future__ import annotations
@@ -20,31 +19,19 @@ Words = Callable[[str], str]
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether the host runs ahead of this device, and would wait to read a value."""
     return device.type == "cuda"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A failed check.
-
-    Attributes:
-        text: a sentence.
-        context: the work that was checked (`error_context`).
-    """
+    """A failed check: a sentence, and the work that was checked."""
 
     text: str
     context: str
 
 
 class DeviceChecks:
-    """Findings of the checks of a step, on this rank.
-
-    Args:
-        device: device of the step.
-    Attributes:
-        words: applied to each message, the last one first; see `explained`.
-    """
+    """A step's findings on this rank. `words` apply to each message, the last first."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,7 +41,7 @@ class DeviceChecks:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Collects findings inside the block instead of raising. Drops earlier ones."""
+        """Collects findings inside, and drops earlier ones."""
         self.words = []
         self._certain = []
         self._open = []
@@ -65,7 +52,7 @@ class DeviceChecks:
             _collecting.reset(token)
 
     def count(self) -> Tensor:
-        """Number of findings: float64 `[1]` on the device. Does not wait for the device."""
+        """Number of findings, float64 `[1]`, on the device. No wait."""
         found = torch.full((1,), float(len(self._certain)), dtype=torch.float64, device=self._device)
         if self._open:
             found += self._flags().ne(0).sum()
@@ -77,7 +64,6 @@ class DeviceChecks:
         return self._certain + [finding for (_, finding), flag in zip(self._open, flags, strict=True) if flag]
 
     def note(self, wrong: Tensor | bool, complaint: str) -> None:
-        """Notes a finding. A tensor is a finding if it is not 0."""
         for words in reversed(self.words):
             complaint = words(complaint)
         finding = Finding(complaint, _context.get()())
@@ -87,7 +73,7 @@ class DeviceChecks:
             self._certain.append(finding)
 
     def noted(self) -> list[tuple[Tensor, str]]:
-        """Tensors that must be 0, each with its message otherwise. Raises ValueError for a certain finding."""
+        """Tensors that must be 0, with messages. Raises ValueError for a certain finding."""
         if self._certain:
             raise ValueError(self._certain[0].text)
         return [(flag, finding.text) for flag, finding in self._open]
@@ -100,15 +86,15 @@ _collecting: ContextVar[DeviceChecks | None] = ContextVar("DeviceChecks", defaul
 
 
 def check_value(wrong: Tensor | bool, complaint: str, seen: Callable[[], str] | None = None) -> None:
-    """Raises ValueError for a wrong value, or notes it for the end of the step.
+    """Raises ValueError for a wrong value (True or not 0), or notes it for the step's end.
 
     Args:
-        wrong: a single value; not 0, or True, is wrong.
-        complaint: the expectation, without values: reading them would wait for a device.
-        seen: text with the values, used if the host has them.
+        complaint: the expectation, without values.
+        seen: text with values, used if the host has them.
     """
     checks = _collecting.get()
     if checks is not None and isinstance(wrong, Tensor) and runs_ahead(wrong.device):
+        # Reading the value would make the host wait for the GPU.
         checks.note(wrong, complaint)
     elif wrong:
         if seen is not None:
@@ -118,8 +104,9 @@ def check_value(wrong: Tensor | bool, complaint: str, seen: Callable[[], str] | 
         checks.note(True, complaint)
 
 
+# Other notes, such as a data worker's traceback, belong to the error.
 class _ErrorContext(str):
-    """Note with the context of an error. Other notes, such as a data worker's traceback, belong to the error."""
+    """Note with an error's context."""
 
 
 _context: ContextVar[Callable[[], str]] = ContextVar("context", default=str)
@@ -127,7 +114,7 @@ _context: ContextVar[Callable[[], str]] = ContextVar("context", default=str)
 
 @contextmanager
 def error_context(where: str | Callable[[], str]) -> Iterator[None]:
-    """Names the context of errors and findings inside the block, or inside the decorated function."""
+    """Names the context of errors and findings inside the block or function."""
     context = partial(str, where) if isinstance(where, str) else where
     token = _context.set(context)
     try:
@@ -140,18 +127,17 @@ def error_context(where: str | Callable[[], str]) -> Iterator[None]:
 
 
 def context_of_error(error: BaseException) -> str:
-    """Context of an error, the innermost first; "" if unknown."""
+    """Innermost first; "" if unknown."""
     return ", ".join(note for note in getattr(error, "__notes__", []) if isinstance(note, _ErrorContext))
 
 
 def other_notes(error: BaseException) -> list[str]:
-    """Notes on an error beside its context."""
     return [note for note in getattr(error, "__notes__", []) if not isinstance(note, _ErrorContext)]
 
 
 @contextmanager
 def explained(words: Words) -> Iterator[None]:
-    """Puts words around errors inside the block, raised or noted for the end of the step."""
+    """Puts words around errors inside, the innermost first."""
     checks = _collecting.get()
     if checks is not None:
         checks.words.append(words)

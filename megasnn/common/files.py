@@ -1,7 +1,4 @@
-"""Files: errors, JSON with a schema, size checks before allocation, durable writes, the cache.
-
-The cache folder holds reproducible files: indexes, fetched and unpacked shards, sample data, machine code.
-"""
+"""Files: errors, JSON with a schema, size checks before allocation, durable writes, the cache."""
 
 from __future__ import annotations
 
@@ -54,26 +51,26 @@ _ADVICE = f"set the environment variable {FOLDER} to a folder with space where o
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, read, or used for this model. Each argument is one problem."""
+    """A checkpoint cannot be written, read, or used. Each argument is one problem."""
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.args)
 
 
 class DamagedError(CheckpointError):
-    """Files of a checkpoint are missing, cut or altered. Another checkpoint may be intact."""
+    """Checkpoint files are missing, cut or altered. Another checkpoint may be intact."""
 
 
 class NoCheckpointError(CheckpointError):
-    """No checkpoint in the folder. A run may start anew."""
+    """No checkpoint there. A run may start anew."""
 
 
 class DescriptionError(ValueError):
-    """An unreadable JSON description. The message names file, field, value and remedy."""
+    """Names file, field, value and remedy."""
 
 
 def raise_problems(title: str, problems: Iterable[str], kind: type[CheckpointError] = CheckpointError) -> None:
-    """Raises one error with all distinct problems, if there are any. Beyond 30 they are only counted."""
+    """Raises one error with all distinct problems; beyond 30 they are only counted."""
     distinct = sorted(set(problems))
     if not distinct:
         return
@@ -84,7 +81,7 @@ def raise_problems(title: str, problems: Iterable[str], kind: type[CheckpointErr
 
 
 def in_message(value: object) -> str:
-    """Text of a value for a message, shortened, with control characters escaped."""
+    """Shortened, with control characters escaped."""
     text = str(value) if isinstance(value, str | int | float) else reprlib.repr(value)
     if len(text) > _SHOWN:
         text = f"{text[:_SHOWN]}..."
@@ -99,13 +96,9 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def described(
     kind: type[_T], content: bytes, file: object, *, advice: str = "it is damaged, or another program wrote it"
 ) -> _T:
-    """Reads JSON as a value of a pydantic type, such as a dataclass with `STRICT`.
+    """Reads JSON as a pydantic type, such as a dataclass with `STRICT`.
 
-    Args:
-        file: source of the content, for the error.
-        advice: remedy, for the error.
-    Raises:
-        DescriptionError: no JSON, or a field that is missing, unknown, duplicate, or of a wrong type or range.
+    Raises DescriptionError for no JSON, or a missing, unknown, duplicate or wrong field, with `file` and `advice`.
     """
     try:
         value: _T = _adapter(kind).validate_json(content)  # type: ignore[arg-type]
@@ -123,7 +116,7 @@ def described(
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, for `object_pairs_hook`. Raises ValueError for a duplicate name."""
+    """`object_pairs_hook` for JSON objects. Raises ValueError for a duplicate name."""
     values: dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
@@ -140,13 +133,13 @@ def require_regular(path: Path) -> None:
 
 
 def read_regular(path: Path) -> bytes:
-    """Reads a regular file, also behind a link. Raises OSError, also for other kinds of files."""
+    """Raises OSError, also for other kinds of files."""
     require_regular(path)
     return path.read_bytes()
 
 
 def require_size(what: str, size: int) -> None:
-    """Raises ValueError for a sample, or a part of one, above the limit `SAMPLE_LIMIT`."""
+    """Raises ValueError for a sample, or a part, above `SAMPLE_LIMIT`."""
     limit = float(os.environ.get(SAMPLE_LIMIT, SAMPLE_MB))
     if size > limit * (1 << 20):
         raise ValueError(
@@ -156,7 +149,7 @@ def require_size(what: str, size: int) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Reads a sample's file, also behind a link. Raises OSError, and ValueError for no regular or a too large file."""
+    """A sample's file. Raises OSError; ValueError for another kind or size."""
     if path.exists() and not path.is_file():  # a pipe would wait for its other end
         raise ValueError("is no regular file")
     require_size("its content", path.stat().st_size)
@@ -164,10 +157,9 @@ def read_file(path: Path) -> bytes:
 
 
 def read_array(data: bytes) -> NDArray[Any]:
-    """Array of an .npy file as a read-only view of `data`. A wrong header allocates no memory.
+    """An .npy file's array, as a read-only view of `data`.
 
-    Raises:
-        ValueError: no .npy file, or one that is cut, damaged, too large, or of Python objects.
+    Raises ValueError for another, cut, damaged or too large file, or Python objects.
     """
     file = io.BytesIO(data)
     try:
@@ -180,6 +172,7 @@ def read_array(data: bytes) -> NDArray[Any]:
     begin = file.tell()
     count = math.prod(shape)
     size = count * dtype.itemsize
+    # A wrong header must allocate no memory.
     if min(shape, default=0) < 0 or size > len(data) - begin:
         raise ValueError(f"cut or damaged: its header says {size:,} bytes, and {len(data) - begin:,} are there")
     require_size("its array", size)
@@ -187,16 +180,13 @@ def read_array(data: bytes) -> NDArray[Any]:
 
 
 def read_arrays(data: bytes) -> dict[str, NDArray]:
-    """Arrays of an .npz file by name, or of an .npy file as "array".
-
-    Raises:
-        ValueError: no such file, or one that is cut, damaged, too large, or of Python objects.
-    """
+    """An .npz file's arrays by name, or an .npy file's as "array". Raises ValueError as `read_array`."""
     try:
         if data.startswith(npy.MAGIC_PREFIX):
             return {"array": read_array(data)}
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
+            # Before unpacking: a small archive may hold large arrays.
             require_size("its arrays", sum(member.file_size for member in members))
             return {member.filename.removesuffix(".npy"): read_array(archive.read(member)) for member in members}
     except Exception as error:  # zipfile and its decompressors have no common class
@@ -204,7 +194,7 @@ def read_arrays(data: bytes) -> dict[str, NDArray]:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the list of names in a folder, is on disk. Raises OSError."""
+    """Waits until a file, or a folder's names, is on disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -213,7 +203,7 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes or replaces a file through `.NAME.partial` beside it. Raises OSError, without leaving a partial file."""
+    """Writes or replaces a file in one step. Raises OSError, and leaves no partial file."""
     aside = path.with_name(f".{path.name}.partial")
     try:
         aside.write_text(text)
@@ -226,14 +216,13 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class CacheError(ValueError):
-    """A cache folder of another user, not writable, or full. The message names the folder and the remedy."""
+    """A foreign, read-only or full cache folder. Names folder and remedy."""
 
 
 def cache_folder(*parts: str) -> Path:
-    """The cache folder, or a folder in it. Creates missing folders.
+    """The cache folder, or a folder in it; created if missing.
 
-    Raises:
-        CacheError: it cannot be created, or others can write to it.
+    Raises CacheError if that fails, or others can write to it.
     """
     named = os.environ.get(FOLDER)
     shared = os.environ.get("XDG_CACHE_HOME", "")
@@ -255,7 +244,6 @@ def cache_folder(*parts: str) -> Path:
 
 
 def cached_name(source: Path, suffix: str, *version: str) -> str:
-    """File name for a path, the file's content, and `version`; different for each."""
     # ctime changes even if a changed file gets its old size and mtime back.
     state = source.stat()
     content = f"{state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
@@ -263,19 +251,14 @@ def cached_name(source: Path, suffix: str, *version: str) -> str:
 
 
 def name_in_cache(readable: str, suffix: str, *version: str) -> str:
-    """File name of `readable` and a hash of `version`."""
     beginning = re.sub(r"[^A-Za-z0-9_.-]", "_", readable).lstrip(".")[:80]
     return f"{beginning}-{hashlib.blake2b(os.fsencode(chr(0).join(version)), digest_size=8).hexdigest()}{suffix}"
 
 
 def build_once(target: Path, build: Callable[[Path], object]) -> Path:
-    """Returns `target`. If it is missing, one process of the host builds it, complete or not at all.
+    """`target`. If it is missing, one process per host builds it, complete or not at all.
 
-    Args:
-        build: writes to a temporary path beside `target`, which is then synced and renamed.
-
-    Raises:
-        CacheError: it cannot be written. Errors of `build` other than OSError pass through.
+    `build` writes to a temporary path. Raises CacheError for an OSError; other errors of `build` pass through.
     """
     if target.exists():
         return target
@@ -283,6 +266,7 @@ def build_once(target: Path, build: Callable[[Path], object]) -> Path:
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with FileLock(target.with_name(f".{target.name}.lock")):  # the system releases it at the end of a process
+            # Another process may have built it while this one waited for the lock.
             if not target.exists():
                 build(temporary)
                 sync(temporary)  # without it a power cut may leave an empty file under the final name

@@ -1,13 +1,9 @@
-"""The grid of ranks: pp x dp_replicate x dp_shard x cp x tp, always in this order, always by name.
+"""The grid of ranks: pp x dp_replicate x dp_shard x cp x tp, always in this order.
 
     rank = (((pp * DP_REPLICATE + dp_replicate) * DP_SHARD + dp_shard) * CP + cp) * TP + tp
 
-Tensor-parallel ranks communicate most and are neighbours, pipeline stages least and furthest apart (Megatron's
-``tp-cp-ep-dp-pp`` without experts). With tp 2, dp_replicate 4, pp 2 and 16 ranks, [0, 1] is a tensor-parallel group,
-[0, 2, 4, 6] are replicas, [0, 8] stages. Ranks along dp_shard share one copy of the weights.
-
-Micro-batches depend on the global and micro-batch sizes only. Norms work per micro-batch, so replicas divide the
-micro-batches and never cut them, and every layout computes the same function.
+With tp 2, dp_replicate 4, pp 2, [0, 1] is a tensor-parallel group, [0, 2, 4, 6] are replicas, [0, 8] stages. Ranks
+along dp_shard share one copy of the weights.
 """
 
 from __future__ import annotations
@@ -19,6 +15,8 @@ from typing import Literal, get_args
 import numpy as np
 
 Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
+# Tensor-parallel ranks communicate most and are neighbours, pipeline stages least and furthest apart (Megatron's
+# tp-cp-ep-dp-pp without experts).
 AXES: tuple[Axis, ...] = get_args(Axis)
 """Slowest to fastest in the order of ranks."""
 HOLDING_AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -42,8 +40,6 @@ FLAG_OF_AXIS: dict[Axis, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Size of each axis."""
-
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -52,9 +48,9 @@ class Grid:
 
     @classmethod
     def fit(cls, world_size: int, *, tp: int = 1, pp: int = 1, dp_shard: int = 1, cp: int = 1) -> Grid:
-        """Grid over `world_size` ranks. The data-parallel size follows from the other sizes.
+        """Grid over `world_size` ranks; dp_replicate is the rest.
 
-        Raises ValueError with all factors if one is below 1, or their product does not divide the world size.
+        Raises ValueError for a factor below 1, or a product that does not divide the world size.
         """
         one = cls(pp=pp, dp_shard=dp_shard, cp=cp, tp=tp)
         if min(world_size, pp, dp_shard, cp, tp) < 1 or world_size % one.world_size:
@@ -71,7 +67,6 @@ class Grid:
 
     @property
     def replicas(self) -> int:
-        """Number of data-parallel replicas, each with micro-batches of its own."""
         return self.dp_replicate * self.dp_shard
 
     def size(self, axis: Axis) -> int:
@@ -83,7 +78,7 @@ class Grid:
         return Coordinates(self, *map(int, indices))
 
     def groups(self, *axes: Axis) -> list[list[int]]:
-        """Groups of ranks along `axes`, each in ascending order: ``groups("tp")``, ``groups("tp", "pp")``."""
+        """Groups along `axes`, each ascending: ``groups("tp")``, ``groups("tp", "pp")``."""
         ranks = np.arange(self.world_size).reshape([self.size(axis) for axis in AXES])
         inside = [dim for dim, axis in enumerate(AXES) if axis in axes]
         outside = [dim for dim, axis in enumerate(AXES) if axis not in axes]
@@ -98,7 +93,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Index of a rank along each axis of a grid."""
+    """A rank's index along each axis."""
 
     grid: Grid = Grid()
     pp: int = 0
@@ -115,20 +110,22 @@ class Coordinates:
 
 
 def micro_batch_sizes(global_batch_size: int, micro_batch_size: int) -> list[int]:
-    """Samples of each micro-batch. The last one is smaller if the sizes do not divide."""
+    """Samples in each micro-batch; the last one may be smaller."""
+    # They depend on the batch sizes only. Norms work per micro-batch, and replicas never cut one, so every layout
+    # computes the same function.
     whole, rest = divmod(global_batch_size, micro_batch_size)
     return [micro_batch_size] * whole + [rest] * (rest > 0)
 
 
 def micro_batches_of(micro_batches: int, dp_size: int, dp_rank: int) -> range:
-    """Consecutive micro-batch indices of one replica. The first replicas take one more if the numbers do not divide."""
+    """One replica's consecutive indices; the first replicas may take one more."""
     each, extra = divmod(micro_batches, dp_size)
     start = dp_rank * each + min(dp_rank, extra)
     return range(start, start + each + (dp_rank < extra))
 
 
 def micro_batch_counts(samples: int, micro_batch_size: int, replicas: int, windows: int = 1) -> tuple[int, ...]:
-    """Largest and smallest number of micro-batches per replica; one number if equal. A window is a micro-batch."""
+    """Most and fewest micro-batches per replica; one number if equal. A window counts as one."""
     count = -(-samples // min(micro_batch_size, samples))
     most = windows * -(-count // replicas)
     least = windows * (count // replicas)

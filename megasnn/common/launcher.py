@@ -1,4 +1,4 @@
-"""Ranks started by Slurm's srun or MPI without torchrun: their numbers are in the launcher's own variables."""
+"""Ranks started by Slurm's srun or MPI without torchrun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def take_ranks(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Sets RANK, WORLD_SIZE and LOCAL_RANK from the launcher's variables, unless torchrun has set them.
+    """Sets RANK, WORLD_SIZE and LOCAL_RANK from the launcher's variables, unless torchrun has.
 
     Raises ValueError if MASTER_ADDR or MASTER_PORT is missing.
     """

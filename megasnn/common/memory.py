@@ -1,7 +1,4 @@
-"""Memory: of the host by Linux's count, of tensors by their allocations, and copies to a GPU.
-
-Memory of a rank is in MB (10^6 bytes). The count of allocations is exact and the same in every run.
-"""
+"""Memory in MB (10^6 bytes): the host's by Linux's count, tensors' by allocations; copies to a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _RELEASE_SECONDS = 1e-3
 
 
 def keep_free_memory() -> None:
-    """Lets glibc keep freed memory for the next allocations. Blocks above 32 MiB, its largest threshold, excluded."""
+    """Lets glibc keep freed memory, up to blocks of 32 MiB, its largest threshold."""
     # Each step allocates the same blocks. By default glibc returns some to the system, which clears them page by page:
     # 25,000 pages in a step of 8 images, 8 % of its time. Decoding event samples is a tenth faster without this.
     # A user who sets MALLOC_... or GLIBC_TUNABLES has chosen otherwise.
@@ -47,16 +44,16 @@ def keep_free_memory() -> None:
 
 
 def release_free_memory() -> None:
-    """Returns memory kept by the C library to the system. Otherwise a restarted peak misses tensors that fit in it."""
     if sys.platform == "linux":
         try:
+            # A restarted peak would miss tensors that fit in kept memory.
             ctypes.CDLL(None).malloc_trim(0)
         except AttributeError:
             pass  # a C library other than glibc
 
 
 def without_waiting(values: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, without a wait of the host."""
+    """The tensor on a device. The host does not wait."""
     # A GPU copies from pinned memory in the order of its current stream; from pageable memory the host would wait.
     if device.type != "cuda" or values.device.type != "cpu":
         return values.to(device)
@@ -64,9 +61,9 @@ def without_waiting(values: Tensor, device: torch.device) -> Tensor:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Peak memory of this rank since its start or `reset_peak_memory`.
+    """This rank's peak since its start or `reset_peak_memory`.
 
-    On a GPU: tensors on `device`. On a CPU: resident memory of the process, libraries included.
+    On a GPU: tensors. On a CPU: the process's resident memory, libraries included.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
@@ -74,45 +71,42 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 def resident_memory_mb(device: torch.device) -> float:
-    """Current memory of this rank, counted as in `peak_memory_mb`."""
+    """This rank's current memory, as in `peak_memory_mb`."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / 1e6
     return _resident("VmRSS:") / 1e6
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Restarts the peak."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
+        # 5 resets VmHWM (Linux, proc(5)).
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def memory_scalars(peaks: Sequence[float], kind: str = "peak") -> dict[str, float]:
-    """Maximum and mean over all ranks as scalars; none without ranks. Args: kind: peak or predicted."""
+    """Maximum and mean over all ranks."""
     if not peaks:
         return {}
     return {f"memory/{kind}_mb_largest": max(peaks), f"memory/{kind}_mb_mean": sum(peaks) / len(peaks)}
 
 
 def processor_name() -> str:
-    """Name of the processor from Linux; "" if unknown."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _resident(name: str) -> int:
-    """Bytes of this process from an entry of /proc/self/status."""
     # getrusage's maximum survives exec: a rank started by a large launcher would report the launcher's memory.
     lines = Path("/proc/self/status").read_text().splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
 
 
 class AllocationCounter:
-    """Counts allocated bytes on a device inside `counting`.
+    """Counts bytes allocated on a device: exact, and the same in every run.
 
-    On a CPU: torch's allocations and `counted_array`; releases by other threads are missed (`let_others_go`). On a GPU:
-    the count of torch's allocator.
+    On a CPU: torch's allocations and `counted_array`. On a GPU: torch's allocator's count.
 
     Attributes:
         allocated: bytes above the start.
@@ -126,7 +120,7 @@ class AllocationCounter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Counts allocations and releases inside the block. Must not be nested or run in a trace of torch.profiler."""
+        """Counts inside. Must not be nested or run in a trace of torch.profiler."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             before = torch.cuda.memory_allocated(self._device)
@@ -160,22 +154,21 @@ _counting: list[AllocationCounter] = []  # counters at work on a CPU
 
 
 def let_others_go() -> None:
-    """Waits after a collective until its thread has released its tensors, if memory is counted."""
+    """If memory is counted, waits until a collective's thread released its tensors."""
     # The count sees releases of this thread only, so this thread must be the last owner.
     if _counting:
         time.sleep(_RELEASE_SECONDS)
 
 
 def counted_array(array: np.ndarray) -> np.ndarray:
-    """An array whose own memory is counted like a tensor's. torch does not see it."""
     if _counting:
         _mark(array.nbytes)
+        # torch does not see arrays.
         weakref.finalize(array, _mark, -array.nbytes)
     return array
 
 
 def _mark(size: int) -> None:
-    """Adds an array's bytes to torch's events, in order."""
     if _counting:
         with record_function(f"{_ARRAY}{size}"):
             pass

@@ -1,11 +1,8 @@
 """Keyed randomness: a random number depends on its purpose only, never on the rank that draws it.
 
-A key is a tuple such as ``("init", "blocks.0.mlp.fc1.conv.weight")`` or ``("augment", epoch, sample)``. Equal keys give
-equal numbers on every layout, different keys independent streams.
-
-Dropout and drop path use Philox4x32-10: value i of a stream is word i mod 4 of counter i // 4, so a rank computes only
-the values it needs, with the same bits on every device (`megasnn.kernels.philox`). Initial values use torch's CPU
-generator, augmentation and mixing NumPy's, the order of samples NumPy's raw words.
+A key is a tuple such as ``("augment", epoch, sample)``; different keys give independent streams. Dropout and drop path
+use Philox4x32-10 (`megasnn.kernels.philox`), initial values torch's CPU generator, augmentation and mixing NumPy's, the
+order of samples NumPy's raw words.
 """
 
 from __future__ import annotations
@@ -23,12 +20,12 @@ UNIFORM_BITS = 24  # float32 holds that many exactly
 
 
 def keyed_seed(*key: int | str) -> int:
-    """Seed in [0, 2^63) from a key: the first 8 bytes of BLAKE2b over its text.
+    """First 8 bytes of BLAKE2b over the key's text, in [0, 2^63).
 
-    Raises:
-        TypeError: a part of the key is neither an integer nor a string. Floats and objects have no stable text.
+    Raises TypeError unless the key consists of integers and strings.
     """
     for part in key:
+        # Floats and objects have no stable text.
         if not isinstance(part, (int, str)):
             raise TypeError(f"a random key is made of integers and strings, got {part!r} ({type(part).__name__})")
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in key)
@@ -36,30 +33,31 @@ def keyed_seed(*key: int | str) -> int:
 
 
 def keyed_generator(*key: int | str) -> torch.Generator:
-    """torch's generator for a key. All devices use the CPU's stream, so their values are equal."""
     import torch
 
+    # All devices use the CPU's stream, so their values are equal.
     return torch.Generator().manual_seed(keyed_seed(*key))
 
 
 def keyed_numbers(*key: int | str) -> np.random.Generator:
-    """NumPy's generator for a key, for decisions on the host."""
+    """For decisions on the host."""
     return np.random.Generator(np.random.Philox(key=keyed_seed(*key)))
 
 
 def philox_key(*key: int | str) -> tuple[int, int]:
-    """Philox's key as two 32-bit words: low and high half of `keyed_seed`."""
+    """Low and high 32-bit word of `keyed_seed`."""
     seed = keyed_seed(*key)
     return seed & WORD_MASK, seed >> 32
 
 
 def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
-    """Philox4x32-10: four random words from a counter of four words and a key of two.
+    """Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
-    Words are integers in [0, 2^32): of Python, int64 arrays and tensors, or compiled loops.
-
-    Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    Four random words from a counter of four and a key of two: integers in [0, 2^32), int64 arrays or
+    tensors, also in compiled loops.
     """
+    # Counters let a rank compute only the values it needs, with the same bits on every device: value i of a stream is
+    # word i mod 4 of counter i // 4.
     for _ in range(10):
         # The product may overflow int64. Its low 64 bits are right, and the mask after the shift drops the sign.
         first = 0xD2511F53 * c0

@@ -1,8 +1,4 @@
-"""Cache of batch-norm statistics and collectives of a first forward for the recomputed one.
-
-The caller of the forwards records the first one and replays it in the second. Otherwise `cached_collective` only
-computes.
-"""
+"""A first forward's batch-norm statistics and collectives, cached for the recomputed one."""
 
 from __future__ import annotations
 
@@ -32,18 +28,16 @@ _forward: ContextVar[_Forward | None] = ContextVar("forward", default=None)
 
 
 def cached_collective(compute: Callable[[], Result]) -> Result:
-    """Computes, or in a recomputed forward returns the first forward's result of the same call.
+    """Computes, or in a recomputed forward returns the first one's result of the same call.
 
-    Tensors are cached as copies, since callers may change them. Callers must not change a list of tensors.
-
-    Raises:
-        ValueError: a recomputed forward calls this more often than the first one.
+    Callers must not change a list of tensors. Raises ValueError for more calls than in the first forward.
     """
     forward = _forward.get()
     if forward is None:
         return compute()
     if not forward.is_replay:
         result = compute()
+        # A copy, since callers may change the tensor.
         forward.cache.append(result.clone() if isinstance(result, Tensor) else result)
         return result
     if not forward.cache:
@@ -53,14 +47,13 @@ def cached_collective(compute: Callable[[], Result]) -> Result:
 
 
 def is_replaying() -> bool:
-    """Whether this is a recomputed forward, where `cached_collective` computes nothing."""
     forward = _forward.get()
     return forward is not None and forward.is_replay
 
 
 @contextmanager
 def recording(cache: Cache) -> Iterator[None]:
-    """Context of a first forward: adds its results to `cache`."""
+    """Fills `cache` in a first forward."""
     token = _forward.set(_Forward(cache, is_replay=False))
     try:
         yield
@@ -70,7 +63,7 @@ def recording(cache: Cache) -> Iterator[None]:
 
 @contextmanager
 def replaying(cache: Cache) -> Iterator[None]:
-    """Context of the recomputed forward: consumes `cache`. Raises ValueError if results remain."""
+    """Consumes `cache` in the recomputed forward. Raises ValueError if results remain."""
     token = _forward.set(_Forward(cache, is_replay=True))
     try:
         yield

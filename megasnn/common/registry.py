@@ -1,4 +1,4 @@
-"""Registries of names: one for each kind of name, read by everything that accepts such a name."""
+"""Registries: one for each kind of name, read by everything that accepts it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Entry = TypeVar("Entry")
 
 
 class Registry(dict[str, Entry]):
-    """Entries of one kind by name, in display order. Users may add entries before flags are read.
+    """Entries by name, in display order. Users may add entries before flags are read.
 
     In an annotation, `loss: Annotated[str, LOSSES]`, pydantic refuses unknown names.
 
     Attributes:
-        flag: command line flag for the name.
-        also: names that leave the choice of an entry to a search.
-        refused: names that users may expect, with the reason for their absence.
+        flag: on the command line.
+        also: names that leave the choice to a search.
+        refused: names that users may expect, with the reason.
     """
 
     def __init__(
@@ -37,17 +37,16 @@ class Registry(dict[str, Entry]):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """All names of the flag."""
         return (*self.also, *self)
 
     def of_argument(self, argument: str, name: str) -> Entry:
-        """Entry for an argument in Python. Raises ValueError for an unknown name."""
+        """Raises ValueError for an unknown name."""
         if name not in self:
             raise ValueError(f"unknown {argument}={name!r}; it is one of {', '.join(self)}")
         return self[name]
 
     def known(self, name: str) -> str:
-        """The name itself. Raises ValueError for a name unknown to the flag."""
+        """Raises ValueError for a name unknown to the flag."""
         if name not in self.also:
             self[name]
         return name
@@ -58,17 +57,18 @@ class Registry(dict[str, Entry]):
     __hash__ = object.__hash__  # type: ignore[assignment]  # typing keeps annotations in sets
 
     def __missing__(self, name: str) -> Entry:
-        """Raises ValueError for `registry[name]` with an unknown name."""
+        """Raises ValueError for an unknown name."""
         if name in self.refused:
             raise ValueError(f"{self.flag} {name}: {self.refused[name]}")
         raise ValueError(f"unknown {self.flag} {name!r}; {self.flag} takes one of {', '.join(self.choices)}")
 
 
 def later(path: str) -> Callable[..., Any]:
-    """Function at "module:name", imported at its first call, so that a registry needs no torch."""
+    """Function at "module:name", imported at its first call."""
     module, name = path.split(":")
 
     def call(*args: Any, **options: Any) -> Any:
+        # A late import: a registry must not need torch.
         return getattr(import_module(module), name)(*args, **options)
 
     return call

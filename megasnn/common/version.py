@@ -1,4 +1,4 @@
-"""The version of MegaSNN."""
+"""MegaSNN's version."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The trained model: as a module for other programs, and as a graph of NIR in both directions."""
+"""The trained model: as a module for other programs, and as a NIR graph in both directions."""

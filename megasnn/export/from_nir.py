@@ -1,4 +1,4 @@
-"""Layers of a graph of NIR (arXiv 2311.14641). Numbers follow SpikingJelly's `nir_exchange`."""
+"""Layers from a NIR graph (arXiv 2311.14641). Numbers follow SpikingJelly's `nir_exchange`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Make = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Network:
-    """Layers of a graph, for `yield from network.layers()` in a user's model.
+    """A graph's layers, for `yield from network.layers()` in a user's model.
 
     Attributes:
-        input_shape: shape of one sample at one time step.
+        input_shape: one sample at one time step.
         values: weights by global name, for `Engine.load_state_dict`.
-        made: name, maker and inputs of each layer; None for the layer before it.
+        made: each layer's name, maker and inputs; None for the layer before it.
     """
 
     input_shape: tuple[int, ...]
@@ -58,8 +58,8 @@ def from_nir(
     """Reads a graph without cycles, with one input and one output.
 
     Args:
-        dt: seconds of a time step.
-        neuron: surrogate and `detach_reset` of the neurons.
+        dt: seconds per time step.
+        neuron: surrogate and `detach_reset` for all neurons.
         soft_reset: True to subtract the threshold after a spike. A graph does not say so: snnTorch 1.0.0 writes equal
             graphs for every kind of reset.
     Raises:
@@ -103,7 +103,7 @@ def from_nir(
 
 
 def _sorted(sources: dict[str, list[str]]) -> list[str]:
-    """Nodes, each after its sources."""
+    """Nodes, each after its sources. Raises CheckpointError for a cycle."""
     try:
         return [*TopologicalSorter(sources).static_order()]
     except CycleError as error:
@@ -111,7 +111,7 @@ def _sorted(sources: dict[str, list[str]]) -> list[str]:
 
 
 def _input_of(graph: nir.NIRGraph) -> tuple[str, tuple[int, ...]]:
-    """Name and shape of the only input."""
+    """The only input's name and shape."""
     if len(graph.inputs) != 1 or len(graph.outputs) != 1:
         raise CheckpointError(f"{len(graph.inputs)} inputs and {len(graph.outputs)} outputs, where one of each is read")
     ends = graph.nodes.keys() - graph.outputs.keys() - {source for source, _ in graph.edges}
@@ -123,7 +123,7 @@ def _input_of(graph: nir.NIRGraph) -> tuple[str, tuple[int, ...]]:
 
 
 class _Options(NamedTuple):
-    """Arguments of `from_nir`: facts that a graph lacks."""
+    """`from_nir`'s arguments: facts that a graph lacks."""
 
     dt: float
     neuron: NeuronSpec

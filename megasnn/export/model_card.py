@@ -1,4 +1,4 @@
-"""Description of a trained model in its folder, and its model card."""
+"""A trained model's description in its folder, and its model card."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class About:
     """Content of config.json.
 
     Attributes:
-        model: name of the model.
+        model: the model's name.
         config: dimensions and neuron, {"model": {...}, "neuron": {...}}.
-        samples: how pixels become inputs: mean and standard deviation of each channel, for pixels from 0 to 1, and
-            "class_names" in the order of class numbers, if the data has them.
-        training: iteration, flags of the run, and accuracy if it is known.
-        crc32: checksum of the file of weights; empty for a model without a folder.
-        format: version of this file.
+        samples: how pixels become inputs: each channel's mean and standard deviation, for pixels from 0 to 1, and
+            "class_names" by class number, if the data has them.
+        training: iteration, the run's flags, and accuracy if known.
+        crc32: the weight file's checksum; empty for a model without a folder.
+        format: this file's version.
     """
 
     model: str
@@ -63,11 +63,11 @@ class About:
 
 
 def model_card(about: About, time_steps: int, task: Task, parameters: int, dtype: torch.dtype) -> str:
-    """Text of the model card. Hubs of models read its head.
+    """The model card's text. Model hubs read its head.
 
     Args:
-        parameters: number of parameters.
-        dtype: type of the weights.
+        parameters: their number.
+        dtype: the weights' type.
     """
     shapes = {name: ["N", *each.shape] for name, each in task.inputs.items()}
     has_one_input = len(shapes) == 1

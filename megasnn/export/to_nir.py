@@ -1,7 +1,7 @@
-"""Models as graphs of NIR (arXiv 2311.14641), which simulators and chips exchange.
+"""Models as NIR graphs (arXiv 2311.14641), which simulators and chips exchange.
 
-Numbers follow SpikingJelly's `nir_exchange`, so that it reads these graphs: tau of a LIF is in seconds, `dt` for each
-time step; r is 1, or tau in time steps if the input does not decay.
+SpikingJelly's `nir_exchange` reads these graphs: a LIF's tau is in seconds, `dt` for each time step; r is 1, or tau in
+time steps if the input does not decay.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ DT = 1e-4
 
 
 class Value(NamedTuple):
-    """Tensor between nodes, of one sample at one time step: the sum of the outputs of `nodes`.
+    """Tensor between nodes, for one sample at one time step: the sum of the outputs of `nodes`.
 
     Attributes:
         folds_time: True inside a module that has the tensor as `[T * N, ...]`.
-        is_product: True behind a convolution or linear layer, which a norm can be folded into.
+        is_product: True behind a convolution or linear layer, into which a norm can be folded.
     """
 
     nodes: tuple[str, ...]
@@ -61,13 +61,13 @@ def require_time_step(dt: float) -> None:
 
 
 def to_nir(model: TrainedModel, dt: float = DT) -> nir.NIRGraph:
-    """Writes a model as a graph. Norms are folded into the products before them; sums are edges into one node.
+    """Writes a model as a graph. Norms fold into products before them; sums are edges into one node.
 
     Args:
-        dt: seconds of a time step.
+        dt: seconds per time step.
     Raises:
         CheckpointError: names a module or function without a NIR node, such as a soft reset, max pooling or attention.
-            Or `dt` is no positive number.
+            Or `dt` is no positive number, or the model has its own inputs.
     """
     require_time_step(dt)
     if "inputs" in model.config.own_task():
@@ -113,7 +113,7 @@ class _Graph:
         raise CheckpointError(f"{self.path}: {subject} has no NIR node")
 
     def follow(self, name: str, module: nn.Module, inputs: list[Value]) -> Value:
-        """Adds a layer of the model, which torch's tracer divides into modules and functions."""
+        """Adds a model's layer, which torch's tracer divides into modules and functions."""
         self.path = name
         call = facts(module).call
         folds_time = call is not None and call.fold_time
@@ -135,14 +135,16 @@ class _Graph:
         return output._replace(folds_time=False)
 
     def convert(self, name: str, module: nn.Module, *inputs: Any) -> Value:
-        """Adds the nodes of one module."""
+        """Adds one module's nodes."""
         for kind, convert in _MODULES.items():
+            # A subclass with its own forward computes something else.
             if isinstance(module, kind) and type(module).forward is kind.forward and len(inputs) == 1:
                 return convert(self, name, module, inputs[0])
         self.refuse(type(module).__name__)
 
     def add(self, name: str, node: Any, x: Value, shape: Any, is_product: bool = False) -> Value:
-        """Adds a node with edges from a value's nodes. Returns its output, of the given shape."""
+        """Adds a node with edges from a value's nodes. Returns its output."""
+        # The folded norm has changed the convolution's weights for all its readers.
         if x.is_product and x.nodes[0] in self._normed:
             self.refuse("a second output of a convolution beside its norm")
         unique = name
@@ -161,7 +163,7 @@ class _Graph:
         return Value(a.nodes + b.nodes, a.shape, a.folds_time)
 
     def joined(self, x: Value) -> Value:
-        """The same tensor as the output of one node."""
+        """The same tensor as one node's output."""
         if len(x.nodes) == 1:
             return x
         # Readers take two edges into an output for two outputs (SpikingJelly 2.0.0, snnTorch 1.0.0). A Flatten of the
@@ -169,7 +171,7 @@ class _Graph:
         return self.add("sum", nir.Flatten(np.array(x.shape), 0, 0), x, x.shape)
 
     def call(self, path: str, target: Any, x: Any, *args: Any, **options: Any) -> Any:
-        """Adds the node of a function, or of a method by its name. Returns None for sizes."""
+        """Adds the node for a function, or for a method by its name. Returns None for sizes."""
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         node_name = f"{path}.{name}"
         self.path = path
@@ -231,6 +233,7 @@ class _Graph:
         if not x.is_product or node in self._used | self._normed or module.running_mean is None:
             self.refuse("a batch norm that follows no convolution of its own")
         product = self.nodes[node]
+        # In float64, and rounded once to the weights' type.
         scale = 1 / np.sqrt(module.running_var.double().numpy() + module.eps)
         if module.weight is not None:
             scale *= module.weight.double().numpy()
@@ -277,7 +280,7 @@ class _Graph:
         return self.linear(name, module, self.mean(name, module, x))
 
     def flatten(self, name: str, x: Value, start: int, end: int) -> Value:
-        """Flattens dimensions of a sample, or time and samples into one."""
+        """Flattens a sample's dimensions, or time and samples into one."""
         if (start, end, x.folds_time) == (0, 1, False):
             return x._replace(folds_time=True)
         # Dimensions of time and samples, which a graph lacks.
@@ -299,8 +302,8 @@ class _Graph:
 
 
 def _bias(module: Any, weight: np.ndarray) -> np.ndarray:
-    """Bias of a convolution. NIR's node has one in any case."""
     if module.bias is None:
+        # NIR's node has a bias in any case.
         return np.zeros(len(weight), weight.dtype)
     bias: np.ndarray = module.bias.numpy()
     return bias
@@ -320,7 +323,7 @@ _MODULES: dict[Any, Callable[..., Value]] = {
 
 
 class _Walk(fx.Interpreter):
-    """Runs a traced layer on values in place of tensors. Modules and functions add their nodes to the graph."""
+    """Runs a traced layer on values in place of tensors. Modules and functions add their nodes."""
 
     def __init__(self, traced: fx.GraphModule, graph: _Graph, name: str) -> None:
         super().__init__(traced)

@@ -1,4 +1,4 @@
-"""Trained models as plain modules on one device: loaded from checkpoints, traced, exported, saved in a folder."""
+"""Trained models as plain modules on one device: loaded from checkpoints, traced, exported, saved."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class TrainedModel(nn.Module):
     Args:
         about: saved description.
         values: all weights and buffers by global name.
-        model: class of the model; None to look up its name in `megasnn.MODELS`.
+        model: the model's class; None to look up its name in `megasnn.MODELS`.
     Attributes:
-        config: dimensions of the model.
-        description: layers of the model.
-        dtype: floating-point type of weights and computation.
+        config: the model's dimensions.
+        description: the model's layers.
+        dtype: floating-point type for weights and computation.
     Raises:
-        CheckpointError: an unknown model, dimensions that cannot be, or weights of another model.
+        CheckpointError: an unknown model, impossible dimensions, or another model's weights.
     """
 
     def __init__(self, about: About, values: Mapping[str, Tensor], model: type[Model] | None = None) -> None:
@@ -95,14 +95,13 @@ class TrainedModel(nn.Module):
         return _remade, (type(self), self.about, values, type(self.config), device, self.dtype)
 
     def output(self, inputs: Tensor | Mapping[str, Tensor]) -> Bundle:
-        """Output of the last layer.
+        """The last layer's output.
 
         Args:
-            inputs: tensors or NumPy arrays by name, or the only input, of any number of samples: images `[N, C, H, W]`
-                or event frames `[N, T, C, H, W]`, normalised as in training.
+            inputs: tensors or NumPy arrays by name, or the only input: images `[N, C, H, W]` or event frames
+                `[N, T, C, H, W]`, normalised as in training. N may be 0.
         Raises:
-            ValueError: unknown inputs, another shape, integers for floating-point values, or values that are not
-                finite.
+            ValueError: unknown inputs, another shape, integers for floating-point values, or infinite values or NaN.
         """
         specs = self.description.task.inputs
         named = inputs if isinstance(inputs, Mapping) else {next(iter(specs)): inputs}
@@ -119,12 +118,13 @@ class TrainedModel(nn.Module):
             has_samples = is_followed or min(map(len, values.values())) > 0
             if has_samples:
                 return self.chunk(values)
+            # No samples: one of zeros gives the output's shape.
             one = {name: x.new_zeros(1, *x.shape[1:]) for name, x in values.items()}
             output: Bundle = self.chunk(one)
             return map_entries(lambda y: y[:, :0], output)
 
     def _check(self, inputs: Mapping[str, Any]) -> None:
-        """Raises ValueError for arrays that are no inputs of the model."""
+        """Raises ValueError for arrays that do not fit the model's inputs."""
         samples: int | None = None
         for name, spec in self.description.task.inputs.items():
             x = inputs[name]
@@ -136,7 +136,7 @@ class TrainedModel(nn.Module):
             samples = None if is_empty else len(x)
 
     def steps(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
-        """Logits of each time step, `[T, N, classes]`."""
+        """Logits at each time step, `[T, N, classes]`."""
         return logits_of(self.output(inputs))
 
     def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
@@ -144,17 +144,18 @@ class TrainedModel(nn.Module):
         return self.description.task.answers_of(self.output(inputs))
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and buffers by global name; a tied tensor has the name of its owner."""
+        """Weights and buffers by global name; a tied tensor has its owner's name."""
         return {entry.name: entry.tensor.detach() for entry in self.chunk.sharded_tensors()}
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Writes weights, description and a model card into a folder, as hubs of models expect them."""
+        """Writes weights, description and a model card into a folder, as model hubs expect them."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         weights = {name: value.cpu().contiguous().clone() for name, value in self.state().items()}
         save_file(weights, path / WEIGHTS, {"format": "pt"})
         about = replace(self.about, crc32=file_checksum(path / WEIGHTS))
         write_whole(path / CARD, self._card())
+        # After the weights, whose checksum it holds.
         write_whole(path / CONFIG, json.dumps(vars(about), indent=2, allow_nan=False) + "\n")
 
     @classmethod
@@ -162,7 +163,7 @@ class TrainedModel(nn.Module):
         """Reads a folder written by `save_pretrained`, without running anything in it.
 
         Args:
-            model: class of the model, if `megasnn.MODELS` lacks it.
+            model: the model's class, if `megasnn.MODELS` lacks it.
         Raises:
             DamagedError: a file is missing, cut or altered.
             CheckpointError: see the class.
@@ -190,7 +191,6 @@ def _remade(
     device: torch.device,
     dtype: torch.dtype,
 ) -> TrainedModel:
-    """Makes a model again from `TrainedModel.__reduce__`."""
     # The types that a model is built in.
     built_in = torch.float64 if dtype == torch.float64 else torch.float32
     wide = {}
@@ -205,15 +205,15 @@ def load_model(
     step: int | None = None,
     ema: bool = True,
 ) -> TrainedModel:
-    """Loads the model of a checkpoint for inference, whatever its layout.
+    """Loads a checkpoint's model for inference, whatever its layout.
 
     Args:
         checkpoint: one checkpoint, or a run's folder for the latest one.
-        model: class of the model, if `megasnn.MODELS` lacks it.
-        step: iteration of the checkpoint.
-        ema: True for the averaged weights, if there are any.
+        model: the model's class, if `megasnn.MODELS` lacks it.
+        step: the checkpoint's iteration.
+        ema: True for averaged weights, if there are any.
     Raises:
-        CheckpointError: there is no such checkpoint, or it holds no configuration or another model.
+        CheckpointError: no such checkpoint, or it holds no configuration or another model.
         DamagedError: the checkpoint is damaged.
     """
     path = resolve(Path(checkpoint), step)[0]
@@ -257,7 +257,7 @@ def _training(metadata: Metadata, averaged: bool) -> dict[str, Any]:
 
 
 def _of_numpy(name: str, array: np.ndarray) -> Tensor:
-    """A tensor from an array of any memory and byte order. Raises ValueError for an array without numbers."""
+    """A tensor from an array with any memory and byte order. Raises ValueError unless it holds numbers."""
     if array.dtype.kind not in "biuf":
         raise ValueError(f"{name} is an array of {array.dtype}, and must be one of numbers")
     return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))

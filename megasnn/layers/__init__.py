@@ -1,4 +1,4 @@
-"""Natively sharded layers. Activations are `[T, N, C_local, *space]`, cut by channel over the tensor-parallel group."""
+"""Sharded layers. Activations `[T, N, C_local, *space]` are cut by channel over ranks."""
 
 from megasnn.layers.attention import SpikeDrivenAttention as SpikeDrivenAttention
 from megasnn.layers.attention import SpikingSelfAttention as SpikingSelfAttention

@@ -36,14 +36,12 @@ EXACT_BFLOAT16 = 256
 
 
 class _HeadAttention(nn.Module):
-    """Base of attention with heads: a rank computes `num_heads / size` of them.
-
-    A fused `ConvNormNeuron` computes q, k and perhaps v, a block for each; another one, `projection`, joins the heads.
+    """A rank computes `num_heads / size` heads.
 
     Args:
-        dim: C, the global number of channels.
-        v_threshold: threshold of the neuron on the attention; 0.5 in Spikformer.
-        initialise: fills the global weights; torch's default otherwise.
+        dim: C, global.
+        v_threshold: after the attention; 0.5 in Spikformer.
+        initialise: fills the global weights; default: torch's.
     """
 
     fused: str
@@ -64,6 +62,7 @@ class _HeadAttention(nn.Module):
         _require_spikes(self, context.neuron)
         conv_norm_neuron = partial(ConvNormNeuron, context=context, dims=1, initialise=initialise)
         blocks = len(self.fused)
+        # One block each for q, k and perhaps v: each is sharded by head.
         self.add_module(self.fused, conv_norm_neuron(dim, blocks * dim, blocks=blocks))
         self.projection = conv_norm_neuron(dim, dim)
         self.neuron = make_neuron(replace(context.neuron, v_threshold=v_threshold), context)
@@ -73,10 +72,9 @@ class _HeadAttention(nn.Module):
 
 
 class SpikingSelfAttention(_HeadAttention):
-    """Spiking self-attention: `[T, N, C_local, H, W]` spikes or counts -> `[T, N, C_local, H, W]` spikes.
+    """Spiking self-attention: `[T, N, C_local, H, W]` spikes or counts -> spikes.
 
-    No softmax: out = (v k^T) q * 0.125 for each head, over the tokens. All sums are integers, so the product is exact
-    in float32 in any order. Computing k^T v first costs L d^2 in place of L^2 d.
+    No softmax: out = (v k^T) q * 0.125 for each head, over the L tokens.
     """
 
     fused = "qkv"
@@ -93,6 +91,8 @@ class SpikingSelfAttention(_HeadAttention):
             tokens = self._tokens
         # The product of two sizes: numel() would fix the batch size in an export.
         frames = qkv.shape[0] * qkv.shape[1]
+        # All sums are integers, so the product is exact in float32 in any order.
+        # k^T v comes first: L d^2 operations in place of L^2 d.
         options = AttendOptions(self.local_heads, frames, tokens, group)
         if self._traceable:
             out = attend(to_matrix(qkv), options)
@@ -104,7 +104,7 @@ class SpikingSelfAttention(_HeadAttention):
 class TokenAttention(_HeadAttention):
     """Attention from q and k alone (QKFormer, arXiv 2403.16552, equations 6 to 8).
 
-    `[T, N, C_local, H, W]` spikes or counts -> spikes. For each head and token a neuron on the sum of q gates k.
+    `[T, N, C_local, H, W]` spikes or counts -> spikes. In each head and token, a neuron on the sum over q gates k.
     """
 
     fused = "qk"
@@ -121,11 +121,11 @@ class TokenAttention(_HeadAttention):
 class SpikeDrivenAttention(nn.Module):
     """Attention without matrix products (Spike-driven Transformer, arXiv 2307.01694, equations 9 to 11).
 
-    `[T, N, C_local, H, W]` potentials -> the same. For each channel a neuron on the number of tokens with spikes in
-    both k and v gates q. Channels are independent, so heads make no difference.
+    `[T, N, C_local, H, W]` potentials -> the same. For each channel, a neuron on the number of tokens with spikes in
+    both k and v gates q. Heads make no difference.
 
     Args:
-        dim: C, the global number of channels.
+        dim: C, global.
     """
 
     def __init__(self, dim: int, context: BuildContext | None = None) -> None:
@@ -150,7 +150,7 @@ class SpikeDrivenAttention(nn.Module):
 
 
 def own_heads(dim: int, num_heads: int, ranks: int) -> int:
-    """Number of heads of each tensor-parallel rank. Raises ValueError if it is not an integer."""
+    """Heads per rank. Raises ValueError if that is no integer."""
     if dim % num_heads:
         raise ValueError(f"{dim} channels do not divide by --num-heads {num_heads}")
     if num_heads % ranks:
@@ -159,7 +159,6 @@ def own_heads(dim: int, num_heads: int, ranks: int) -> int:
 
 
 def _require_spikes(attention: nn.Module, neuron: NeuronSpec) -> None:
-    """Raises ValueError for neurons with counts as output."""
     if neuron.largest > 1:
         raise ValueError(
             f"--neuron {neuron.kind} fires up to {neuron.largest} in a step, and {type(attention).__name__} takes "
@@ -168,19 +167,19 @@ def _require_spikes(attention: nn.Module, neuron: NeuronSpec) -> None:
 
 
 def sums_type(dtype: torch.dtype) -> torch.dtype:
-    """The type for sums of spikes, which bfloat16 cannot represent exactly."""
+    """The type for sums of spikes: bfloat16 is exact only up to 256."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 @dataclass(frozen=True)
 class AttendOptions:
-    """Sizes of the attention product.
+    """Sizes in the attention product.
 
     Attributes:
-        heads: number of this rank's heads.
-        frames: number of time steps times number of samples.
-        tokens: number of terms in the sums of k^T v.
-        group: ranks that divide the tokens, and sum k^T v and its gradient; None without.
+        heads: on this rank.
+        frames: time steps times samples.
+        tokens: terms in the sums of k^T v.
+        group: ranks that divide the tokens, and sum k^T v; None without.
     """
 
     heads: int
@@ -189,7 +188,7 @@ class AttendOptions:
     group: Group | None = None
 
     def split(self, packed: Tensor, rows: torch.Size, dtype: torch.dtype) -> Tensor:
-        """q, k and v, `[3, frames, heads, L, d]`, from the bits of rows `[frames * L, 3 * heads * d]`."""
+        """q, k and v, `[3, frames, heads, L, d]`, from packed rows `[frames * L, 3 * heads * d]`."""
         pattern = "(f l part h d) -> (part f h l d)"
         sizes = {"f": self.frames, "part": 3, "h": self.heads}
         tokens = rows[0] // self.frames
@@ -206,7 +205,7 @@ class AttendOptions:
 
 
 def attend(rows: Tensor, options: AttendOptions) -> Tensor:
-    """`Attend` in functions of torch alone, for one rank."""
+    """`Attend` in torch functions alone, for one rank."""
     q, k, v = rearrange(rows, "(f l) (part h d) -> part f h l d", f=options.frames, part=3, h=options.heads)
     return rearrange(q @ (k.transpose(-2, -1) @ v * SCALE), "f h l d -> (f l) (h d)")
 
@@ -214,7 +213,7 @@ def attend(rows: Tensor, options: AttendOptions) -> Tensor:
 class Attend(torch.autograd.Function):
     """Attention product: spikes of q, k, v `[frames * L, 3 * heads * d]` -> `[frames * L, heads * d]`.
 
-    Stores one bit a spike for backward. `bits`: the packed rows, if known.
+    `bits`: the packed rows, if known.
     """
 
     @staticmethod
@@ -232,7 +231,9 @@ class Attend(torch.autograd.Function):
             sums = sum_counts(k.transpose(-2, -1) @ v, options.tokens, options.group)
             kv = sums * SCALE
             if options.tokens <= LARGEST_COUNT:
+                # A byte an entry, for backward: a count of tokens fits.
                 sums = sums.to(torch.uint8)
+        # One bit a spike is stored for backward.
         ctx.save_for_backward(packed, sums)
         return rearrange(product(q, kv, rows.dtype), "f h l d -> (f l) (h d)").to(rows.dtype)
 
@@ -254,7 +255,7 @@ class Attend(torch.autograd.Function):
         finish = None
         if options.group is not None:
             finish = start_all_reduce_sum(of_kv, options.group)
-        # The gradients of q and v take the memory of q and v, which are not needed any more.
+        # The gradients of q and v take the memory of q and v. That of q needs no sum over ranks, and is computed during it.
         torch.matmul(grad, kv.transpose(-2, -1), out=q)
         if finish is not None:
             finish()
@@ -265,23 +266,23 @@ class Attend(torch.autograd.Function):
 
 
 def exact_type(values: Tensor, tokens: int) -> torch.dtype:
-    """The fastest type that represents k^T v, sums over the tokens, exactly.
-
-    Tensor cores add products of bfloat16 in float32. On a CPU float32 is as fast.
-    """
+    """The fastest type that represents k^T v exactly."""
+    # Tensor cores add products of bfloat16 in float32. On a CPU float32 is as fast.
     on_tensor_cores = on_gpu(values) and values.dtype in (torch.float32, torch.bfloat16) and tokens <= EXACT_BFLOAT16
     return torch.bfloat16 if on_tensor_cores else sums_type(values.dtype)
 
 
 def scaled_product(a: Tensor, b: Tensor) -> Tensor:
-    """SCALE a b of matrices `[F, h, ...]`. A power of two scales without rounding."""
+    """SCALE a b for matrices `[F, h, ...]`."""
     ignored = a.new_empty(1, 1, 1)
+    # Scaled inside the product, without rounding: SCALE is a power of two.
     scaled = torch.baddbmm(ignored, a.flatten(0, 1), b.flatten(0, 1), beta=0, alpha=SCALE)
     return scaled.unflatten(0, a.shape[:2])
 
 
 def product(q: Tensor, kv: Tensor, dtype: torch.dtype) -> Tensor:
-    """q kv. Its sums may exceed bfloat16's integers, so bfloat16 inputs give a result in `dtype`, rounded once."""
+    """q kv. bfloat16 inputs give a result in `dtype`, rounded once."""
     if q.dtype == dtype or q.dtype != torch.bfloat16:
         return q @ kv
+    # Sums may exceed bfloat16's integers.
     return torch.bmm(q.flatten(0, 1), kv.flatten(0, 1), out_dtype=dtype).unflatten(0, q.shape[:2])

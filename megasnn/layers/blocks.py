@@ -1,4 +1,4 @@
-"""Building blocks of models: convolution, norm, pooling and neuron in one module, and residual blocks."""
+"""Building blocks: convolution, norm, pooling and neuron in one module, and residual blocks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,17 @@ from megasnn.layers.row_context import MaxPool
 
 
 class ConvNormNeuron(nn.Module):
-    """(average pool) -> conv -> batch norm -> (max pool 3, stride 2, padding 1) -> neuron, on `[T, N, C_local, H, W]`.
+    """(average pool) -> conv -> batch norm -> (max pool 3, stride 2, padding 1) -> neuron.
 
-    An input of a single time step `[1, N, C, H, W]` is repeated at every step. Convolution, norm and pooling compute it
-    once, with the values and statistics of T equal frames.
-
-    Batch statistics cancel the bias of the convolution. It is then added to the recorded mean only, and its gradient is
-    exactly zero.
+    On `[T, N, C_local, H, W]`.
+    A single time step `[1, N, C, H, W]` is repeated: convolution, norm and pooling run once, as for T equal frames.
 
     Args:
-        in_channels, out_channels: global numbers.
+        in_channels, out_channels: global.
         padding: None keeps height and width at stride 1.
-        neuron: a description or a neuron layer (SpikingNeuron); None for the neuron of the context.
-        norm: a norm of `out_channels` channels; None for batch norm.
-        average_pool: `pool` of ParallelConv.
+        neuron: a description or a layer; None for the context's neuron.
+        norm: for `out_channels` channels; None for batch norm.
+        average_pool: `pool` in ParallelConv.
         blocks, conv_options: as in ParallelConv.
     """
 
@@ -88,6 +85,7 @@ class ConvNormNeuron(nn.Module):
                 y = self.max_pool(y)
             return neuron(y)
         fixed = norm.fixed_statistics
+        # Batch statistics cancel the convolution's bias: it enters the recorded mean only, and its gradient is zero.
         cancelled_bias = self.conv.bias if fixed is None else None
         y = self.conv(x, add_bias=cancelled_bias is None)
         above, y = self.conv.split_row_above(y)
@@ -123,7 +121,7 @@ class ConvNormNeuron(nn.Module):
 
 
 class NeuronConvNorm(nn.Module):
-    """neuron -> conv -> batch norm: potentials `[T, N, C_in/size, H, W]` -> potentials `[T, N, C_out/size, H, W]`."""
+    """neuron -> conv -> norm on potentials: `[T, N, C_in/size, H, W]` -> `[T, N, C_out/size, H, W]`."""
 
     def __init__(
         self,
@@ -147,7 +145,7 @@ class NeuronConvNorm(nn.Module):
 
 
 class ResidualMLP(nn.Module):
-    """x + fc2(fc1(x)), separately for each token: second half of a Spikformer or QKFormer block."""
+    """x + fc2(fc1(x)) for each token: second half of a Spikformer or QKFormer block."""
 
     def __init__(self, dim: int, hidden: int, **conv_options: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Build context: ranks, numerics and shared objects for a model's layers, entered while the model is built."""
+"""Build context: ranks, numerics and shared objects for a model's layers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Numerics:
 
     Attributes:
         dtype: for parameters, buffers, optimizer state and gradients.
-        compute_dtype: for activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
+        compute_dtype: for activations and products; bfloat16 with `--precision bf16`, otherwise `dtype`.
         neuron_backend: a name in megasnn.kernels.BACKENDS, or "auto".
-        sparse_products: allow sums over spikes in place of matrix products, if few neurons fire.
-        traceable: use torch functions only, for torch.export. One rank, without gradients.
+        sparse_products: allow sums over spikes in place of products, if few neurons fire.
+        traceable: torch functions only, for torch.export. One rank, without gradients.
     """
 
     dtype: torch.dtype = torch.float32
@@ -39,7 +39,6 @@ class Numerics:
 
     @classmethod
     def of_run(cls, config: PretrainConfig, device: torch.device) -> Numerics:
-        """Numerics of a training run on a device."""
         types = PRECISIONS[config.training.precision]
         products = getattr(torch, types.products)
         return cls(
@@ -52,19 +51,16 @@ class Numerics:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Ranks, numerics and shared objects for the layers of one model.
+    """Ranks, numerics and shared objects for one model's layers.
 
     Attributes:
-        state: ranks and process groups; one rank by default.
-        numerics: number types and kernels.
-        cut: how the context-parallel ranks divide a micro-batch, by samples or by rows of pixels.
+        state: one rank by default.
+        cut: context-parallel ranks divide a micro-batch by samples or by pixel rows.
         neuron: default neuron.
-        time_steps: T. Neurons repeat an input with a single time step T times.
-        stateful: keep membrane potentials between calls, until a reset (truncated backpropagation through time).
+        time_steps: T. Neurons repeat a single time step T times.
+        stateful: keep potentials between calls, until a reset (truncated backpropagation through time).
         seed: key for random numbers (dropout).
-        weight_gradients: queue of weight gradients.
-        cast_weights: cache of weights in `compute_dtype`.
-        is_whole: every tensor-parallel rank holds and computes the whole layer.
+        is_whole: every tensor-parallel rank computes the whole layer.
     """
 
     state: ParallelState = field(default_factory=ParallelState.without_process_groups)
@@ -89,7 +85,6 @@ class BuildContext:
 
     @property
     def sample_group(self) -> Group:
-        """Ranks that divide a micro-batch by samples."""
         return self.state.cp if self.cut == "samples" else Group("cp")
 
     @property
@@ -99,15 +94,13 @@ class BuildContext:
 
     @property
     def counts_logits(self) -> bool:
-        """Whether this rank's logits enter the loss. Ranks with equal logits: the first only."""
+        # Ranks that divide rows have equal logits, which count once.
         return self.cut == "samples" or self.state.cp.rank == 0
 
     def largest_share(self, samples: int) -> int:
-        """Largest number of samples a rank receives from a micro-batch."""
         return -(-samples // self.sample_group.size)
 
     def replicated(self) -> BuildContext:
-        """Context for a whole layer on every tensor-parallel rank."""
         return self if self.tp.size == 1 else replace(self, is_whole=True)
 
     def shard(
@@ -122,9 +115,9 @@ class BuildContext:
         """Describes a parameter or buffer.
 
         Args:
-            dim: dimension divided by tensor parallelism; None for the whole tensor on each rank.
+            dim: dimension that tensor parallelism divides; None for none.
             blocks: see `megasnn.parallel.sharding.Cut`.
-            partial_gradient: each tensor-parallel rank computes the gradient from its own channels only.
+            partial_gradient: a tensor-parallel rank's gradient is from its own channels only.
         """
         cuts: tuple[tuple[Axis, Cut], ...] = ()
         if dim is not None and not self.is_whole:
@@ -138,7 +131,7 @@ _entered: ContextVar[BuildContext] = ContextVar("BuildContext")
 
 @contextmanager
 def building(context: BuildContext) -> Iterator[None]:
-    """Makes a context the default for layers constructed inside the block."""
+    """Makes a context the default inside."""
     token = _entered.set(context)
     try:
         yield
@@ -147,10 +140,9 @@ def building(context: BuildContext) -> Iterator[None]:
 
 
 def is_building() -> bool:
-    """True inside a `building` block."""
     return _entered.get(None) is not None
 
 
 def context_for(context: BuildContext | None) -> BuildContext:
-    """Context of a layer's constructor: the argument, else that of the `building` block, else one rank."""
+    """The argument, else the `building` block's context, else one rank."""
     return context or _entered.get(None) or BuildContext()

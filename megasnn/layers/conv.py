@@ -1,14 +1,9 @@
 """Convolution with sharded channels, on frames `[T, N, C, H, W]` or signals `[T, N, C, L]`.
 
-Activations between layers are sharded by channel. Two styles divide a convolution among the ranks:
-
-- **column**: gathers the input, one bit a spike, and computes this rank's output channels. Backward sums the input
-  gradient and keeps this rank's channels.
-- **row**: multiplies this rank's input channels by the matching slice of the weight, sums the outputs over the ranks
-  and keeps this rank's channels. Forward and backward both move the dense output.
-
-Megatron-LM pairs column and row layers because its activations are dense. A gather of spikes is nearly free, so column
-is cheaper unless the input is more than twice as wide as the output (`cheaper_style`).
+- **column**: gathers the input, one bit a spike, and computes own output channels. Backward sums the input gradient
+  and keeps own channels.
+- **row**: multiplies own input channels by the weight's matching slice, sums outputs and keeps own channels. Forward
+  and backward both move the dense output.
 """
 
 from __future__ import annotations
@@ -42,31 +37,30 @@ _Size = int | Sequence[int]
 
 
 def cheaper_style(in_channels: int, out_channels: int) -> Style:
-    """The style with fewer bytes: column sends the input gradient once, row sends the output forward and backward."""
+    """The style that sends fewer bytes."""
+    # Megatron-LM pairs the styles, because its activations are dense. A gather of spikes is nearly free.
+    # Column sends the input gradient once; row sends the output forward and backward.
     return "row" if in_channels > 2 * out_channels else "column"
 
 
 class ParallelConv(WeightedLayer):
     """Convolution: `[T, N, C_in/size, H, W]` -> `[T, N, C_out/size, H', W']`.
 
+    The dry run finds the input's content, packing (`megasnn.layers.shape_inference`) and sharding.
+
     Args:
         kernel_size, stride, padding, dilation: as in torch, with zero padding.
         dims: 2 for frames; 1 for signals, with a weight `[out, in, k]`. With kernel_size 1, dims=1 also accepts frames.
         style: "column" or "row" (see above); None for the cheaper one.
-        blocks: number of equal parts of the output, each sharded separately (3 for fused q, k, v).
-        groups: as in torch. With several groups each rank has whole ones, without communication.
-        pool: side of the average-pooling windows on the input. The unpooled input is sent and stored, because spikes
-            pack into bits; the input gradient is sent pooled.
-        pooled_behind: a `MaxPool` follows. If ranks divide rows, all use dense products: equal windows on both sides of
-            a border must have equal bits.
-        row_above: compute all rows for the rank's max-pooled rows (`rows_to_pool`), for `split_row_above`.
-        initialise, initialise_bias: fill the global weight and bias; torch's defaults otherwise.
-
-    The dry run determines the input's content and packing (`megasnn.layers.shape_inference`), and whether the input is
-    sharded. Forward raises ValueError for values that do not fit the packing.
-
+        blocks: equal output parts, each sharded separately (3 for fused q, k, v).
+        groups: as in torch. With several, each rank has whole ones, without communication.
+        pool: side of average-pooling windows on the input.
+        pooled_behind: a `MaxPool` follows.
+        row_above: compute all rows for own max-pooled rows, for `split_row_above`.
+        initialise, initialise_bias: fill the global tensors; default: torch's.
     Raises:
-        ValueError: channels or groups not divisible by the number of ranks; an unknown style.
+        ValueError: channels or groups that ranks do not divide; an unknown style; in forward, values
+            that do not fit the packing.
     """
 
     multiplies_by_weight = True  # its only use of the weight: see megasnn.parallel.fsdp
@@ -118,6 +112,7 @@ class ParallelConv(WeightedLayer):
         bias_shard = None
         if bias:
             bias_shard = context.shard((out_channels,), 0, blocks, initialise=initialise_bias or default)
+        # The unpooled input is sent and stored, because spikes pack into bits; the input gradient is sent pooled.
         options = ProductOptions(group, communication, Products(geometry=geometry), pool=pool)
         super().__init__(context, weight_shard, bias_shard, options)
         self.in_channels = in_channels
@@ -131,11 +126,11 @@ class ParallelConv(WeightedLayer):
         self._row_above = row_above
         self._move: RowMove | None = None
         if pooled_behind and self._rows is not None:
+            # Equal windows on both sides of a border between ranks must have equal bits.
             # Sums over spikes add in another order than dense products, and each rank chooses by its own measurements.
             self._sparse = False
 
     def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
-        """Convolves, and adds the bias if `add_bias`."""
         is_signal = x.ndim == 4
         if is_signal:
             x = x.unsqueeze(-1)  # an image of width 1
@@ -158,7 +153,6 @@ class ParallelConv(WeightedLayer):
         return y + self.bias.to(y.dtype).view(-1, 1, 1)
 
     def _dry_run(self, x: Tensor, is_signal: bool) -> Tensor:
-        """Records the input's content and returns an output without values. Raises ValueError for a wrong input."""
         if is_signal:
             fits = self.dims == 1
         else:
@@ -182,7 +176,6 @@ class ParallelConv(WeightedLayer):
         return x.new_empty((*x.shape[:2], channels, *space), dtype=self.compute_dtype)
 
     def _learn_rows(self, rows: Group, height: int, output_height: int) -> None:
-        """Plans the exchange of rows. Padding rows are part of it, so the product itself pads no rows."""
         note_height(self, height)
         geometry = self._geometry
         pool = self.options.pool
@@ -193,6 +186,7 @@ class ParallelConv(WeightedLayer):
         self._move = None
         if needed != local_rows:
             self._move = RowMove(local_rows, needed, height - height % pool, pool)
+            # The exchange brings padding rows along, so the product pads columns only.
             geometry = replace(geometry, padding=(0, geometry.padding[1]))
         self.options = replace(self.options, products=replace(self.options.products, geometry=geometry))
 
@@ -201,7 +195,7 @@ class ParallelConv(WeightedLayer):
         return images[:, :, 1:] if has_row_above else images
 
     def split_row_above(self, y: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Splits an output with `row_above` into the row above this rank's rows (None on the first rank) and these."""
+        """With `row_above`: the row above this rank's (None on the first rank), and own rows."""
         if not self._row_above or self._rows is None or self._rows.rank == 0 or y.is_meta:
             return None, y
         above, own = y.split((1, y.shape[3] - 1), dim=3)
@@ -209,7 +203,6 @@ class ParallelConv(WeightedLayer):
 
 
 def _check_channels(in_channels: int, out_channels: int, groups: int, size: int) -> None:
-    """Raises ValueError for channels or groups that tensor-parallel ranks cannot divide."""
     fits = min(in_channels, out_channels, groups) > 0 and in_channels % groups == out_channels % groups == 0
     if not fits or (groups > 1 and groups % size):
         raise ValueError(
@@ -221,14 +214,12 @@ def _check_channels(in_channels: int, out_channels: int, groups: int, size: int)
 
 
 def along_each(name: str, size: _Size, dims: int) -> tuple[int, int]:
-    """A size along height and width, from an integer or one for each dimension. A signal is an image of width 1.
-
-    Raises ValueError for a wrong number of sizes.
-    """
+    """Height and width from one size or one per dimension. Raises ValueError for another number."""
     each = (size,) * dims if isinstance(size, int) else tuple(size)
     if dims not in (1, 2) or len(each) != dims:
         raise ValueError(f"{name} {size!r} does not fit dims={dims}: 1 for signals, 2 for frames")
     if dims == 2:
         return each[0], each[1]
+    # A signal is an image of width 1.
     width = 0 if name == "padding" else 1
     return each[0], width

@@ -1,4 +1,4 @@
-"""Dropout and stochastic depth with random numbers keyed by sample, which are the same on every layout."""
+"""Dropout and stochastic depth with random numbers keyed by sample: the same on every layout."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def drawing_for(positions: Positions, frames: tuple[int, ...] = ()) -> Iterator[
     """Sets the samples that layers draw random numbers for.
 
     Args:
-        positions: of a micro-batch's N samples in the whole training, from 0; the key of their random numbers. None in
-            evaluation. An int64 tensor `[N]` takes precedence over the positions of inner blocks: CUDA graphs read its
-            memory, which is rewritten before each replay.
-        frames: number of time steps and of samples.
+        positions: each sample's position in the whole training, from 0, keys its random numbers; None in evaluation. An
+            int64 tensor `[N]` takes precedence over inner blocks' positions.
+        frames: numbers of time steps and samples.
     """
     outer, _ = _drawing.get()
+    # CUDA graphs read this tensor's memory, which is rewritten before each replay.
     if isinstance(outer, Tensor):
         positions = outer
     token = _drawing.set((positions, frames))
@@ -44,17 +44,13 @@ def drawing_for(positions: Positions, frames: tuple[int, ...] = ()) -> Iterator[
 
 
 def drawn_frames() -> tuple[int, ...]:
-    """Number of time steps and of samples that layers draw for."""
     return _drawing.get()[1]
 
 
 class _Drop(nn.Module):
-    """In training, multiplies by 0 with probability p, and by 1 / (1 - p) otherwise.
+    """In training, multiplies by 0 with probability p, else by 1 / (1 - p).
 
-    Args:
-        name: global name of the layer, part of the key.
-    Raises:
-        ValueError: p outside [0, 1); in training, no positions, or another number of them than samples.
+    Raises ValueError for p outside [0, 1); in training, for no positions, or another number than samples.
     """
 
     purpose: ClassVar[str]
@@ -87,19 +83,18 @@ class _Drop(nn.Module):
         return (x * self.kept(x, keys)).mul_(1 / (1 - self.p))
 
     def kept(self, x: Tensor, keys: Tensor) -> Tensor:
-        """Boolean mask of the values to keep, broadcastable to `x`. `keys`: `[2, N]`, one for each sample."""
+        """Boolean mask, True to keep, broadcastable to `x`. `keys`: `[2, N]`, one a sample."""
         raise NotImplementedError
 
 
 class ParallelDropout(_Drop):
     """Dropout of `[T, N, C_local, *space]` (nn.Dropout).
 
-    The mask depends on the seed, the layer's name, the sample's position in the training, and the value's index among
-    all time steps, pixels and channels of the sample; not on micro-batches, ranks or restarts. Time steps are
-    independent. With --bptt-steps each call continues after the time steps of the last one.
+    The mask depends on the seed, the layer's name, the sample's position in the training and the value's index in the
+    sample; not on micro-batches, ranks or restarts. With --bptt-steps calls continue in time.
 
     Args:
-        same_at_all_steps: use one mask for all time steps (SpikingJelly's Dropout).
+        same_at_all_steps: one mask for all time steps (SpikingJelly's Dropout).
     """
 
     purpose = "dropout"
@@ -150,11 +145,9 @@ class ParallelDropout(_Drop):
 
 
 class DropPath(_Drop):
-    """Stochastic depth for a residual branch `[T, N, ...]` (arXiv 1603.09382): drops whole samples, at all time steps.
+    """Stochastic depth on a branch `[T, N, ...]` (arXiv 1603.09382): drops samples at all time steps."""
 
-    The output holds no spikes, because 1 / (1 - p) is no integer.
-    """
-
+    # The output holds no spikes, because 1 / (1 - p) is no integer.
     purpose = "drop path"
 
     def __init__(self, p: float, name: str, context: BuildContext | None = None) -> None:

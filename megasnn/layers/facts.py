@@ -1,9 +1,4 @@
-"""Facts about modules, found while a model is built: one object per module, and the only attribute MegaSNN adds to it.
-
-Modules of torch, SpikingJelly and the user have facts too, so they do not stand in a base class. A plain attribute goes
-with `copy.deepcopy`: a copied layer has facts of its own, and its tensors keep their shards. Layers cannot be pickled,
-because shards hold functions for initial values; `TrainedModel` is pickled as its weights.
-"""
+"""Facts about modules, found while a model is built: MegaSNN's only attribute on a module."""
 
 from __future__ import annotations
 
@@ -14,22 +9,25 @@ from torch import nn
 from megasnn.layers.plain.layer_call import LayerCall
 from megasnn.parallel.sharding import Shard
 
+# No base class: torch's and the user's modules have facts too. `copy.deepcopy` copies a plain attribute, so a copied
+# layer's tensors keep their shards. Layers cannot be pickled, because shards hold functions for initial values;
+# `TrainedModel` is pickled as its weights.
 _ATTRIBUTE = "_layer_facts"
 
 
 @dataclass
 class LayerFacts:
-    """Facts about one module, without the modules in it.
+    """Facts about one module, without its parts.
 
     Attributes:
-        shards: shard of each parameter and buffer, by its name in the module.
-        owner_names: global name of the owner of each tied tensor, by its name in the module.
-        call: how a layer that knows nothing of ranks is called; None for MegaSNN's layers.
-        is_stepped: True inside a container of SpikingJelly that calls the module at every time step.
-        calls: number of calls in one forward of the model; 1 until a dry run has counted them.
-        counted: number of calls so far in the present dry run.
-        image_height: height of the images whose rows the module exchanges; the dry run finds it.
-        knows_input: True after the first call in a dry run.
+        shards: by parameter or buffer name.
+        owner_names: a tied tensor's owner, by its global name.
+        call: how to call a layer without knowledge of ranks; None for MegaSNN's.
+        is_stepped: a SpikingJelly container calls the module at every time step.
+        calls: in one forward; 1 until a dry run has counted them.
+        counted: calls so far in the present dry run.
+        image_height: of images whose rows the module exchanges.
+        knows_input: True after a dry run's first call.
     """
 
     shards: dict[str, Shard] = field(default_factory=dict)
@@ -42,19 +40,17 @@ class LayerFacts:
     knows_input: bool = False
 
     def count_call(self) -> None:
-        """Counts a call on the meta device, as in a dry run."""
         self.counted += 1
         self.calls = self.counted
 
     def begin_forward(self) -> None:
-        """Forgets the counts of an earlier dry run. A module that this one does not call has no calls."""
+        """Forgets an earlier dry run's counts."""
         self.calls = 0
         self.counted = 0
         self.image_height = None
 
 
 def facts(module: nn.Module) -> LayerFacts:
-    """The facts of a module, made when they are first asked for."""
     found: LayerFacts | None = vars(module).get(_ATTRIBUTE)
     if found is None:
         found = vars(module)[_ATTRIBUTE] = LayerFacts()
@@ -62,7 +58,7 @@ def facts(module: nn.Module) -> LayerFacts:
 
 
 def refuse_second_call(module: nn.Module, why: str) -> None:
-    """Counts a call in the dry run. Raises ValueError for the second call of a layer that a forward may call once."""
+    """Counts a call in the dry run. Raises ValueError for the second one in a forward."""
     found = facts(module)
     found.count_call()
     if found.counted > 1:

@@ -16,7 +16,6 @@ ModuleInitialiser = Callable[[nn.Module], None]
 
 
 def constant(value: float) -> Initialiser:
-    """Fills with one value."""
     return lambda tensor, generator: tensor.fill_(value)
 
 
@@ -25,7 +24,7 @@ ones = constant(1)
 
 
 def uniform(fan_in: int) -> Initialiser:
-    """Uniform within +-1 / sqrt(fan_in), torch's default for weights and biases of convolutions and linear layers."""
+    """Uniform within +-1 / sqrt(fan_in), torch's default for convolutions and linear layers."""
     bound = 1 / math.sqrt(fan_in)
     return lambda tensor, generator: tensor.uniform_(-bound, bound, generator=generator)
 
@@ -41,12 +40,11 @@ def kaiming_normal(tensor: Tensor, generator: torch.Generator) -> None:
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers of a module and its submodules."""
     return chain(module.parameters(), module.buffers())
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Named parameters and buffers of a module without its submodules."""
+    """Without submodules'."""
     return chain(
         module.named_parameters(recurse=False, remove_duplicate=False),
         module.named_buffers(recurse=False, remove_duplicate=False),

@@ -16,14 +16,14 @@ from megasnn.layers.init import ModuleInitialiser
 
 @dataclass(frozen=True)
 class Layer:
-    """A module of a model with its name and inputs.
+    """A module with its name and inputs.
 
     Attributes:
         name: unique global name, the prefix of its parameters' names.
         module: maps the inputs to a tensor, or a tuple or dict of tensors.
-        layer_group: name of several layers that stay together in explicit layouts ("patch_embed", "blocks.0").
-        initialise: sets initial values of each submodule of a plain module, after its `reset_parameters`.
-        takes: names of the input layers; empty for the layer before.
+        layer_group: layers with this name stay together in explicit layouts ("patch_embed", "blocks.0").
+        initialise: sets a plain module's initial values, after `reset_parameters`.
+        takes: input layers' names; empty for the layer before.
         is_sharded: the module comes from `megasnn.shard`, which copies it.
     """
 
@@ -42,7 +42,7 @@ class LayerSource(ABC):
 
     @abstractmethod
     def give(self) -> nn.Module:
-        """The module of the layer. Raises ValueError for an unsupported one."""
+        """The layer's module. Raises ValueError for an unsupported one."""
 
 
 class FunctionLayer(nn.Module):
@@ -96,16 +96,15 @@ def layer(
     initialise: ModuleInitialiser | None = None,
     takes: Sequence[str] | None = None,
 ) -> Layer:
-    """Makes a layer of a model; see `Layer`.
+    """Makes a layer; see `Layer`.
 
     Args:
         module: a module, `megasnn.shard(...)`, or a function: `layer("add", torch.add, takes=("a", "b"))`. Functions
-            are not supported with --context-parallel-cut rows.
-        layer_group: the layer's name by default.
+            need --context-parallel-cut samples.
+        layer_group: default: the layer's name.
         takes: one name or several.
     Raises:
-        ValueError: an empty `takes`; `initialise` beside `megasnn.shard`, or not a function of one module; a module of
-            another type.
+        ValueError: empty `takes`; `initialise` beside `megasnn.shard`, or no function of one module; another type.
     """
     require_initialiser(name, initialise)
     candidate: Any = module

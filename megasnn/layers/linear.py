@@ -18,17 +18,15 @@ from megasnn.parallel.sharding import Initialiser
 
 
 class ParallelLinear(WeightedLayer):
-    """Linear layer: `[T, N, in/size]` -> `[T, N, out]` with style "row", `[T, N, out/size]` with "column".
+    """Linear layer: `[T, N, in/size]` -> `[T, N, out]` (style "row") or `[T, N, out/size]` ("column").
 
-    Style "row" multiplies this rank's features by the matching columns of the weight and sums over the ranks: the
-    output is whole on every rank, and the bias is added once, after the sum. Style "column" gathers the input and
-    computes this rank's output features. An input that is whole on every rank is not gathered, and style "row" takes
-    this rank's features of it. The dry run determines this.
+    Style "row" multiplies own features by the weight's matching columns and sums over the ranks. Style "column" gathers
+    the input, unless the dry run finds it whole.
 
     Args:
-        initialise, initialise_bias: fill the global weight and bias; torch's defaults otherwise.
+        initialise, initialise_bias: fill the global tensors; default: torch's.
     Raises:
-        ValueError: features not divisible by the number of ranks; an unknown style.
+        ValueError: features that ranks do not divide; an unknown style.
     """
 
     multiplies_by_weight = True  # its only use of the weight: see megasnn.parallel.fsdp
@@ -71,6 +69,7 @@ class ParallelLinear(WeightedLayer):
         if self._traceable:
             return F.linear(x, self.weight, self.bias)
         if self._has_whole_input and self.style == "row":
+            # Style "row" multiplies own features only.
             x = own_channels(x, self.options.group)
         images = x.reshape(1, -1, x.shape[-1], 1, 1)
         if self.observer is not None:
@@ -80,10 +79,10 @@ class ParallelLinear(WeightedLayer):
         if self.options.content is Content.SPIKES and x.is_contiguous():
             bits = bits_of(x)
         y = self.product(images, bits).view(*x.shape[:-1], -1)
+        # Style "row" adds the bias after the sum over ranks, so once.
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _dry_run(self, x: Tensor) -> Tensor:
-        """Records the input's content and returns an output without values. Raises ValueError as `learn_input`."""
         is_whole = self.learn_input(x, -1, self.in_features)
         if is_whole and x.ndim != 3:
             raise ValueError(f"an input that every tensor parallel rank has whole is [T, N, C] here, got {[*x.shape]}")

@@ -1,4 +1,4 @@
-"""Spiking neurons on a rank's channels, with SpikingJelly's semantics, and the base class of custom neurons."""
+"""Spiking neurons on a rank's channels, as in SpikingJelly, and the base class for custom ones."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ State = dict[str, Tensor]
 
 
 class NeuronLayer(nn.Module):
-    """Base of all neuron layers: `[T, N, C_local, *space]` -> spikes.
+    """Base of all neuron layers: `[T, N, C_local, *space]` -> spikes, each channel by itself.
 
-    Channels are independent. An input with a single time step is repeated T times. Every call starts at rest. Stateful
-    neurons continue from the last call's state, detached from the graph, until `forget`.
+    An input with a single time step is repeated T times. Every call starts at rest; stateful neurons continue from the
+    last call's state, detached from the graph, until `forget`.
 
     Attributes:
         time_steps: T.
-        stateful: keep the state for the next call (truncated backpropagation through time).
-        observer: called with the spikes of every forward, if set.
-        largest: largest output, if all outputs are integers from 0; None otherwise.
-        once_because: reason why one forward may not call the layer twice, or None.
+        stateful: truncated backpropagation through time.
+        observer: called with every forward's spikes, if set.
+        largest: largest output, if all are integers from 0; None otherwise.
+        once_because: why one forward may call the layer only once, or None.
     """
 
     largest: int | None = 1
@@ -51,14 +51,14 @@ class NeuronLayer(nn.Module):
             self.once_because = "with --bptt-steps it would continue from the first call: make a neuron for each call"
 
     def steps_of(self, x: Tensor) -> int:
-        """Number of time steps of the output."""
         return self.time_steps if len(x) == 1 else len(x)
 
     def at_every_step(self, x: Tensor) -> Tensor:
-        """The input, repeated if it has a single time step. In the dry run, raises ValueError for a forbidden call."""
+        """The input at all time steps. In the dry run, raises ValueError for a forbidden second call."""
         if x.is_meta and self.once_because is not None:
             refuse_second_call(self, self.once_because)
         steps = self.steps_of(x)
+        # A view: T equal steps take the memory of one.
         return x if len(x) == steps else x.expand(steps, *x.shape[1:])
 
     @abstractmethod
@@ -67,11 +67,9 @@ class NeuronLayer(nn.Module):
 
     @property
     def is_observed(self) -> bool:
-        """Whether there is an observer that is not switched off by its `is_on`."""
         return self.observer is not None and bool(getattr(self.observer, "is_on", True))
 
     def observed(self, spikes: Tensor) -> Tensor:
-        """Calls the observer, and marks the spikes in the dry run."""
         # A recomputed forward gives spikes that were observed before.
         if self.observer is not None and not is_replaying():
             self.observer(spikes.detach())
@@ -81,15 +79,13 @@ class NeuronLayer(nn.Module):
 
 
 class ParallelNeuron(NeuronLayer):
-    """Neurons from a description: LIF, IF, parametric and integer LIF, with the fastest kernels.
-
-    A layer has one learned time constant 1 / sigmoid(w). Its gradient is summed over the tensor-parallel ranks.
+    """LIF, IF, parametric and integer LIF from a description, with the fastest kernels.
 
     Args:
-        spec: description; None for the neuron of the context (flags --neuron, --tau, ...).
+        spec: None for the context's neuron (flags --neuron, --tau, ...).
     Attributes:
-        w: parameter of the learned time constant, or None.
-        v: potential `[N, C_local, *space]` after the last call of stateful neurons, or None.
+        w: the layer's learned time constant is 1 / sigmoid(w); or None.
+        v: potential `[N, C_local, *space]` after a stateful neuron's last call, or None.
     """
 
     kind: str | None = None
@@ -144,7 +140,7 @@ _CLASSES: dict[str, type[ParallelNeuron]] = {each.kind: each for each in (Parall
 
 
 def make_neuron(neuron: NeuronSpec | NeuronLayer | None = None, context: BuildContext | None = None) -> NeuronLayer:
-    """Makes a neuron layer from a description, or of the context's neuron for None. Returns a neuron layer as it is."""
+    """A neuron layer from a description, or None for the context's; a neuron layer as it is."""
     if isinstance(neuron, NeuronLayer):
         return neuron
     spec = neuron or context_for(context).neuron
@@ -153,18 +149,17 @@ def make_neuron(neuron: NeuronSpec | NeuronLayer | None = None, context: BuildCo
 
 
 class SpikingNeuron(NeuronLayer):
-    """Base of custom neurons. A subclass defines one time step on `[N, C_local, *space]`; see docs/models.md.
+    """Base of custom neurons; see docs/models.md. A subclass defines one step on `[N, C_local, *space]`.
 
     It implements `charge` and `reset`, and optionally `start` and `fire`; `per_channel` declares learned parameters. A
     neuron may depend on its own channel only, and on its own row unless the class has `mixes_rows = True`.
 
     Args:
-        channels: the global number.
+        channels: global.
         surrogate, alpha: a name in megasnn.kernels.SURROGATES, and its sharpness; None for its default.
-        largest: largest output value: 1 for spikes, up to 255 for counts, which are sent as bytes; None for negative
-            values (ternary spikes) or fractions.
+        largest: 1 for spikes, up to 255 for counts, sent as bytes; None for negative values (ternary) or fractions.
     Raises:
-        ValueError: an unknown surrogate.
+        ValueError: an unknown surrogate; in forward, spikes with another shape than the input.
     """
 
     def __init__(
@@ -192,7 +187,7 @@ class SpikingNeuron(NeuronLayer):
         declare(self, name, shard, self._context.dtype)
 
     def of(self, name: str, like: Tensor) -> Tensor:
-        """A parameter of `per_channel`, broadcastable to `like`, `[N, C_local, *space]`."""
+        """A `per_channel` parameter, broadcastable to `like`, `[N, C_local, *space]`."""
         return getattr(self, name).view(-1, *[1] * (like.ndim - 2)).to(like.dtype)
 
     def spike(self, x: Tensor) -> Tensor:
@@ -208,7 +203,7 @@ class SpikingNeuron(NeuronLayer):
         """Potential before firing."""
 
     def fire(self, h: Tensor, state: State) -> Tensor:
-        """Spikes for a potential; with a threshold of 1 by default."""
+        """Spikes for a potential; the default threshold is 1."""
         return self.spike(h - 1.0)
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Batch norm sharded by channel. Running statistics are merged once a step over the global batch."""
+"""Batch norm sharded by channel. Running statistics change once a step, from the global batch."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from megasnn.parallel_state import Group
 class ParallelBatchNorm(nn.Module):
     """Batch norm of `[T, N, C_local, *space]` over time, samples and space (nn.BatchNorm's arithmetic).
 
-    Every micro-batch is normalised by its own mean and biased variance. A forward leaves the running statistics
-    unchanged. With `record_statistics` it appends (mean, biased variance, values per channel) to `pending`, and
-    `merge_running_statistics` makes one update from the global batch's records, for each call in a forward.
+    Every micro-batch is normalised by its own mean and biased variance. With `record_statistics` a forward appends
+    (mean, biased variance, values per channel) to `pending`; `merge_running_statistics` makes one update a step from
+    the global batch's records, for each call in a forward.
 
     Args:
-        channels: the global number; each rank holds `channels / size`.
-        momentum: weight of the new statistics; None for the average over all steps.
-        blocks: as in ParallelConv, for a norm after fused q, k, v.
-        initialise, initialise_bias: fill the global weight and bias; ones and zeros by default.
+        channels: global; each rank holds `channels / size`.
+        momentum: weight of new statistics; None averages over all steps.
+        blocks: as in ParallelConv, after fused q, k, v.
+        initialise, initialise_bias: fill the global weight and bias; default ones and zeros.
     Attributes:
-        shared: exchange of statistics between the ranks that share a micro-batch; None without.
-        pending: records of the current step.
+        shared: exchange between ranks that share a micro-batch; None without.
+        pending: this step's records.
     """
 
     weight: Tensor | None
@@ -83,14 +83,13 @@ class ParallelBatchNorm(nn.Module):
 
     @property
     def fixed_statistics(self) -> tuple[Tensor, Tensor] | None:
-        """Running mean and variance, for evaluation; None if the batch's own statistics apply."""
+        """Running mean and variance, for evaluation; None for the batch's own."""
         if self.training or self.running_mean is None or self.running_var is None:
             return None
         return self.running_mean, self.running_var
 
     @property
     def calls(self) -> int:
-        """Number of calls in a forward of the model."""
         return facts(self).calls
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,14 +120,10 @@ class ParallelBatchNorm(nn.Module):
         return y.unflatten(0, x.shape[:2])
 
     def record_statistics(self, is_on: bool = True) -> None:
-        """Lets forwards append their statistics to `pending`, or stops that."""
         self._is_recording = is_on
 
     def record(self, mean: Tensor, variance: Tensor, count: int | Tensor) -> None:
-        """Records the statistics `[C_local]` of one call, over `count` values a channel.
-
-        The dry run counts the call. A recomputed forward, or one without `record_statistics`, records nothing.
-        """
+        """Records one call's statistics `[C_local]`, over `count` values a channel. A dry run counts it."""
         if mean.is_meta:
             facts(self).count_call()
         # A recomputed forward has recorded its statistics before.
@@ -139,12 +134,12 @@ class ParallelBatchNorm(nn.Module):
 def shared_batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Batch norm with the statistics of all ranks of a group.
+    """Batch norm with a group's joint statistics.
 
     Args:
         x: this rank's values `[N, C, ...]`. N may be 0.
     Returns:
-        The normalised values; mean and biased variance `[C]`; number of values a channel.
+        The normalised values; mean and biased variance `[C]`; values per channel.
     """
     values = x.float() if x.dtype in REDUCED else x
     over = [dim for dim in range(x.ndim) if dim != 1]

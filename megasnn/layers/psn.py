@@ -1,4 +1,4 @@
-"""Parallel spiking neurons (PSN, arXiv 2304.12760): a learned product over the time steps in place of a recurrence."""
+"""Parallel spiking neurons (PSN, arXiv 2304.12760): a learned product over time, no recurrence."""
 
 from __future__ import annotations
 
@@ -20,14 +20,10 @@ from megasnn.parallel.sharding import Initialiser
 
 
 class _ParallelInTime(NeuronLayer):
-    """Base of the parallel spiking neurons: a spike for W x + b >= 0 with W `[T, T]`, no potential and no reset.
-
-    Every rank holds the whole weights; their gradient is summed over the tensor-parallel ranks. Backward stores the
-    input.
+    """Spikes for W x + b >= 0 with W `[T, T]`, without potential and reset.
 
     Args:
         spec: surrogate, and `v_threshold`, the initial -b; None for SpikingJelly's defaults.
-        weight: shape and initial values of the weights.
     Raises:
         ValueError: stateful neurons (--bptt-steps); in forward, weights for another T.
     """
@@ -48,6 +44,7 @@ class _ParallelInTime(NeuronLayer):
             raise ValueError(f"--bptt-steps with a {self.kind} neuron, which takes all time steps; leave it out")
         self.spec = spec = spec or NeuronSpec(self.kind, surrogate="atan")
         shape, initialise = weight
+        # Every rank holds the whole weights, and sees own channels: gradients are summed over the ranks.
         weight_shard = context.shard(shape, partial_gradient=True, initialise=initialise)
         threshold = constant(-spec.v_threshold)
         bias_shard = context.shard(bias_shape, partial_gradient=True, initialise=threshold)
@@ -57,7 +54,7 @@ class _ParallelInTime(NeuronLayer):
     @staticmethod
     @abstractmethod
     def matrix(weight: Tensor, steps: int) -> Tensor:
-        """W for a number of time steps."""
+        """W `[steps, steps]`."""
 
     def forward(self, x: Tensor) -> Tensor:
         inputs = self.at_every_step(x)
@@ -67,16 +64,17 @@ class _ParallelInTime(NeuronLayer):
             return self.observed(torch.empty_like(inputs))
         fire = surrogate_function(self.spec.surrogate, self.spec.surrogate_alpha)
         compute = partial(_fire_at_once, matrix=self.matrix, fire=fire)
+        # Backward stores the input only.
         (spikes,) = recompute_in_backward(compute, inputs, self.weight, self.bias)
         bits = pack_bits(spikes) if wants_bits(spikes) else None
         return self.observed(remember_bits(spikes, bits))
 
     def forget(self) -> None:
-        """Does nothing: there is no state."""
+        """There is no state."""
 
 
 class ParallelPSN(_ParallelInTime):
-    """Parallel spiking neuron with weights between all pairs of time steps (SpikingJelly's PSN). T is fixed."""
+    """PSN with weights between all pairs of time steps (SpikingJelly's PSN). T is fixed."""
 
     kind = "psn"
 
@@ -91,10 +89,10 @@ class ParallelPSN(_ParallelInTime):
 
 
 class ParallelSlidingPSN(_ParallelInTime):
-    """Sliding PSN: each time step uses the same weights of the last `order` steps (SpikingJelly's SlidingPSN).
+    """Each time step uses the same weights for the last `order` steps (SpikingJelly's SlidingPSN).
 
     Args:
-        order: k of the paper. The initial weight is 1 for the current step, and halves with each step before it.
+        order: the paper's k. Initial weights: 1 for the current step, half with each earlier one.
     """
 
     kind = "sliding_psn"
@@ -121,7 +119,7 @@ def _fire_at_once(
     matrix: Callable[[Tensor, int], Tensor],
     fire: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor]:
-    """Spikes, channels last in memory. Computes reduced types in float32."""
+    """Channels last in memory. Computes reduced types in float32."""
     dtype = torch.float32 if x.dtype in REDUCED else x.dtype
     channels = min(2, x.ndim - 1)
     rows = x.to(dtype).movedim(channels, -1)

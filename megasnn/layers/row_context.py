@@ -1,11 +1,7 @@
-"""Context parallelism by rows of pixels (`--context-parallel-cut rows`): exchange of rows between ranks.
+"""Context parallelism by pixel rows (`--context-parallel-cut rows`): ranks exchange rows.
 
-Each rank of a group has neighbouring rows of all images `[T, N, C, H, W]`. The dry run sees whole images. A layer that
-mixes rows records their height there. The height alone determines each rank's rows (`shared_rows`), so residual
-branches fit each other. Rows are sent packed; their gradients return dense to the owner, which adds them.
-
-Without space (a mean, a linear layer on whole images) all ranks compute the same, and the first rank's result counts:
-the loss of the others is zero, and so are their gradients (`BuildContext.counts_logits`).
+Each rank has neighbouring rows of all images `[T, N, C, H, W]`. In the dry run, which sees whole images, layers record
+the height.
 """
 
 from __future__ import annotations
@@ -29,26 +25,24 @@ from megasnn.parallel_state import Group
 
 
 def shared_rows(height: int, ranks: int) -> tuple[range, ...]:
-    """Rows of each rank for images of a height, divided as evenly as possible.
-
-    Raises ValueError for fewer rows than ranks.
-    """
+    """Each rank's rows, divided as evenly as possible. Raises ValueError for fewer rows than ranks."""
     if height < ranks:
         raise ValueError(
             f"there are {height} row(s) for {ranks} ranks: with --context-parallel-cut rows, --context-parallel-size "
             f"may be {height} at most here"
         )
+    # From the height alone, so residual branches fit each other.
     return tuple(own_span(height, [ranks], rank) for rank in range(ranks))
 
 
 def own_pixel_rows(frames: Tensor, group: Group) -> Tensor:
-    """This rank's rows of whole images `[T, N, C, H, W]`."""
+    """Of images `[T, N, C, H, W]`."""
     own = shared_rows(frames.shape[3], group.size)[group.rank]
     return frames[:, :, :, own.start : own.stop]
 
 
 def note_height(module: nn.Module, height: int) -> None:
-    """Notes in the dry run the height of images of which a module moves rows. Raises ValueError for a second one."""
+    """Dry run. Raises ValueError for a second height."""
     found = facts(module)
     before = found.image_height
     if before not in (None, height):
@@ -61,13 +55,13 @@ def note_height(module: nn.Module, height: int) -> None:
 
 @dataclass(frozen=True)
 class RowMove:
-    """Plan of an exchange after which each rank has the rows it needs.
+    """Exchange after which each rank has the rows it needs.
 
     Attributes:
-        local_rows: rows of each rank before the exchange.
-        needed: rows of each rank after it. Rows above and below the image are zeros.
-        height: number of rows in complete pooling windows. Later rows count as padding.
-        pool: side of the average-pooling windows that follow. A window's pixels share one gradient, sent once.
+        local_rows: each rank's rows before.
+        needed: each rank's rows after; zeros above and below the image.
+        height: rows in complete pooling windows. Later rows count as padding.
+        pool: side of the average-pooling windows that follow.
     """
 
     local_rows: tuple[range, ...]
@@ -76,7 +70,6 @@ class RowMove:
     pool: int = 1
 
     def rows_for(self, owner: int, to: int) -> range:
-        """Rows that a rank sends to another, or keeps for itself."""
         own = self.local_rows[owner]
         needed = self.needed[to]
         first = max(own.start, needed.start)
@@ -84,7 +77,7 @@ class RowMove:
         return range(first, stop) if stop > first else range(0)
 
     def exchanged(self, rank: int) -> tuple[list[range], list[range]]:
-        """Rows that a rank sends to each rank, and rows that it receives from each."""
+        """Rows sent to, and received from, each rank."""
         sent = []
         received = []
         for other in range(len(self.local_rows)):
@@ -95,11 +88,11 @@ class RowMove:
 
 
 def window_rows(outputs: range, kernel: int, stride: int, dilation: int, before: int, pool: int) -> range:
-    """Input rows of some output rows of a convolution, including padding rows above and below the image.
+    """A convolution's input rows for output rows, with padding rows above and below the image.
 
     Args:
-        before: number of padding rows above the image.
-        pool: side of the average-pooling windows before the convolution.
+        before: padding rows above.
+        pool: side of average-pooling windows before it.
     """
     first = outputs.start * stride - before
     last = (outputs.stop - 1) * stride - before + dilation * (kernel - 1)
@@ -107,10 +100,8 @@ def window_rows(outputs: range, kernel: int, stride: int, dilation: int, before:
 
 
 def rows_to_pool(height: int, ranks: int) -> tuple[range, ...]:
-    """Rows that each rank computes for a max pool (3, stride 2, padding 1): all rows in its windows.
-
-    One rank computes a whole window with the same kernels, so equal values stay equal, and ties break as on one rank.
-    """
+    """Rows each rank computes for a max pool (3, stride 2, padding 1): its whole windows."""
+    # One rank computes a whole window with the same kernels: equal values stay equal, and ties break as on one rank.
     pooled = shared_rows((height + 1) // 2, ranks)
     return tuple(range(max(2 * rows.start - 1, 0), min(2 * rows.stop, height)) for rows in pooled)
 
@@ -118,9 +109,7 @@ def rows_to_pool(height: int, ranks: int) -> tuple[range, ...]:
 def move_rows(x: Tensor, move: RowMove, group: Group, content: Content) -> Tensor:
     """Exchanges rows: `[T, N, C, own rows, W]` -> `[T, N, C, needed rows, W]`, channels last.
 
-    Collective in forward and backward, so every rank must use its result.
-
-    Raises ValueError for a wrong number of rows.
+    Collective in forward and backward: every rank must use its result. Raises ValueError for other rows.
     """
     local_rows = move.local_rows[group.rank]
     if x.shape[3] != len(local_rows):
@@ -148,6 +137,7 @@ class _MoveRows(torch.autograd.Function):
         # The own rows are copied during the exchange.
         own = move.rows_for(group.rank, group.rank)
         _rows(result, own, needed).copy_(_rows(images, own, local_rows))
+        # A recomputed forward has no exchange: the cache holds the first forward's parts.
         parts = cached_collective(lambda: [] if exchange is None else exchange())
         for rows, part in zip(received, parts, strict=True):
             if rows:
@@ -158,13 +148,13 @@ class _MoveRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """Adds this rank's gradient first, then those of the other ranks in their order."""
         move: RowMove = ctx.move
         group: Group = ctx.group
         images = grad.movedim(2, -1)
         local_rows = move.local_rows[group.rank]
         needed = move.needed[group.rank]
         received, sent = move.exchanged(group.rank)
+        # Average pooling gives a window's pixels equal gradients: one of them is enough.
         windows = [_one_of_each_window(_rows(images, rows, needed), rows, move.pool).reshape(-1) for rows in sent]
         row_numel = images.shape[:2].numel() * (images.shape[3] // move.pool) * images.shape[4:].numel()
         arriving = []
@@ -174,6 +164,7 @@ class _MoveRows(torch.autograd.Function):
         exchange = start_exchange(torch.cat(windows), [len(each) for each in windows], arriving, group)
         total = images.new_zeros((*images.shape[:2], len(local_rows), *images.shape[3:]))
         own = move.rows_for(group.rank, group.rank)
+        # The own gradient first, then the other ranks' in rank order: a fixed order of sums.
         _rows(total, own, local_rows).copy_(_rows(images, own, needed))
         for rows, part in zip(received, exchange(), strict=True):
             if rows:
@@ -184,7 +175,6 @@ class _MoveRows(torch.autograd.Function):
 def _start_rows(
     images: Tensor, local_rows: range, sent: Sequence[range], received: Sequence[range], content: Content, group: Group
 ) -> Exchange:
-    """Starts sending rows of this rank's images `[T, N, rows, W, C]` to each rank, packed."""
     packed = []
     for rows in sent:
         if rows:
@@ -192,13 +182,14 @@ def _start_rows(
         else:
             packed.append(encoded_like(0, content, images.dtype, images.device))
     row_numel = images.shape[:2].numel() * images.shape[3:].numel()
+    # Only sizes are needed, which the meta device computes without memory.
     meta = torch.device("meta")
     arriving = [encoded_like(row_numel * len(rows), content, images.dtype, meta).numel() for rows in received]
     return start_exchange(torch.cat(packed), [len(each) for each in packed], arriving, group)
 
 
 def _one_of_each_window(images: Tensor, rows: range, pool: int) -> Tensor:
-    """One pixel of each pooling window in images `[T, N, rows, W, C]` of the given rows."""
+    """One pixel per pooling window in `[T, N, rows, W, C]`."""
     # Rows before the first whole window belong to a window that begins on another rank.
     before = -rows.start % pool
     columns = images[:, :, :, : images.shape[3] // pool * pool : pool]
@@ -206,7 +197,7 @@ def _one_of_each_window(images: Tensor, rows: range, pool: int) -> Tensor:
 
 
 def _add_to_windows(total: Tensor, part: Tensor, rows: range, pool: int) -> None:
-    """Adds the gradients of pooling windows to all their pixels in images `[T, N, rows, W, C]`."""
+    """Adds windows' gradients to all their pixels in `[T, N, rows, W, C]`."""
     width = total.shape[3] // pool
     windows = part.view(*total.shape[:2], -1, width, *total.shape[4:])
     pixels = windows.repeat_interleave(pool, 2).repeat_interleave(pool, 3)
@@ -214,18 +205,18 @@ def _add_to_windows(total: Tensor, part: Tensor, rows: range, pool: int) -> None
 
 
 def _rows(images: Tensor, rows: range, present: range) -> Tensor:
-    """The given rows of images `[T, N, rows, W, C]` with the rows `present`."""
     first = rows.start - present.start if rows else 0
     return images.narrow(2, first, len(rows))
 
 
 def sum_for_each(x: Tensor, group: Group) -> Tensor:
-    """Sum over the ranks, for different uses on each. Backward sums their gradients."""
+    """Sum over ranks that each use it differently. Backward sums their gradients."""
     return x if group.size == 1 else _Sum.apply(x, group)
 
 
 def sum_counts(own: Tensor, largest: int, group: Group) -> Tensor:
-    """Exact sum over the ranks of integers up to `largest`, without a gradient. Sends bytes if they suffice."""
+    """Exact sum over ranks for integers up to `largest`, without a gradient."""
+    # Sends bytes if they suffice.
     content = Content.COUNTS if largest <= LARGEST_COUNT else Content.DENSE
     gathered, _ = gather_columns(own.reshape(1, -1), group, content)
     return gathered.view(group.size, *own.shape).sum(0)
@@ -244,13 +235,14 @@ class _Sum(torch.autograd.Function):
 
 
 class WholeImages(nn.Module):
-    """Gathers the rows of images: `[T, N, C_local, own rows, W]` -> `[T, N, C_local, H, W]`.
+    """Gathers image rows: `[T, N, C_local, own rows, W]` -> `[T, N, C_local, H, W]`.
 
+    Returns the input for another cut.
     For layers on whole images, such as flatten; your own must set `mixes_rows = False`. MegaSNN's convolutions and
-    pooling may not follow, because they exchange rows themselves. Otherwise returns the input.
+    pooling may not follow: they exchange rows themselves.
 
     Args:
-        pool: side of average-pooling windows that follow. Backward then sends one gradient for each window.
+        pool: side of average-pooling windows that follow.
     """
 
     def __init__(self, pool: int = 1, context: BuildContext | None = None) -> None:
@@ -275,7 +267,7 @@ class WholeImages(nn.Module):
 
 
 class MeanOverSpace(nn.Module):
-    """Mean over space: `[T, N, C_local, *space]` -> `[T, N, C_local]`, equal on the ranks that divide rows."""
+    """Mean over space: `[T, N, C_local, *space]` -> `[T, N, C_local]`, equal on ranks that divide rows."""
 
     def __init__(self, context: BuildContext | None = None) -> None:
         super().__init__()
@@ -294,7 +286,7 @@ class MeanOverSpace(nn.Module):
 
 
 class MaxPool(nn.Module):
-    """Max pooling, 3 x 3 pixels, stride 2, padding 1: `[T, N, C_local, H, W]` -> `[T, N, C_local, H', W']`.
+    """Max pooling, 3 x 3, stride 2, padding 1: `[T, N, C_local, H, W]` -> `[T, N, C_local, H', W']`.
 
     H' is H / 2, rounded up. A convolution before it needs `pooled_behind=True`.
     """

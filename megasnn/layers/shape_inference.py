@@ -1,8 +1,4 @@
-"""Facts about tensors and layers from the dry run: layers run once on the meta device, where tensors have no values.
-
-Neurons fire 0 or 1. Sums, products, max pooling and views of spikes are integers with a known largest value. Such
-tensors are communicated and stored as bits or bytes, and every packing checks the values.
-"""
+"""Facts from the dry run: layers run once on the meta device, where tensors have no values."""
 
 from __future__ import annotations
 
@@ -18,6 +14,8 @@ from megasnn.kernels.spike_codec import Content
 LARGEST_COUNT = 255
 """Largest value of a byte."""
 
+# Sums, products, max pooling and views of spikes are integers with a known largest value, sent and stored as bits or
+# bytes. Every packing checks the values.
 # Names of torch's functions and methods whose results are values of their inputs.
 _REARRANGE = {
     *("view", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "t", "mT", "contiguous"),
@@ -32,17 +30,14 @@ _SUBTRACT_FROM = {"rsub", "__rsub__"}
 
 
 def mark_spikes(tensor: Tensor, largest: int = 1) -> Tensor:
-    """Marks a tensor of the dry run as spikes, or as integers from 0 to `largest`, to be packed.
-
-    A forward of your own may mark its result. Other tensors are returned unchanged.
-    """
+    """Marks a dry-run tensor as integers from 0 to `largest`, to be packed. Your own forward may do so."""
     if tensor.is_meta:
         tensor._largest = largest  # type: ignore[attr-defined]
     return tensor
 
 
 def max_of(value: Any) -> int | None:
-    """The known largest value of a tensor of the dry run, or of a number; None if unknown."""
+    """A number's value or a dry-run tensor's known largest value; None if unknown."""
     if isinstance(value, Tensor):
         return getattr(value, "_largest", None)
     if isinstance(value, (int, float)) and value >= 0 and value == int(value):
@@ -51,7 +46,6 @@ def max_of(value: Any) -> int | None:
 
 
 def content_of(tensor: Tensor) -> Content:
-    """Content of a tensor of the dry run."""
     largest = 1 if tensor.dtype == torch.bool else max_of(tensor)
     if largest is None or largest > LARGEST_COUNT:
         return Content.DENSE
@@ -59,7 +53,8 @@ def content_of(tensor: Tensor) -> Content:
 
 
 def mark_both(tensor: Tensor, other: Tensor) -> None:
-    """Marks a tensor of the dry run with the largest value of it and of another tensor in its place."""
+    """Gives a dry-run tensor the larger of both marks."""
+    # Either tensor may stand in the other's place.
     if Content.DENSE in (content_of(tensor), content_of(other)):
         tensor._largest = None  # type: ignore[attr-defined]
     elif content_of(other) is Content.COUNTS:
@@ -67,7 +62,7 @@ def mark_both(tensor: Tensor, other: Tensor) -> None:
 
 
 def said_of_values(error: Exception) -> str | None:
-    """Advice for a dry run that needed values of tensors on the meta device; None for other errors."""
+    """Advice, if the dry run needed values; None for other errors."""
     text = str(error).lower()
     if not isinstance(error, (RuntimeError, TypeError)) or "meta" not in text:
         return None
@@ -80,7 +75,7 @@ def said_of_values(error: Exception) -> str | None:
 
 
 class MaxInference(TorchFunctionMode):
-    """Marks every result of a torch function with its largest value, inferred from the arguments."""
+    """Marks torch functions' results with the largest value, inferred from the arguments."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -93,9 +88,10 @@ class MaxInference(TorchFunctionMode):
 
 
 class RefuseRandom(TorchDispatchMode):
-    """Raises ValueError for torch's random operators, whose numbers would depend on the layout."""
+    """Raises ValueError for torch's random operators."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # torch's numbers would depend on the layout.
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise ValueError(
                 f"{func.overloadpacket.__name__} draws random numbers that depend on the layout: use "
@@ -125,12 +121,12 @@ def _max_of_result(name: str, args: tuple[Any, ...]) -> int | None:
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether the channels of `[T, N, C, ...]` are adjacent in memory; other tensors: whether x is contiguous."""
+    """Whether channels of `[T, N, C, ...]` are adjacent in memory; without space: contiguous."""
     return (x.movedim(2, -1) if x.ndim > 3 else x).is_contiguous()
 
 
 def to_channels_last(y: Tensor) -> Tensor:
-    """The output of a layer, and later its gradient, with channels last in memory. Usually copies nothing."""
+    """A layer's output, and later its gradient, with channels last in memory. Usually no copy."""
     y = _in_order(y)
     if y.requires_grad and y.grad_fn is not None:
         y.register_hook(lambda gradient: None if gradient is None else _in_order(gradient))

@@ -1,4 +1,4 @@
-"""Tensors of layers: declared with their shards, tied, listed by global name, and given memory and initial values."""
+"""Layer tensors: declared with shards, tied, listed by global name, initialised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megasnn.parallel.sharding import Shard, ShardedTensor
 
 
 def declare(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype, is_parameter: bool = True) -> None:
-    """Registers a tensor of the shard's local shape on the meta device; `materialise` gives it memory and values."""
+    """Registers a tensor with the shard's local shape on the meta device, until `materialise`."""
     tensor = torch.empty(shard.local_shape, dtype=dtype, device="meta")
     if is_parameter:
         module.register_parameter(name, nn.Parameter(tensor))
@@ -25,10 +25,9 @@ def declare(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype, is_p
 
 
 def tie(module: nn.Module, name: str, owner_name: str, owner: nn.Module, name_there: str) -> None:
-    """Makes a described tensor a copy of another one, which owns the value; it takes that one's name and description.
+    """Makes a described tensor a copy, with the owner's global name and shard.
 
-    Raises:
-        ValueError: they have other shapes, or ranks hold other parts of them.
+    Raises ValueError for other shapes, or if ranks hold other parts.
     """
     if name not in facts(module).shards or name_there not in facts(owner).shards:
         return  # `sharded_tensors` tells what is missing
@@ -44,21 +43,20 @@ def tie(module: nn.Module, name: str, owner_name: str, owner: nn.Module, name_th
 
 
 def owner_name(module: nn.Module, name: str, path: str) -> str:
-    """Global name of the tensor that a module at this path owns, or has a copy of."""
+    """Global name of a module's tensor: its owner's if it is tied."""
     return facts(module).owner_names.get(name, f"{path}.{name}")
 
 
 def sharded_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
-    """Every parameter and persistent buffer below the given (global name, layer) pairs, in a fixed order; no copies.
+    """Parameters and persistent buffers of (global name, layer) pairs, in a fixed order, without copies.
 
-    Raises:
-        ValueError: a tensor has no description, which would make it invisible to initialisation and checkpoints.
+    Raises ValueError for a tensor without a shard.
     """
     return (entry for entry in described_tensors(named_layers) if not entry.is_copy)
 
 
 def described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
-    """The same with the copies among them."""
+    """As `sharded_tensors`, with copies."""
     for prefix, layer in named_layers:
         for path, module in layer.named_modules(prefix=prefix):
             shards = facts(module).shards
@@ -66,6 +64,7 @@ def described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator
             for name, tensor in own:
                 if name in module._non_persistent_buffers_set:
                     continue
+                # Initialisation and checkpoints would miss it.
                 if name not in shards:
                     raise ValueError(f"{path}.{name} has no shard description; make it with `declare`")
                 called = owner_name(module, name, path)
@@ -74,13 +73,10 @@ def described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator
 
 
 def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
-    """Gives memory and initial values to every declared tensor of these layers.
+    """Gives every declared tensor memory and initial values. Tied tensors share memory.
 
-    Each value follows from (seed, global name) alone: the global tensor is drawn, this rank's part is kept, so
-    the model starts from the same numbers on every layout. At most one global tensor exists at a time. What is tied has
-    the same memory.
-
-    Raises ValueError for a tensor that nothing initialises, or whose function raises; names it.
+    Each value follows from (seed, global name) alone, on every layout. At most one global tensor exists at a time.
+    Raises ValueError, with the name, if an initialiser raises.
     """
     layers = list(named_layers)
     values: dict[str, Tensor] = {}
@@ -112,7 +108,6 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
 
 
 def _with_all_of(old: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """A parameter with a value, and what was set on the one before: whether it is trained, attributes, hooks."""
     new = nn.Parameter(value, requires_grad=old.requires_grad)
     vars(new).update(vars(old))
     if not old.requires_grad:  # torch takes no hooks

@@ -1,8 +1,6 @@
-"""Weight gradients as the second part of backward, and the cache of cast weights.
+"""Weight gradients as backward's second part, and the cache of cast weights.
 
-Backward needs a layer's input gradient at once, for the layer before it. The weight gradient is needed by the optimizer
-only. Convolutions and linear layers leave it as a task in `WeightGradients`. A task adds to `parameter.grad`, a view of
-a gradient bucket, without autograd.
+A task adds to `parameter.grad`, a view of a gradient bucket, without autograd.
 """
 
 from __future__ import annotations
@@ -25,13 +23,10 @@ WeightGradientTask = Callable[[], None]
 
 
 class WeightGradients:
-    """Queue of the weight gradients of a rank's chunks.
-
-    Deferred or not, tasks compute the same, and the tasks of a parameter run in the order of backward: the sums have
-    the same bits.
+    """Queue for a rank's weight gradients.
 
     Attributes:
-        report: called with each parameter whose gradient grew; see `report_to`.
+        report: called with each parameter whose gradient grew.
         anchor: stands for all parameters in autograd's graphs, and has no gradient.
     """
 
@@ -47,13 +42,13 @@ class WeightGradients:
         return self
 
     def report_to(self, listener: Callable[[Tensor], None]) -> None:
-        """Calls a function with each parameter whose gradient grew. Autograd's hooks do not see these additions."""
+        """Autograd's hooks miss these additions."""
         self.report = listener
 
     def of(self, parameter: Tensor) -> tuple[Tensor | None, Leave | None]:
-        """The anchor, and a function for the backward of the parameter's layer. (None, None) for a frozen parameter.
+        """The anchor, which autograd sees for the parameter, and a function for the layer's backward.
 
-        Autograd sees the anchor in place of the parameter, and calls none of the parameter's hooks.
+        (None, None) for a frozen parameter. Autograd calls none of the parameter's hooks.
         """
         self._parameters.add(parameter)
         if not parameter.requires_grad:
@@ -71,10 +66,11 @@ class WeightGradients:
             self.leave(partial(self._add, parameter, add))
 
     def leave(self, task: WeightGradientTask) -> None:
-        """Runs a task now, or defers it inside `deferred`."""
+        # The layer before needs the input gradient at once, only the optimizer the weight gradient.
         if self._deferred is None:
             task()
         else:
+            # In backward's order, deferred or not: a parameter's sums have the same bits.
             self._deferred.append(task)
 
     @contextmanager
@@ -88,7 +84,7 @@ class WeightGradients:
 
     @contextmanager
     def deferred(self) -> Iterator[deque[WeightGradientTask]]:
-        """Collects tasks inside, to be run in their order."""
+        """Collects tasks inside, in the order to run them."""
         self._deferred = deque()
         try:
             yield self._deferred
@@ -108,11 +104,7 @@ def _ignore(parameter: Tensor) -> None:
 
 
 class CastWeights:
-    """Cache of weights in the type of the products.
-
-    Inside `caching` each weight is copied once; outside, in every forward. Copies keep their addresses from step to
-    step, as CUDA graphs need it. From the second step on, one operator fills them all.
-    """
+    """Weights in the products' type. Inside `caching` each is copied once, outside in every forward."""
 
     def __init__(self) -> None:
         self._is_caching = False
@@ -123,7 +115,7 @@ class CastWeights:
         return self
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in a type, without gradient."""
+        """Without gradient."""
         if weight in self._given:
             return self._given[weight]
         if self._is_caching and weight in self._copies:
@@ -138,7 +130,7 @@ class CastWeights:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the copies. A weight that needs no cast has none."""
+        """The copies' bytes."""
         return sum(each.nbytes for each in self._copies.values())
 
     def free(self) -> None:
@@ -151,9 +143,10 @@ class CastWeights:
 
     @contextmanager
     def caching(self) -> Iterator[None]:
-        """Surrounds the forwards and backwards of a step, in which no weight changes."""
+        """Surrounds a step's forwards and backwards: no weight changes."""
         if self._copies:
             with torch.no_grad():
+                # Into the same memory: CUDA graphs need unchanged addresses. One operator fills all copies.
                 torch._foreach_copy_(list(self._copies.values()), list(self._copies))
         self._is_caching = True
         try:

@@ -1,9 +1,7 @@
-"""Base of convolutions and linear layers: product with a weight that tensor-parallel ranks divide by channels.
+"""Base of convolutions and linear layers: products with a weight that tensor-parallel ranks divide.
 
-Backward has two parts: the input gradient, which autograd continues with, and the weight gradient, which becomes a task
-for later. Only the packed input is stored for the task, one bit a spike.
-
-A linear layer, on `[..., features_local]`, is a convolution of images of one pixel.
+Backward computes the input gradient at once, and leaves the weight gradient as a task. A linear layer, on
+`[..., features_local]`, is a convolution of one-pixel images.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ _CONTENTS = (Content.SPIKES, Content.COUNTS, Content.DENSE)
 
 
 class Communication(Enum):
-    """Communication of a product with the other tensor-parallel ranks, in forward and backward."""
+    """A product's communication with tensor-parallel ranks."""
 
     NONE = "none"
     GATHER = "gather the input; sum its gradient, and keep this rank's channels"
@@ -66,10 +64,9 @@ class ProductOptions:
     """Options for forward and backward.
 
     Attributes:
-        group: tensor-parallel ranks.
-        products: kernels for the product and the weight gradient, with the convolution's geometry.
-        content: of the input; sets its packing.
-        pool: side of the average-pooling windows on the gathered input.
+        products: kernels, with the convolution's geometry.
+        content: the input's; sets its packing.
+        pool: side of average-pooling windows on the gathered input.
     """
 
     group: Group
@@ -79,11 +76,10 @@ class ProductOptions:
     pool: int = 1
 
     def images(self, x: Tensor, payloads: list[Tensor]) -> Tensor:
-        """Images to convolve, `[T*N, C, H, W]`, from an input with all channels. `payloads` are its packed parts."""
+        """`[T*N, C, H, W]`, from all channels and their packed parts."""
         return remember_bits(average_pool(x.flatten(0, 1), self.pool), self.bits_of_images(payloads))
 
     def bits_of_images(self, payloads: list[Tensor]) -> Tensor | None:
-        """Packed spikes of the images, if sums over spikes may use them."""
         are_spikes = self.content is Content.SPIKES and self.pool == 1 and len(payloads) == 1
         return payloads[0] if are_spikes and self.products.sparse else None
 
@@ -92,8 +88,8 @@ class WeightedLayer(nn.Module):
     """Layer with a weight and an optional bias.
 
     Attributes:
-        groups: of the whole weight, as in torch.
-        observer: called with the input of every product, if set. Among ranks with equal products only the first calls.
+        groups: the whole weight's, as in torch.
+        observer: called with every product's input, if set; on one rank where products are equal.
     """
 
     weight: Tensor
@@ -121,16 +117,12 @@ class WeightedLayer(nn.Module):
         self._is_counted = not context.is_whole or context.state.tp.rank == 0
 
     def tell_observer(self, x: Tensor) -> None:
-        """Calls the observer, if there is one, with an input `[T, N, C, H, W]`."""
         if self.observer is not None and self._is_counted:
             steps = self._time_steps if len(x) == 1 else 1
             self.observer(average_pool(x.flatten(0, 1), self.options.pool), steps)
 
     def times_used(self, space: Sequence[int]) -> Tensor:
-        """Number of outputs that depend on each pixel of an observed image, `[H, W]`.
-
-        Includes outputs on other tensor-parallel ranks, for a value observed by one rank only.
-        """
+        """Number of outputs, on all tensor-parallel ranks, that depend on each pixel, `[H, W]`."""
         out_channels, _, *sides = facts(self).shards["weight"].global_shape
         kernel = torch.ones((1, 1, *sides, *[1] * (2 - len(sides))), dtype=torch.float64)
         geometry = replace(self.options.products.geometry, groups=1)
@@ -140,11 +132,11 @@ class WeightedLayer(nn.Module):
         return used / self.options.group.size if self.options.communication is Communication.WHOLE_INPUT else used
 
     def own_outputs(self, images: Tensor) -> Tensor:
-        """Outputs `[frames, C, H, W]` without rows computed by another rank as well."""
+        """Without rows that another rank computes too."""
         return images
 
     def product(self, x: Tensor, bits: Tensor | None) -> Tensor:
-        """Product of `[T, N, C, H, W]` with the weight. `bits`: the packed spikes of x, if known."""
+        """Product with `[T, N, C, H, W]`. `bits`: packed spikes of x, if known."""
         if self._traceable:
             # torch.export follows no autograd functions of Python.
             images = average_pool(x.flatten(0, 1), self.options.pool)
@@ -157,9 +149,9 @@ class WeightedLayer(nn.Module):
         return _Product.apply(x.to(self.compute_dtype), bits, weight, *owed, self.options)
 
     def learn_input(self, x: Tensor, dim: int, channels: int) -> bool:
-        """Records the content of an input in the dry run. True if it is whole on every rank.
+        """Records an input's content in the dry run. True if it is whole on every rank.
 
-        Raises ValueError for a wrong number of channels, and for one whole and one sharded input in one forward.
+        Raises ValueError for other channels, or one whole and one sharded input in one forward.
         """
         found = facts(self)
         is_again = found.knows_input
@@ -174,6 +166,7 @@ class WeightedLayer(nn.Module):
             raise ValueError(f"a layer of {channels} input channels is given {have}")
         content = content_of(x)
         if is_again:
+            # One packing serves all calls, so it is the widest.
             content = max(self.options.content, content, key=_CONTENTS.index)
         communication = self._sharded_communication
         if is_whole and communication is Communication.GATHER:
@@ -222,7 +215,6 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Sums the gradient of a gathered input while the weight's task runs, if that is not deferred."""
         weight, *payloads = ctx.saved_tensors
         options: ProductOptions = ctx.options
         grad_matrix = to_matrix(grad)
@@ -232,6 +224,7 @@ class _Product(torch.autograd.Function):
         finish = None
         if ctx.needs_input_grad[0]:
             space = pooled_space(ctx.input_shape[3:], options.pool)
+            # Starts the sum over ranks; the weight's task below runs meanwhile, unless deferred.
             finish = _start_input_gradient(grad_images, _images_kernel(weight, grad.dtype), options, space)
         if ctx.leave is not None:
             ctx.leave(partial(_add_weight_gradient, options, payloads, ctx.input_shape, grad_images))
@@ -242,11 +235,8 @@ class _Product(torch.autograd.Function):
 def _start_input_gradient(
     grad: Tensor, weight: Tensor, options: ProductOptions, space: torch.Size
 ) -> Callable[[], Tensor]:
-    """Computes the input gradient and starts its sum over the ranks that gathered the input.
-
-    The returned function waits, and returns this rank's channels as a matrix. The product is local to this function,
-    because variables in `_Product.backward` would hold its memory until the end.
-    """
+    """Input gradient, being summed over ranks: call for own channels as a matrix."""
+    # Local here: variables in `_Product.backward` would hold the product's memory until its end.
     product = convolution_input_gradient(grad, weight, options.products.geometry, space)
     rows = product.movedim(1, -1).reshape(-1, product.shape[1])
     if options.communication is Communication.GATHER:
@@ -276,13 +266,12 @@ def _add_weight_gradient(
 
 
 def _images_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight as a two-dimensional convolution kernel of a type."""
     # Indexing, because .view would give a single channel other strides.
     return weight[(..., *[None] * (4 - weight.ndim))].to(dtype)
 
 
 def _unpooled(matrix: Tensor, shape: torch.Size, pool: int) -> Tensor:
-    """Gradient of an input of this shape, from the gradient of the pooled input as a matrix."""
+    """Input gradient of this shape, from the pooled one as a matrix."""
     if pool == 1:
         return from_matrix(matrix, shape)
     images = from_matrix(matrix, (*shape[:3], *pooled_space(shape[3:], pool))).flatten(0, 1)

@@ -1,1 +1,1 @@
-"""Any nn.Module as a layer: converted to layers of ours, or whole on every tensor parallel rank."""
+"""Any nn.Module as a layer: converted to MegaSNN's layers, or whole on every tensor-parallel rank."""

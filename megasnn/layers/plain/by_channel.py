@@ -1,7 +1,7 @@
-"""Layers that a tensor-parallel rank computes with its own channels; all others are whole on every rank.
+"""Decides if a tensor-parallel rank may compute a layer with its own channels, or the layer is whole.
 
 MegaSNN's layers exchange the channels they need. User code between them does not, so it may only join tensors element
-by element. The dry run of a layer watches for anything else, and such a layer is whole: always right, but more costly.
+by element. Whole is always right, but costs more.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _STOCK = (_OURS, "torch.nn.", "spikingjelly.")
 
 
 def may_be_cut(layer: nn.Module, inputs: Sequence[Bundle], cuts: Sequence[bool], is_first: bool) -> bool:
-    """Whether a rank may compute a layer with its own channels, judged by its modules. `ChannelWatch` judges the code.
+    """Whether own channels suffice, judged by a layer's modules. `ChannelWatch` judges the code.
 
     Args:
-        inputs: inputs on the meta device.
+        inputs: on the meta device.
         cuts: for each input tensor, True if a rank has only its own channels.
-        is_first: True if the model's input, which every rank has whole, is the only input.
+        is_first: the only input is the model's, whole on every rank.
     """
     dims: set[int] = set()
     for bundle in inputs:
@@ -61,13 +61,11 @@ def may_be_cut(layer: nn.Module, inputs: Sequence[Bundle], cuts: Sequence[bool],
 
 
 def _module_of_forward(module: nn.Module) -> str:
-    """Python module with the code of a module's forward."""
     name: str = getattr(module.forward, "func", module.forward).__module__
     return name
 
 
 def _is_known(layer: nn.Module) -> bool:
-    """Whether MegaSNN's code computes a layer and all its parts."""
     for each in layer.modules():
         if isinstance(each, FunctionLayer) or not _module_of_forward(each).startswith(_OURS):
             return False
@@ -75,7 +73,7 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 def is_of_libraries(layer: nn.Module) -> bool:
-    """Whether all code in a layer is MegaSNN's, torch.nn's or SpikingJelly's, hooks included."""
+    """Whether all code in a layer, hooks included, is MegaSNN's, torch.nn's or SpikingJelly's."""
     for each in layer.modules():
         for name in (type(each).__module__, _module_of_forward(each)):
             if not f"{name}.".startswith(_STOCK):
@@ -86,7 +84,6 @@ def is_of_libraries(layer: nn.Module) -> bool:
 
 
 def _known_parts(module: nn.Module) -> list[nn.Module]:
-    """The modules inside a module, down to the known ones."""
     if _is_known(module) or is_by_channel(module) or next(module.children(), None) is None:
         return [module]
     parts: list[nn.Module] = []
@@ -96,7 +93,7 @@ def _known_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _keeps_channels(layer: nn.Module, dims: int) -> bool:
-    """Whether the modules in a layer return a rank's channels in order, for an input with this number of dimensions."""
+    """Whether a layer returns own channels in order. `dims`: the input's dimensions."""
     if any(_blocks_of(part) > 1 for part in _known_parts(layer)):
         return False
     modules = [*layer.modules()]
@@ -115,7 +112,6 @@ def _keeps_channels(layer: nn.Module, dims: int) -> bool:
 
 
 def _blocks_of(module: nn.Module) -> int:
-    """Number of blocks in the output channels of one of MegaSNN's modules, taken from its last part."""
     blocks = 1
     for each in module.modules():
         for shard in facts(each).shards.values():
@@ -126,16 +122,13 @@ def _blocks_of(module: nn.Module) -> int:
 
 
 class ChannelWatch(TorchFunctionMode):
-    """Watches the dry run of a layer for user code that does more than join tensors element by element.
-
-    Attributes:
-        mixes: True once there was such code.
-    """
+    """Watches a layer's dry run. `mixes`: user code did more than join tensors element by element."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.mixes = False
         self._in_function = False
+        # TorchScript calls operators without torch's Python functions.
         self._operators = _UnseenOperators(self._note_operator)
         self._known: set[nn.Module] = set()
         for part in layer.modules():
@@ -172,7 +165,7 @@ class ChannelWatch(TorchFunctionMode):
             self.mixes = True
 
     def _user_code(self, frame: FrameType | None) -> FrameType | None:
-        """The user's code that calls a function; None for MegaSNN's code, or a module that works channel by channel."""
+        """The user's calling code; None for MegaSNN's, or a module that works by channel."""
         while frame is not None:
             code = frame.f_globals.get("__name__", "")
             module = frame.f_locals.get("self")
@@ -187,7 +180,7 @@ class ChannelWatch(TorchFunctionMode):
 
 
 class _UnseenOperators(TorchDispatchMode):
-    """Calls `note` with the code behind an operator: TorchScript calls operators without torch's Python functions."""
+    """Calls `note` with the code behind an operator."""
 
     def __init__(self, note: Callable[[FrameType | None], None]) -> None:
         super().__init__()
@@ -199,8 +192,8 @@ class _UnseenOperators(TorchDispatchMode):
 
 
 def _has_own_backward(frame: FrameType | None) -> bool:
-    """Whether code runs in the forward of an autograd function, whose backward may mix channels."""
     # Since torch 2.14 `apply` itself has no frame, so the forwards are looked for.
+    # An autograd function's backward may mix channels, unseen by a dry run.
     forwards = {getattr(each.forward, "__code__", None) for each in _autograd_functions(torch.autograd.Function)}
     while frame is not None and frame.f_code not in forwards:
         frame = frame.f_back
@@ -214,18 +207,12 @@ def _autograd_functions(base: type[Any]) -> Iterator[type[Any]]:
 
 
 def _meets(shape: torch.Size, result: torch.Size) -> bool:
-    """Whether a tensor meets the result element by element.
-
-    Its shape is the result's, or `[C, 1, ...]` with a value for each channel of a result `[N, C, ...]`.
-    """
+    """Shapes are equal, or `shape` is `[C, 1, ...]`, a value a channel, for `[N, C, ...]`."""
     return shape == result or len(result) > 1 and shape == (result[1], *[1] * (len(result) - 2))
 
 
 def cuts_by_shape(output: Bundle, one: Bundle | None) -> list[bool]:
-    """For each tensor of an output, whether ranks cut it: its shape is not the one in `one`, a single rank's output.
-
-    None means that the output is a single rank's.
-    """
+    """For each output tensor, True if its shape differs from `one`, a single rank's output (None: same)."""
     local = entries_of(output)
     whole = local if one is None else entries_of(one)
     return [x.shape != y.shape for x, y in zip(local.values(), whole.values(), strict=True)]

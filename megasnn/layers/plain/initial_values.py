@@ -1,8 +1,4 @@
-"""Initial values of plain modules.
-
-Three sources, the last one wins: numbers set by a constructor, `reset_parameters`, and the user's function. Modules are
-made on the meta device; values are computed on a copy.
-"""
+"""Initial values for plain modules, computed on a copy: modules are on the meta device."""
 
 from __future__ import annotations
 
@@ -21,8 +17,6 @@ from megasnn.parallel.sharding import Initialiser
 
 
 class _Numbers(TorchFunctionMode):
-    """Gives tensors made from a single number memory, whatever the default device."""
-
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         makes = function in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (int, float))
@@ -33,13 +27,13 @@ class _Numbers(TorchFunctionMode):
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Makes modules on the meta device. Only tensors of a single number have values."""
+    """Modules made inside have no memory. Only single-number tensors have values."""
     with torch.device("meta"), _Numbers():
         yield
 
 
 def without_values(module: nn.Module) -> nn.Module:
-    """A copy on the meta device, with neurons at rest. Only tensors of a single number keep their values."""
+    """A copy on the meta device, with neurons at rest. Only single-number tensors keep values."""
     copies: dict[int, Any] = {}
     for each in module.modules():
         for _, tensor in own_tensors(each):
@@ -58,18 +52,21 @@ def without_values(module: nn.Module) -> nn.Module:
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    """A parameter or buffer like another one, with another value."""
     new: Tensor = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     vars(new).update(vars(tensor))
     return new
 
 
 def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | None, name: str) -> Initialiser:
-    """Fills a global tensor as a plain module, and then the user's `initialise`, fill the module's tensor `name`."""
+    """Fills a global tensor as a plain module, and then the user's `initialise`, fill its tensor `name`.
+
+    The result raises ValueError if nothing sets values.
+    """
     numbers = {each: tensor.detach().clone() for each, tensor in own_tensors(module) if not tensor.is_meta}
 
     def fill(tensor: Tensor, generator: torch.Generator) -> None:
         # The copy reads no values: a weight that is gathered on demand has no memory now.
+        # The last of three wins: numbers set by a constructor, `reset_parameters`, the user's function.
         copies = {id(each): _like(each, _without_values(each)) for each in tensors_of(module)}
         fresh = copy.deepcopy(module, copies)
         for own, value in numbers.items():
@@ -93,9 +90,9 @@ def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | N
 
 
 def _draw(module: nn.Module, initialise: ModuleInitialiser | None, generator: torch.Generator) -> None:
-    """Sets a module's initial values, with torch's global generator seeded from ours."""
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     with torch.random.fork_rng(devices=[]):
+        # `reset_parameters` draws from torch's global generator.
         torch.manual_seed(generator.initial_seed())
         if callable(reset):
             reset()
@@ -107,14 +104,15 @@ def _draw(module: nn.Module, initialise: ModuleInitialiser | None, generator: to
 
 
 def _repeat_constructor(module: Any) -> None:
-    """Sets the weight of SpikingJelly's tdBN, which only its constructor sets."""
+    """SpikingJelly's tdBN sets its weight in the constructor only."""
     kind = type(module)
     if kind.__module__.startswith("spikingjelly.") and "ThresholdDependentBatchNorm" in kind.__name__:
         nn.init.constant_(module.weight, module.alpha * module.v_th)
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """Memory marked as unset, in float32, where `materialise` draws: torch draws other numbers in float64."""
+    """NaN, which marks values as unset; integers are 0."""
     if tensor.is_floating_point():
+        # In float32, where `materialise` draws: torch draws other numbers in float64.
         return torch.full(tensor.shape, math.nan, dtype=torch.float32, device="cpu")
     return torch.full(tensor.shape, 0, dtype=tensor.dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""How a layer without knowledge of ranks is called: its inputs are gathered, and its output is cut again."""
+"""Calls of layers without knowledge of ranks: inputs are gathered, outputs cut again."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megasnn.parallel_state import Group
 
 @dataclass(frozen=True)
 class LayerCall:
-    """How a layer without knowledge of ranks is called.
+    """How to call such a layer.
 
     Attributes:
-        time_steps: T. An input with a single time step is repeated T times.
-        fold_time: True for all time steps as one batch, `[T * N, ...]`.
-        dtype: floating-point type of the inputs; None for any.
-        group: tensor-parallel ranks that all compute the whole layer; None for a layer that is cut.
-        cuts: for each input tensor, True if a rank has only its own channels; empty if all are whole.
-        is_last: True if the output stays whole, like logits.
+        time_steps: T. A single time step is repeated T times.
+        fold_time: all time steps are one batch, `[T * N, ...]`.
+        dtype: floating-point inputs'; None for any.
+        group: ranks that all compute the whole layer; None for a cut layer.
+        cuts: for each input tensor, True if a rank has only its own channels; empty: all whole.
+        is_last: the output stays whole, like logits.
     """
 
     time_steps: int = 1
@@ -48,7 +48,7 @@ class LayerCall:
         return x.flatten(0, 1) if self.fold_time else x
 
     def restore_output(self, y: Tensor, frames: tuple[int, ...]) -> Tensor:
-        """Output `[T, N, ...]` for the next layer. Args: frames: T and N of the inputs."""
+        """Output `[T, N, ...]` for the next layer. Args: frames: the inputs' T and N."""
         if self.fold_time:
             y = y.unflatten(0, frames)
         if self.group is None or self.is_last or y.ndim < 3 or y.shape[2] % self.group.size:

@@ -1,9 +1,4 @@
-"""Conversion for tensor parallelism: a network of torch's and SpikingJelly's layers becomes MegaSNN's.
-
-Layers in the table of `megasnn.layers.plain.table` are cut by channel. A network is whole on every rank if another of
-its modules has tensors or may mix channels, or if its own code does more than join tensors element by element
-(`megasnn.layers.plain.by_channel`).
-"""
+"""Conversion for tensor parallelism: torch's and SpikingJelly's layers to MegaSNN's, cut by channel."""
 
 from __future__ import annotations
 
@@ -31,16 +26,16 @@ from megasnn.layers.plain.table import Conversion, class_name, convert, in_table
 
 
 def shard(module: nn.Module, *, initialise: ModuleInitialiser | None = None) -> Sharded:
-    """Makes tensor-parallel layers of a copy of a network with torch's and SpikingJelly's layers.
+    """Makes tensor-parallel layers from a copy of a network with torch's and SpikingJelly's layers.
 
-        yield from megasnn.shard(net)                          # an nn.Sequential: a layer of each module in it
+        yield from megasnn.shard(net)                          # an nn.Sequential: a layer for each module in it
         yield layer("stage1", megasnn.shard(resnet.layer1))    # any module: one layer
         print(megasnn.shard(net))                              # each layer, cut or whole, with the reason
 
-    Tensors keep their names in the network.
+    Tensors keep their names.
 
     Args:
-        initialise: sets initial values of plain layers; called with each module, after its own `reset_parameters`.
+        initialise: sets plain layers' initial values; called with each module, after `reset_parameters`.
     Raises:
         ValueError: `module` is no module, or `initialise` no function of one module.
     """
@@ -50,13 +45,13 @@ def shard(module: nn.Module, *, initialise: ModuleInitialiser | None = None) -> 
 
 @dataclass(frozen=True)
 class Sharded(LayerSource):
-    """A network given to `shard`. Layers are made of it when a model is built, or refused with a ValueError."""
+    """A network from `shard`. A model's build makes layers from it, or raises ValueError."""
 
     network: nn.Module
     initialise: ModuleInitialiser | None
 
     def give(self) -> nn.Module:
-        """The network, after checks."""
+        """Raises ValueError for unsupported modules, or one neuron at two places."""
         uses = ("shard", "given") if is_building() else ("shard",)
         require_supported(self.network, *uses)
         paths: dict[nn.Module, str] = {}
@@ -91,7 +86,6 @@ class Sharded(LayerSource):
 
 
 def _outcome(layer: Layer) -> str:
-    """Says for a layer of a network if it is cut, whole or refused."""
     try:
         convert_network(layer, context_for(None))
         why = why_whole(layer.module)
@@ -104,7 +98,6 @@ def _outcome(layer: Layer) -> str:
 
 
 def _is_flat(module: nn.Module) -> bool:
-    """Whether a module only calls its parts one after another."""
     hooks = [value for name, value in vars(module).items() if name.endswith("_hooks")]
     return type(module) is nn.Sequential and not any(hooks)
 
@@ -126,10 +119,9 @@ def _join(*parts: str) -> str:
 
 
 def convert_network(each: Layer, context: BuildContext) -> nn.Module:
-    """Makes a layer of a copy of a network: from MegaSNN's layers if it can be cut, otherwise as a plain layer.
+    """A network's copy as a layer: MegaSNN's layers if it can be cut, otherwise a plain one.
 
-    Raises:
-        ValueError: a module that can be neither cut nor computed alike on every layout.
+    Raises ValueError for a module that neither cuts nor computes alike on every layout.
     """
     network = without_values(each.module)
     if why_whole(network):
@@ -147,7 +139,7 @@ def convert_network(each: Layer, context: BuildContext) -> nn.Module:
 
 
 def _reached(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, Conversion | None]]:
-    """A module and its parts with their conversions, down to the converted ones; None for a module that is kept."""
+    """A module and its parts, down to converted ones; None for a module that is kept."""
     conversion = in_table(module)
     if hasattr(module, "surrogate_function") and (not is_multi_step(module) or spec_of(module) is None):
         # A neuron that MegaSNN's kernels do not compute.
@@ -164,8 +156,9 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def why_whole(network: nn.Module) -> str | None:
-    """Reason why every rank computes all of a network; None if sizes and its own code decide."""
+    """Why every rank computes a whole network; None if sizes and its own code decide."""
     for path, part, conversion in _reached(network):
+        # One module that has tensors outside the table, or may mix channels, makes the whole network whole.
         why = _why_not_cut(part, conversion)
         if why:
             return f"{module_label(path, part)} {why}"

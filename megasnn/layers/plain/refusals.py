@@ -1,4 +1,4 @@
-"""Plain modules, without sharded layers inside: which they are, and which cannot be computed alike on every layout."""
+"""Plain modules, without sharded layers, and reasons to refuse them."""
 
 from __future__ import annotations
 
@@ -40,17 +40,15 @@ _VALUES = "make modules in `layers`, as they are yielded, and their tensors with
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module contains no sharded layer."""
     return not any(isinstance(each, SHARDED) or facts(each).shards for each in module.modules())
 
 
 def is_stateful(module: nn.Module) -> bool:
-    """Whether a plain module keeps a state between calls, such as SpikingJelly's neurons."""
+    """Keeps state between calls, such as SpikingJelly's neurons."""
     return callable(getattr(module, "reset", None)) and not isinstance(module, NeuronLayer)
 
 
 def note_stepped(module: nn.Module) -> None:
-    """Notes the modules that a container of SpikingJelly calls at every time step."""
     for container in module.modules():
         if type(container).__name__ in _STEPPING:
             for part in container.modules():
@@ -59,12 +57,9 @@ def note_stepped(module: nn.Module) -> None:
 
 
 class _Problem(NamedTuple):
-    """Reason to refuse modules.
+    """Reason to refuse a module, without its parts, in `uses` (see `_PROBLEMS`).
 
-    Attributes:
-        uses: uses of a module that are refused, see `_PROBLEMS`.
-        find: finding for a module without its parts; false if there is no problem.
-        text: message with a place for the finding.
+    `text` has a place for `find`'s finding.
     """
 
     uses: Sequence[str]
@@ -81,12 +76,11 @@ def _is_foreign_batch_norm(module: nn.Module) -> bool:
 
 
 def _with_values(module: nn.Module) -> str | None:
-    """Name of a tensor of the module that has values."""
     return next((name for name, x in own_tensors(module) if not x.is_meta and x.ndim > 0), None)
 
 
 def _without_shard(module: nn.Module) -> str | None:
-    """Name of a tensor of the module without a shard."""
+    """First tensor name without a shard."""
     return next((name for name, _ in own_tensors(module) if name not in facts(module).shards), None)
 
 
@@ -135,7 +129,7 @@ _PROBLEMS = (
 
 
 def problem_of(module: nn.Module, *uses: str) -> str | None:
-    """Reason why a module, without its parts, cannot be computed alike on every layout."""
+    """Why a module, without its parts, cannot be computed alike on every layout; None if it can."""
     for problem in _PROBLEMS:
         found = None if set(uses).isdisjoint(problem.uses) else problem.find(module)
         if found:
@@ -144,7 +138,7 @@ def problem_of(module: nn.Module, *uses: str) -> str | None:
 
 
 def require_supported(module: nn.Module, *uses: str) -> None:
-    """Raises ValueError if a module, or one of its parts, cannot be computed alike on every layout."""
+    """Raises ValueError if a module or part cannot be computed alike on every layout."""
     for path, each in module.named_modules():
         problem = problem_of(each, *uses)
         if problem:
@@ -167,10 +161,7 @@ def is_by_channel(module: nn.Module) -> bool:
 
 
 def refuse_mixed_rows(layer: nn.Module, context: BuildContext) -> None:
-    """Raises ValueError for a module that may mix rows of images, if ranks share them out.
-
-    MegaSNN's layers exchange the rows they need.
-    """
+    """Raises ValueError for a module that may mix image rows, if ranks divide them."""
     rows = context.row_group
     if rows is None:
         return
@@ -184,7 +175,6 @@ def refuse_mixed_rows(layer: nn.Module, context: BuildContext) -> None:
 
 
 def _mixes_rows(module: nn.Module) -> bool:
-    """Whether a module, without its parts, may need rows of other ranks that it does not get."""
     said = getattr(module, "mixes_rows", None)
     if said is not None:
         return bool(said)

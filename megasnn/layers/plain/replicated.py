@@ -1,10 +1,7 @@
-"""Replicated modules: any `nn.Module` without sharded layers is a layer, whole on every tensor-parallel rank.
+"""Replicated modules: any `nn.Module` without sharded layers, whole on every tensor-parallel rank.
 
-A whole layer gathers its input, and each rank keeps its own channels of the output. Weights have the same gradients on
-every rank. Pooling and the like need not be whole (`megasnn.layers.plain.by_channel`).
-
-A layer of torch's modules alone takes `[T * N, C, ...]`, any other `[T, N, C, ...]`. SpikingJelly's modules must be in
-step mode "m". They reset their state before each micro-batch, or detach it before a later window of the same samples.
+A whole layer gathers its input, and each rank keeps own output channels. A layer with torch's modules alone takes
+`[T * N, C, ...]`, any other `[T, N, C, ...]`. SpikingJelly's modules must be in step mode "m".
 """
 
 from __future__ import annotations
@@ -29,13 +26,11 @@ from megasnn.parallel_state import Group
 
 
 def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Makes a plain module on the meta device a layer, whole on every rank.
-
-    Describes its tensors, and replaces its batch norms and dropouts by MegaSNN's.
+    """A whole layer from a plain module on the meta device, with MegaSNN's batch norms and dropouts.
 
     Args:
-        name: global name.
-        initialise: sets initial values; called with each module, after its own `reset_parameters`.
+        name: global.
+        initialise: as in `megasnn.shard`.
     Raises:
         ValueError: a module that cannot be computed alike on every layout.
     """
@@ -57,7 +52,6 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
 
 
 def _describe_tensors(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
-    """Describes a module's own tensors as whole on every rank, and moves them to the meta device."""
     for name, tensor in own_tensors(module):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(context.dtype)
@@ -68,7 +62,7 @@ def _describe_tensors(module: nn.Module, context: BuildContext, initialise: Modu
 
 
 def folds_time(module: nn.Module) -> bool:
-    """Whether a plain layer takes all time steps as one batch `[T * N, C, ...]`: it consists of torch's modules."""
+    """Whether a plain layer takes `[T * N, C, ...]`: all its modules are torch's."""
     modules = [*module.modules()]
     if not all(type(each).__module__.startswith("torch.nn.") for each in modules):
         return False
@@ -81,7 +75,7 @@ def folds_time(module: nn.Module) -> bool:
 
 
 def swapped(module: nn.Module, ours: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """A module with its parts replaced, each wherever it stands; or the replacement of the module itself."""
+    """The module, or its replacement, with parts replaced wherever they stand."""
     for each in [*module.modules()]:
         for name, child in each._modules.items():
             each._modules[name] = child if child is None else ours.get(child, child)
@@ -89,7 +83,6 @@ def swapped(module: nn.Module, ours: Mapping[nn.Module, nn.Module]) -> nn.Module
 
 
 def as_layer(module: nn.Module, name: str, call: LayerCall) -> nn.Module:
-    """Makes a layer of a module without knowledge of ranks."""
     for path, each in module.named_modules(prefix=name):
         if isinstance(each, ConvertedDropout):
             each.name = path
@@ -100,25 +93,23 @@ def as_layer(module: nn.Module, name: str, call: LayerCall) -> nn.Module:
 
 
 def make_whole(layer: nn.Module, group: Group, cuts: Sequence[bool], is_last: bool) -> None:
-    """Makes all ranks of a group compute a layer that was built for one rank. Args: see `LayerCall`."""
+    """Makes a group compute a layer built for one rank. Args: see `LayerCall`."""
     found = facts(layer)
     found.call = replace(found.call or LayerCall(), group=group, cuts=cuts, is_last=is_last)
 
 
 def forget_state(layer: nn.Module) -> None:
-    """Resets modules with a state, such as SpikingJelly's neurons."""
     for module in layer.modules():
         if is_stateful(module):
             module.reset()  # type: ignore[operator]
 
 
 def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundle, goes_on: bool = False) -> Bundle:
-    """Calls a layer of a model on a micro-batch `[T, N, ...]`.
+    """Calls a model's layer on a micro-batch `[T, N, ...]`.
 
     Args:
-        x, more: inputs.
-        samples: positions of the samples in the whole training, for random draws; None in evaluation.
-        goes_on: True for a later window of the samples in the last call; keeps the state.
+        samples: positions in the whole training, for random draws; None in evaluation.
+        goes_on: a later window of the last call's samples; keeps the state.
     """
     call = facts(layer).call
     if call is None:
@@ -131,6 +122,7 @@ def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundl
     frames = (steps, *first.shape[1:2])
     for each in layer.modules():
         if is_stateful(each):
+            # A later window goes on with the same samples' state, without its graph.
             each.detach() if goes_on else each.reset()  # type: ignore[operator]
     cuts = iter(call.cuts)
     inputs = [map_entries(lambda entry: call.prepare_input(entry, next(cuts, False)), each) for each in (x, *more)]

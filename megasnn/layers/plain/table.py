@@ -1,7 +1,7 @@
-"""Table of conversions: layer classes of torch and SpikingJelly as MegaSNN's layers, cut by channel.
+"""Conversions: torch's and SpikingJelly's layer classes as MegaSNN's layers, cut by channel.
 
-A converted layer keeps tensor names, initial values, hooks and attributes. It takes the same dimensions as before:
-`[T, N, C, ...]` in SpikingJelly's step mode "m", otherwise `[N, C, ...]`, in which N may be T * N.
+Tensor names, initial values, hooks, attributes and dimensions stay: `[T, N, C, ...]` in SpikingJelly's step mode "m",
+otherwise `[N, C, ...]`, in which N may be T * N.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ _KINDS = {"IFNode": "if", "LIFNode": "lif", "ParametricLIFNode": "plif"}
 
 
 def convolution(conv: nn.Conv1d | nn.Conv2d, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Converts a Conv1d or Conv2d."""
     return ParallelConv(
         conv.in_channels,
         conv.out_channels,
@@ -60,7 +59,7 @@ def linear(module: nn.Linear, context: BuildContext, initialise: ModuleInitialis
 
 
 def sharded_batch_norm(norm: _BatchNorm, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Converts a batch norm. In evaluation mode it stays there, and uses its running statistics in training too."""
+    """Converts a batch norm. In evaluation mode it stays there, also in training."""
     ours = ParallelBatchNorm(
         norm.num_features,
         context,
@@ -82,7 +81,6 @@ def sharded_batch_norm(norm: _BatchNorm, context: BuildContext, initialise: Modu
 
 
 def _initialisers(module: nn.Module, initialise: ModuleInitialiser | None) -> dict[str, Any]:
-    """Options of MegaSNN's layers for the initial values of weight and bias."""
     return {
         "initialise": initializer_from_module(module, initialise, "weight"),
         "initialise_bias": initializer_from_module(module, initialise, "bias"),
@@ -116,7 +114,7 @@ class ConvertedNeuron(ParallelNeuron):
 
 
 def spec_of(node: Any) -> NeuronSpec | None:
-    """Description of one of SpikingJelly's neurons; None if MegaSNN has no such neuron."""
+    """Description of a SpikingJelly neuron; None if MegaSNN has no such neuron."""
     kind = type(node)
     if not kind.__module__.startswith("spikingjelly.") or kind.__name__ not in _KINDS:
         return None
@@ -158,23 +156,21 @@ CONVERSIONS: Registry[Conversion] = Registry(
 
 
 def class_name(module: nn.Module) -> str | None:
-    """Name of a layer class of torch or SpikingJelly; None for all others, derived classes included."""
+    """torch's or SpikingJelly's layer class; None for all others, derived classes included."""
     known = type(module).__module__.startswith(("torch.nn.modules.", "spikingjelly.activation_based."))
     return type(module).__name__ if known else None
 
 
 def in_table(module: nn.Module) -> Conversion | None:
-    """Conversion of a module's class, if there is one."""
     return CONVERSIONS.get(class_name(module) or "")
 
 
 def is_multi_step(module: nn.Module) -> bool:
-    """Whether a module takes `[T, N, ...]`."""
     return getattr(module, "step_mode", "s") == "m"
 
 
 def convert(module: nn.Module, conversion: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    """Converts a plain layer. The result takes the same dimensions, and has its hooks and attributes."""
+    """Converts a plain layer, with its dimensions, hooks and attributes."""
     ours = conversion(module, *args)
     if isinstance(ours, (ParallelConv, ParallelLinear, ParallelBatchNorm)) and not is_multi_step(module):
         vars(ours)["forward"] = partial(_without_time, ours)
@@ -193,7 +189,7 @@ def convert(module: nn.Module, conversion: Callable[..., nn.Module], *args: Any)
 
 
 def _without_time(ours: nn.Module, x: Tensor, *args: Any) -> Tensor:
-    """Forward of one of MegaSNN's layers on `[N, C, ...]`. A linear layer takes any other dimensions as well."""
+    """Forward on `[N, C, ...]`; a linear layer's on any dimensions."""
     forward: Any = type(ours).forward
     if isinstance(ours, ParallelLinear) and x.ndim > 2:
         return forward(ours, x)
