@@ -1,6 +1,6 @@
-"""Executor of schedules: runs their actions one by one, with a small method for each kind.
+"""Runs any schedule's actions one by one, with a small method for each kind.
 
-It is independent of the schedule. `StepState` holds the tensors between actions.
+`StepState` holds the tensors between actions.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ MOST_GRAPHED = 2
 
 
 class PipelineExecutor:
-    """Executor of any schedule. Errors name rank, stage, action and micro-batch.
+    """Errors name rank, stage, action and micro-batch.
 
     Args:
-        segments: this rank's segments by their number in the schedule.
+        segments: this rank's segments by schedule number.
         transfers: None for a single stage.
-        loss: called on the rank of the last segment, in each forward of a training step.
+        loss: called on the last segment's rank, in each training forward.
         weights: sharded weights, gathered before use (UNSHARD, RESHARD); None for whole weights.
     """
 
@@ -93,10 +93,9 @@ class PipelineExecutor:
         """Runs a schedule on all micro-batches; accumulates and reduces gradients.
 
         Args:
-            consume: in an evaluation, called with outputs and targets on the rank of the last segment; None in
-                training.
+            consume: in an evaluation, called with outputs and targets on the last segment's rank; None in training.
         Returns:
-            The sum of the losses, float64 scalar; zero on ranks without the last segment, and in an evaluation.
+            Summed loss, float64 scalar; zero on ranks without the last segment, and in an evaluation.
         """
         actions = schedule.actions[self._state.pp.rank]
         sizes = tuple(micro.size for micro in micro_batches)
@@ -126,7 +125,7 @@ class PipelineExecutor:
         return total
 
     def _begin_graphs(self, graphs: Sequence[ChunkGraphs], sizes: tuple[int, ...]) -> None:
-        """Begins a step with CUDA graphs, if these sizes had a step before: the first one compiles kernels."""
+        """Graphs need a step with these sizes before: the first one compiles kernels."""
         is_observed = any(neuron.is_observed for neuron in self._neurons)
         has_graphs = sizes in self._sizes[:MOST_GRAPHED] and not is_observed
         if sizes not in self._sizes:
@@ -135,7 +134,7 @@ class PipelineExecutor:
             each.begin(has_graphs)
 
     def _prepare(self, action: Action) -> None:
-        """Posts receives ahead of a computation, and waits for the gathered weights of the action."""
+        """Posts receives ahead, and waits for gathered weights."""
         if self._transfers is not None and action.kind in COMPUTE:
             self._transfers.announce(action)
         if self._weights is not None and action.kind in USES_WEIGHTS:
@@ -144,7 +143,7 @@ class PipelineExecutor:
             self._gradient_buckets.begin(action.segment, first_part=action.kind is Kind.INPUT_GRADIENT)
 
     def _end_graphs(self, action: Action) -> None:
-        """Frees the slot of a micro-batch after its last action."""
+        """Frees a micro-batch's slot after its last action."""
         graphs = self._segments[action.segment].graphs
         if graphs is not None:
             graphs.done(action.key[1])
@@ -155,7 +154,7 @@ class PipelineExecutor:
         return f"rank {state.rank}, pipeline stage {state.pp.rank}, action {action}{micro}"
 
     def _forward(self, step: StepState, action: Action) -> None:
-        """Computes a segment; its output goes to the next segment, the loss, or the consumer of an evaluation."""
+        """The output goes to the next segment, the loss, or an evaluation's consumer."""
         key = action.key
         segment = self._segments[action.segment]
         micro = step.micro_batches[key[1]]
@@ -192,7 +191,7 @@ class PipelineExecutor:
             del step.backwards[key]
 
     def _forward_again(self, step: StepState, action: Action) -> None:
-        """Recomputes a forward, for the graph of its backward."""
+        """Recomputes a forward for its backward."""
         key = action.key
         segment = self._segments[action.segment]
         micro = step.micro_batches[key[1]]
@@ -227,6 +226,6 @@ class PipelineExecutor:
         step.inputs[action.key] = [*transfers.receive(action).values()]
 
     def _receive_backward(self, transfers: Transfers, step: StepState, action: Action) -> None:
-        """Receives gradients of all outputs that may learn, and drops those of outputs outside the graph."""
+        """Receives gradients for all outputs that may learn; drops them for outputs outside the graph."""
         gradients = transfers.receive(action)
         step.gradients[action.key] = [gradients[index] for index in step.learning.pop(action.key)]

@@ -1,4 +1,4 @@
-"""Peak memory of a step on each pipeline rank, and recomputation within a memory budget."""
+"""A step's peak memory on each pipeline rank, and recomputation within a memory budget."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class SegmentMemory:
         entering: the same with recomputation.
         working: peak during a computation above the memory before it, with its input and output gradient.
         deferred: from input gradient to weight gradient.
-        recompute_seconds: duration of the recomputation.
         transfers: messages with its output and the output's gradient.
         cast: cast weights, stored during a step.
     """
@@ -39,10 +38,8 @@ class SegmentMemory:
 
 
 def segment_memory(costs: PipelineCosts, segments: Sequence[range]) -> list[SegmentMemory]:
-    """Memory of each segment.
-
-    Args:
-        segments: layers in each segment, one or none.
+    """Args:
+        segments: layers in each, one or none.
     """
     memories = []
     layers = costs.layers
@@ -76,7 +73,7 @@ def segment_memory(costs: PipelineCosts, segments: Sequence[range]) -> list[Segm
 
 
 class Moment(NamedTuple):
-    """Bytes on a rank during a computation.
+    """A rank's bytes during a computation.
 
     Attributes:
         stashed: tensors saved for backward, and cast weights.
@@ -96,10 +93,9 @@ class Moment(NamedTuple):
 
 
 def moments(schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], exchanged: int = 0) -> Iterator[Moment]:
-    """Memory during each computation on a rank, and during the gradient exchange after them.
+    """A rank's memory during each computation, then during the gradient exchange.
 
     Args:
-        segments: memory of each segment in the schedule.
         exchanged: bytes sent to and from shard owners, after all computations.
     """
     order = schedule.actions[rank]
@@ -136,10 +132,10 @@ def moments(schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], ex
 def peak_moments(
     schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts, exchanged: Sequence[int] = ()
 ) -> list[Moment]:
-    """Peak moment on each pipeline rank, above weights, gradients and optimizer state.
+    """Each pipeline rank's peak, above weights, gradients and optimizer state.
 
     Args:
-        bounds: layers in each chunk.
+        bounds: each chunk's layers.
         exchanged: bytes sent to and from shard owners, for each rank.
     """
     counts = [max(1, len(span)) for span in bounds]
@@ -168,7 +164,7 @@ def within_budget(
     Args:
         schedule: refined to segments, without recomputation.
         budget: bytes on each rank.
-        exchanged: bytes of gradient exchanges with the owners of shards, on each rank.
+        exchanged: bytes exchanged with shard owners, on each rank.
     Raises:
         ValueError: a rank exceeds the budget with all segments recomputed.
     """
@@ -202,7 +198,6 @@ def within_budget(
 def _need(
     schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], chosen: Collection[int], exchanged: int
 ) -> int:
-    """Peak bytes on a rank that recomputes the chosen segments."""
     orders = list(schedule.actions)
     orders[rank] = with_recompute(schedule.actions[rank], lambda segment, m: segment in chosen)
     changed = replace(schedule, actions=tuple(orders))

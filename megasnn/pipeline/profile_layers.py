@@ -1,8 +1,8 @@
-"""Profile of a model's layers and links: seconds and bytes of each, in one pass from the first layer to the last.
+"""Profiles a model's layers and links: seconds and bytes, in one pass from the first layer to the last.
 
-Each layer runs as a chunk of its own: once to warm up, once to count allocations, and three times for the median of
-the seconds. Equal layers with equal inputs are profiled once. One layer exists at a time. Values come from keyed
-generators, so the random state of torch does not change.
+Each layer runs as its own chunk: once to warm up, once to count allocations, and three times for median seconds.
+Equal layers with equal inputs are profiled once. One layer exists at a time. Values come from keyed generators, so
+torch's random state does not change.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ SMALL, LARGE = 1 << 10, 1 << 22  # bytes
 def profile_pipeline(description: ModelDescription, samples: int, context: BuildContext) -> PipelineCosts:
     """Measures layers and link for a micro-batch size. Collective over the world.
 
-    Returns the first rank's costs on every rank: with different costs, ranks would cut the model differently and wait
-    for each other for ever. All ranks measure at the same time, because all cores are busy in training.
+    Returns the first rank's costs on every rank: with different costs, ranks would cut the model differently and
+    deadlock. All ranks measure at the same time, because all cores are busy in training.
     """
     state = context.state
     world = state.world
@@ -66,7 +66,7 @@ def profile_pipeline(description: ModelDescription, samples: int, context: Build
 def count_memory(
     description: ModelDescription, samples: int, context: BuildContext, device: torch.device
 ) -> PipelineCosts:
-    """Counts the bytes of each layer for a micro-batch size; times are 0.
+    """Counts bytes only; times are 0.
 
     Counts up to four samples directly. More are extrapolated from one and two samples.
     """
@@ -79,10 +79,10 @@ def count_memory(
 def profile_layers(
     description: ModelDescription, samples: int, context: BuildContext, device: torch.device, rounds: int = ROUNDS
 ) -> list[LayerCost]:
-    """Costs of all layers for a micro-batch. Collective over tensor- and context-parallel ranks.
+    """All layers' costs. Collective over tensor- and context-parallel ranks.
 
     Args:
-        rounds: number of timed runs; 0 for bytes only.
+        rounds: timed runs; 0 for bytes only.
     """
     inputs = {name: x.to(device) for name, x in description.task.examples(samples, context.numerics.dtype).items()}
     micro = MicroBatchInput(inputs, None, samples, range(samples))
@@ -115,7 +115,7 @@ def profile_layers(
 
 
 def _kind(chunk: PipelineChunk, layer: nn.Module, number: int, entering: Sequence[Tensor]) -> Hashable:
-    """Key of equal costs: the layer's structure, its inputs, and the tensors at both boundaries."""
+    """Key for equal costs: the layer's structure, its inputs, and both boundaries' tensors."""
     shapes = tuple((x.shape, x.requires_grad) for x in entering)
     boundaries = (*chunk.receives, *chunk.hands_on)
     carried = tuple((each.layer - number, each.key, each.content) for each in boundaries)
@@ -123,7 +123,7 @@ def _kind(chunk: PipelineChunk, layer: nn.Module, number: int, entering: Sequenc
 
 
 def _structure(layer: nn.Module) -> Hashable:
-    """Class, settings and tensor shapes of every module in a layer."""
+    """Every module's class, settings and tensor shapes."""
     found: list[Hashable] = []
     for path, module in layer.named_modules():
         found.append((path, type(module)))
@@ -169,7 +169,7 @@ class _Trial:
             self._found += sum(part.nbytes for part in parts if part is not None)
 
     def cost(self, rounds: int) -> LayerCost:
-        """Costs of the layer and of the boundary after it. `rounds` as in `profile_layers`."""
+        """Layer and the boundary after it. `rounds` as in `profile_layers`."""
         peaks, resident = self._memory()
         forward, input_gradient, weight_gradient = self._seconds(rounds)
         gradient = sum(each.nbytes for each in self.output if each.requires_grad)
@@ -194,7 +194,7 @@ class _Trial:
         )
 
     def _memory(self) -> tuple[dict[str, int], dict[str, int]]:
-        """For each part of a pass: peak bytes above the bytes before it, and bytes after it."""
+        """For each part: peak bytes above the bytes before it, and bytes after it."""
         counter = AllocationCounter(self._device)
         peaks = dict[str, int]()
         resident = dict[str, int]()
@@ -211,7 +211,7 @@ class _Trial:
         return peaks, resident
 
     def _seconds(self, rounds: int) -> list[float]:
-        """Median seconds of forward, input gradient and weight gradient; zeros without rounds."""
+        """Medians for forward, input gradient and weight gradient; zeros without rounds."""
         times: dict[str, list[float]] = {part: [] for part in TIMED}
 
         @contextmanager
@@ -264,14 +264,14 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def now(device: torch.device) -> float:
-    """Time in seconds, after the device has finished its work."""
+    """Seconds, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def measure_link(group: Group, device: torch.device) -> LinkCost:
-    """Measures messages between the first two ranks of a group; other ranks return zeros. Collective."""
+    """Times messages between a group's first two ranks; other ranks return zeros. Collective."""
     if group.rank > 1 or group.size == 1:
         return LinkCost()
     small = torch.zeros(SMALL, dtype=torch.uint8, device=device)

@@ -1,8 +1,8 @@
-"""Tied tensors: one owner, and copies on the stages of other layers.
+"""Tied tensors: one owner, and copies on other layers' stages.
 
-Each copy has its own gradient. A step adds it to the owner's gradient, copy by copy in the order of the layers, so the
-sum depends neither on the stages nor on the schedule. The owner then sends the new values to the copies. Every rank
-visits the pairs of ranks in the same order, so that messages meet.
+Each copy has its own gradient. A step adds it to the owner's gradient, copy by copy in layer order, so the sum
+depends neither on stages nor on the schedule. The owner then sends new values to the copies. Every rank visits
+the pairs of ranks in the same order, so that messages meet.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from megasnn.pipeline.p2p import linked
 
 @dataclass
 class _Pair:
-    """Tensors of one owning rank with copies on one chunk.
+    """One owning rank's tensors with copies on one chunk.
 
     Attributes:
-        owner, copy: pipeline ranks of the originals and of the copies, possibly the same.
+        owner, copy: pipeline ranks, possibly the same.
         originals, copies: the tensors in the same order; empty on other ranks.
         owning_norms, copied_norms: norms whose running statistics are among the tensors.
     """
@@ -46,10 +46,10 @@ class Ties:
     """This rank's tied tensors. All methods are collective over the pipeline.
 
     Args:
-        bounds, placement: layers and pipeline rank of each chunk.
-        pipeline: group of the pipeline. The messages of a step must have arrived before.
-        device: device of the messages.
-        gradient: returns this rank's part of a parameter's gradient, the same part of an owner and of its copies.
+        bounds, placement: each chunk's layers and pipeline rank.
+        pipeline: a step's messages must have arrived before.
+        device: for messages.
+        gradient: returns this rank's part of a gradient, the same part for an owner and its copies.
         local_part: returns this rank's part of a tensor, likewise.
     """
 
@@ -102,7 +102,7 @@ class Ties:
             self._copied_norms.update(pair.copied_norms)
 
     def sum_gradients(self) -> None:
-        """Adds the copies' gradients to their owners' gradients. Both are already reduced over the replicas."""
+        """Adds copies' gradients to their owners'. Both are already reduced over the replicas."""
         with torch.no_grad():
             for pair in self._pairs:
                 originals = [self._gradient_of(tensor) for tensor in pair.originals if tensor.requires_grad]
@@ -112,7 +112,7 @@ class Ties:
                     gradient.add_(part)
 
     def _gradient_of(self, tensor: Tensor) -> Tensor:
-        """The gradient, or zeros if a hook removed it: both ranks of a message need the same tensors."""
+        """Zeros if a hook removed it: both ranks in a message need the same tensors."""
         gradient = self._gradient(tensor)
         if gradient is None:
             gradient = tensor.grad = torch.zeros_like(tensor)
@@ -129,9 +129,9 @@ class Ties:
                         copy.copy_(value)
 
     def statistics_of_owners(self, found: Sequence[StepStatistics]) -> list[StepStatistics]:
-        """Statistics of a step, for the norms that own their running statistics.
+        """A step's statistics, for norms that own their running statistics.
 
-        A norm's own statistics come first, then those of its copies in the order of their calls.
+        A norm's own come first, then its copies' in call order.
         """
         copy_records: dict[ParallelBatchNorm, list[Tensor]] = {norm: [] for norm in self._copied_norms}
         result = []
@@ -152,8 +152,8 @@ class Ties:
         """Moves tensors from pipeline rank `source` to rank `target`.
 
         Args:
-            outgoing: the tensors, on the source.
-            like: tensors of their shapes and types, on the target.
+            outgoing: on the source.
+            like: tensors with their shapes and types, on the target.
         Returns:
             The tensors on the target; an empty list on other ranks.
         """
