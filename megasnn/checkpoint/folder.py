@@ -1,16 +1,16 @@
-"""The folder of a run's checkpoints, in Megatron's shape. Nothing here knows tensors.
+"""A run's checkpoints, in Megatron's shape. Nothing here knows tensors.
 
     checkpoints/
         latest_checkpointed_iteration.txt      "200", for people
         best_checkpointed_iteration.txt        "100": the best by validation, with --keep-best
         iter_0000100/
         iter_0000200/                          metadata.json and a safetensors file for each rank that writes
-        iter_0000300.given_up/                 a later checkpoint than the one a run went back to, or a replaced one
+        iter_0000300.given_up/                 later than the one a run went back to, or replaced
         iter_0000300.tmp/                      being written, or left by a killed run: never loaded
 
-A checkpoint is written aside, synced to disk and renamed. Before, checkpoints of the same and later iterations get
-another name. So every iter_NNNNNNN is this run's, and the highest is the latest. A checkpoint to be removed is renamed
-first: half of it is never taken for a checkpoint.
+A checkpoint is written aside, synced to disk and renamed. Before, checkpoints at the same and later iterations are
+renamed. So every iter_NNNNNNN is this run's, and the highest is the latest. Removal renames first: half a checkpoint
+is never taken for one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """All checkpoints in a folder by iteration, ascending; empty without such a folder."""
+    """Paths by iteration, ascending; empty without such a folder."""
     found = {}
     for path in folder.glob("iter_*"):
         match = STEP_FOLDER.fullmatch(path.name)
@@ -44,18 +44,18 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[int]:
-    """Iterations of all checkpoints in a folder, ascending; empty without such a folder."""
+    """Iterations, ascending; empty without such a folder."""
     return list(checkpoints(Path(folder)))
 
 
 def require_empty(folder: Path) -> None:
-    """Raises CheckpointError for a folder that holds checkpoints."""
+    """Raises CheckpointError for a folder with checkpoints."""
     if there := list_checkpoints(folder):
         raise CheckpointError(f"{folder} holds checkpoints up to iteration {there[-1]}; give another --save")
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Makes the empty folder that the checkpoint of this iteration is written into, until `commit_folder`.
+    """Makes an empty folder for a checkpoint's files, until `commit_folder`.
 
     Raises:
         CheckpointError: the folder around it cannot be made.
@@ -75,7 +75,7 @@ def _aside(folder: Path, step: int) -> Path:
 
 
 def commit_folder(folder: Path, metadata: Metadata) -> Path:
-    """Makes the files written since `begin` the checkpoint of their iteration, and the latest."""
+    """Makes the files written since `begin` the latest checkpoint."""
     step = metadata.iteration
     aside = _aside(folder, step)
     final = step_folder(folder, step)
@@ -88,16 +88,16 @@ def commit_folder(folder: Path, metadata: Metadata) -> Path:
 
 
 def go_back(folder: Path, step: int) -> None:
-    """Makes the checkpoint of this iteration the latest. Later ones are given up."""
+    """Makes this checkpoint the latest. Later ones are given up."""
     _give_up(folder, step + 1)
     _name(folder, LATEST, step)
 
 
 def forget_best_after(folder: Path, step: int, best: int | None) -> None:
-    """Stops naming a checkpoint after this iteration the best, when a run continues from here.
+    """When a run continues from here, a later checkpoint is no longer the best.
 
     Args:
-        best: iteration of the best so far. Its checkpoint is named in place, if it is still there.
+        best: best iteration so far; named in place if its checkpoint exists.
     """
     named = _best(folder)
     if named is None or named <= step:
@@ -109,7 +109,7 @@ def forget_best_after(folder: Path, step: int, best: int | None) -> None:
 
 
 def name_best(folder: Path, step: int) -> None:
-    """Names the checkpoint of this iteration the best by validation; `prune` keeps it."""
+    """Names the best by validation; `prune` keeps it."""
     _name(folder, BEST, step)
 
 
@@ -137,7 +137,7 @@ def discard(folder: Path, step: int) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Removes half-written checkpoints of killed runs. Only the run that holds the folder's lock may call this."""
+    """Removes killed runs' half-written checkpoints. Only the lock's holder may call this."""
     for path in folder.glob("iter_*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -145,12 +145,12 @@ def clean(folder: Path) -> None:
 def resolve(folder: Path, step: int | None) -> list[Path]:
     """Checkpoints to try, in this order.
 
-    Only the one of iteration `step`; or the folder itself, if it is a checkpoint ("checkpoints/iter_0000100"); or all
-    of the folder, the latest first.
+    Iteration `step` alone; or the folder itself, if it is a checkpoint ("checkpoints/iter_0000100"); or all, the latest
+    first.
 
     Raises:
-        NoCheckpointError: there is no checkpoint at all.
-        CheckpointError: there is none of this iteration; lists the others.
+        NoCheckpointError: no checkpoint at all.
+        CheckpointError: none at this iteration; lists the others.
     """
     if not folder.is_dir():
         raise NoCheckpointError(f"there is no folder {folder} to load a checkpoint from; check its path (--load)")
@@ -175,10 +175,10 @@ class ChosenCheckpoint:
     """A checkpoint to load, with its description.
 
     Attributes:
-        folder: where it was looked for.
-        older: checkpoints to try in this order where files of this one are damaged.
-        remarks: for the user: newer checkpoints that were passed over, and why.
-        by_step: it was asked for by its iteration, so that no other one may take its place.
+        folder: searched folder.
+        older: to try in this order where this one's files are damaged.
+        remarks: for the user: newer checkpoints passed over, and why.
+        by_step: asked for by iteration, so no other may replace it.
     """
 
     folder: Path
@@ -190,7 +190,7 @@ class ChosenCheckpoint:
 
 
 def choose_checkpoint(folder: Path, step: int | None) -> ChosenCheckpoint:
-    """Chooses the checkpoint of iteration `step`, or the latest one with an intact description.
+    """Chooses iteration `step`, or the latest with an intact description.
 
     Raises:
         NoCheckpointError, CheckpointError: as `resolve`.
@@ -206,7 +206,7 @@ def choose_older(damaged: ChosenCheckpoint, error: DamagedError) -> ChosenCheckp
     """Chooses the next older checkpoint with an intact description.
 
     Raises:
-        DamagedError: the same `error` where the damaged one was asked for by its iteration; or no other one is intact.
+        DamagedError: the same `error` where the damaged one was asked for by iteration; or no other is intact.
     """
     if damaged.by_step:
         raise error
@@ -230,11 +230,11 @@ def _passed_over(path: Path, error: DamagedError) -> str:
 
 
 def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[Path]:
-    """Removes checkpoints, the oldest first, and yields the path of each removed one.
+    """Removes checkpoints, oldest first, and yields each removed path.
 
     Keeps the `last` newest (None: all), iterations divisible by `every`, and the best by validation. A checkpoint with
-    missing or cut files is neither removed nor counted. A checkpoint saved after skipped steps counts separately: the
-    weights may have gone bad before the first step that was not finite, so it does not push out one without.
+    missing or cut files is neither removed nor counted. One saved after skipped steps counts separately: its weights may
+    have gone bad before the first step that was not finite, so it does not push out a sound one.
     """
     if last is None:
         return
@@ -261,7 +261,6 @@ def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[
 
 
 def _best(folder: Path) -> int | None:
-    """Iteration in the file `BEST`; None without one."""
     with suppress(OSError, ValueError):
         return int(read_regular(folder / BEST))
     return None

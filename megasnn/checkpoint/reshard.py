@@ -1,6 +1,6 @@
-"""Rewriting of a checkpoint for the ranks of another grid, so that each of them reads one file.
+"""Rewrites a checkpoint for another grid, so that each rank reads one file.
 
-A rank's part follows from the model description in the checkpoint's configuration. The model is not built.
+A rank's part follows from the checkpoint's model description. The model is not built.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from megasnn.schedule.partition import PLACEMENTS, layout_to_bounds, parse_layou
 
 @dataclass(frozen=True)
 class Target:
-    """Grid of the ranks that will load the checkpoint.
+    """Grid that will load the checkpoint.
 
     Attributes:
-        tensor, pipeline, virtual: sizes of the grid.
-        layout: layer groups or layers of each chunk, as for `--pipeline-model-parallel-layout`. None: the layout of
-            the checkpoint, or chunks of even operations if their number has changed.
-        shape: placement of chunks on pipeline ranks, by its name in PLACEMENTS.
+        layout: layer groups or layers in each chunk, as for `--pipeline-model-parallel-layout`. None: the checkpoint's
+            layout, or chunks with even operations if their number has changed.
+        shape: name in PLACEMENTS.
     """
 
     tensor: int = 1
@@ -49,17 +48,17 @@ class Target:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """Pipeline rank of each chunk. Raises ValueError if the placement cannot have this many chunks."""
+        """Each chunk's pipeline rank. Raises ValueError if the placement cannot have this many chunks."""
         sizes = (self.tensor, self.pipeline, self.virtual)
         if min(sizes) < 1:
             raise ValueError(f"every size of the target must be at least 1, got {sizes}")
         return PLACEMENTS[self.shape](self.pipeline, self.virtual)
 
     def bounds(self, description: ModelDescription, saved: str) -> list[range]:
-        """Layers of each chunk. Raises ValueError for a layout that does not fit, or more chunks than layers.
+        """Each chunk's layers. Raises ValueError for a layout that does not fit, or more chunks than layers.
 
         Args:
-            saved: layout of the checkpoint, as layers in each chunk.
+            saved: the checkpoint's layout, as layers in each chunk.
         """
         layers = description.layers
         chunks = len(self.placement)
@@ -72,10 +71,10 @@ class Target:
 
 
 def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
-    """Writes the source's checkpoint to `<save>/iter_<iteration>` with a file for each rank of the target.
+    """Writes `<save>/iter_<iteration>` with a file for each target rank.
 
-    Iteration, data position and optimizer state stay: a run continues from it as from the source. Each file holds all
-    tensors of its rank, those replicated over the tensor parallel group too.
+    Iteration, data position and optimizer state stay: a run continues as from the source. Each file holds all its rank's
+    tensors, with those replicated over the tensor parallel group.
 
     Args:
         source: opened without values.
@@ -108,7 +107,7 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
 
 
 def model_of_checkpoint(source: Source) -> tuple[str, ModelDescription]:
-    """Name and description of the model of a checkpoint.
+    """Name and description.
 
     Raises:
         CheckpointError: the registry has no such model, or the configuration is missing or invalid.
@@ -126,7 +125,7 @@ def model_of_checkpoint(source: Source) -> tuple[str, ModelDescription]:
 def target_ranks(
     description: ModelDescription, tensors: Mapping[str, Tensor], target: Target, bounds: Sequence[range]
 ) -> list[list[ShardedTensor]]:
-    """Tensors of each rank of the target, without memory, pipeline stage by pipeline stage.
+    """Each target rank's tensors, without memory, stage by stage.
 
     Raises:
         ValueError: the model cannot be cut like this, or the checkpoint does not hold exactly its tensors.
@@ -156,7 +155,7 @@ def target_ranks(
 
 
 def _as_saved(entry: ShardedTensor, tensors: Mapping[str, Tensor]) -> Iterator[ShardedTensor]:
-    """Yields a tensor of the model in its saved type, its average and its optimizer state."""
+    """Yields a model tensor in its saved type, its average and its optimizer state."""
     prefixes = ["", AVERAGE]
     if entry.is_parameter:
         prefixes += sorted({f"{OPTIMIZER}{kind}." for kind, _ in state_names(tensors)})

@@ -1,7 +1,7 @@
-"""Saving a run: model, optimizer and progress, as global tensors that any layout can load.
+"""Saves a run: model, optimizer and progress, as global tensors that any layout can load.
 
-Functions with a `process_group` are collective over it (all ranks; None for a process on its own). Every rank passes
-its own part.
+Functions with a `process_group` are collective over it (all ranks; None for a single process). Every rank passes its
+own part.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def save_checkpoint(
     The first rank's progress is written.
 
     Raises:
-        CheckpointError: on every rank: a tensor cannot be described, the ranks do not hold each element of it, or
-            writing fails (names rank and cause). Earlier checkpoints stay.
+        CheckpointError: on every rank: a tensor cannot be described, the ranks do not hold each element, or writing
+            fails (names rank and cause). Earlier checkpoints stay.
     """
     kind = kind_of(state.optimizer)
     return write_checkpoint(folder, progress, kind, lambda: file_content(state.entries(), process_group), process_group)
@@ -49,17 +49,17 @@ def save_checkpoint(
 def save_global_tensors(
     folder: PathLike, tensors: Mapping[str, Tensor], *, iteration: int = 0, **progress: Any
 ) -> Path:
-    """Writes full tensors, in one process, as a checkpoint of weights only; load it with --finetune.
+    """Writes full tensors, in one process, as weights only; load them with --finetune.
 
     Args:
-        progress: further fields of `Progress`.
+        progress: further fields for `Progress`.
     """
     full = [ShardedTensor(name, value, Shard(tuple(value.shape)), False) for name, value in tensors.items()]
     return save_checkpoint(folder, Progress(iteration, **progress), LocalState(full))
 
 
 def file_content(entries: Iterable[ShardedTensor], process_group: dist.ProcessGroup | None) -> FileContent:
-    """Content of this rank's file. One of several ranks with the same part writes it."""
+    """This rank's file. If several ranks have the same part, one writes it."""
     mine = [entry for entry in entries if entry.shard.is_primary()]
     return boxes_of(mine, file_name(rank_in(process_group)))
 
@@ -71,7 +71,7 @@ def write_checkpoint(
     make: Callable[[], FileContent],
     process_group: dist.ProcessGroup | None,
 ) -> Path:
-    """`save_checkpoint` of the content that `make` returns, which may be empty."""
+    """As `save_checkpoint`, with content from `make`, which may be empty."""
     root = Path(folder)
     rank = rank_in(process_group)
     content = run_on_all_ranks(process_group, make, "this run cannot be saved:")
@@ -98,7 +98,7 @@ def write_checkpoint(
 
 
 def _on_disk(work: Callable[[], Path]) -> Path:
-    """Result of `work`. Raises CheckpointError if the file system refuses, or JSON lacks a value."""
+    """Raises CheckpointError if the file system refuses, or JSON lacks a value."""
     try:
         return work()
     except CheckpointError:
@@ -108,14 +108,14 @@ def _on_disk(work: Callable[[], Path]) -> Path:
 
 
 def write_file(aside: Path, rank: int, content: FileContent) -> Written:
-    """Writes the file of a rank. Raises OSError."""
+    """Raises OSError."""
     file = file_name(rank)
     boxes = [(name, saved) for name, saved, _ in content]
     return file, write_safetensors(aside / file, content), boxes
 
 
 def commit_checkpoint(root: Path, metadata: Metadata, written: Sequence[Written]) -> Path:
-    """Makes a checkpoint of the files of all ranks. Equal boxes in several files are copies.
+    """Joins all ranks' files. Equal boxes in several files are copies.
 
     Args:
         metadata: without tensors and files.

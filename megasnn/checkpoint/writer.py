@@ -1,4 +1,4 @@
-"""Saves of a run, one after the other: at once, or by a thread from a copy. A failed save does not end the run."""
+"""A run's saves, one after the other: at once, or by a thread from a copy. A failed save does not end the run."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _SAVING_PRIORITY = 10
 
 
 class Writer:
-    """Writes a run's checkpoints, on one rank. The constructor, `save` and `finish` are collective.
+    """Writes checkpoints, on one rank. The constructor, `save` and `finish` are collective.
 
     Args:
-        process_group: all ranks; None for a process on its own.
-        background: a thread writes a copy of the tensors, in memory of the CPU, while training continues.
-        keep_last, keep_every: checkpoints to keep; see `prune`.
+        process_group: all ranks; None for a single process.
+        background: a thread writes a copy from CPU memory while training continues.
+        keep_last, keep_every: see `prune`.
         report: receives lines for the user, on the first rank, maybe from another thread.
-        complete: receives iteration and path of each complete checkpoint, like `report`.
-        saved: iteration of a checkpoint in the folder with the current state.
+        complete: receives each complete checkpoint's iteration and path, like `report`.
+        saved: iteration already in the folder with the current state.
     Attributes:
-        saved: iteration of the last save; None before the first.
+        saved: the last save's iteration; None before the first.
         failed: whether the last save failed. The same on every rank after `finish`.
     """
 
@@ -107,22 +107,22 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Whether a save in the background is not complete."""
+        """Whether a background save is incomplete."""
         return self._thread.is_alive()
 
     def finish(self, seconds: float | None = None) -> None:
-        """Waits for a save in the background, at most the given time."""
+        """Waits for a background save, at most the given time."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
 
     def close(self) -> None:
-        """Frees the group of the saving thread. A save in progress is lost."""
+        """Frees the saving thread's group. A save in progress is lost."""
         if self._background and self._group is not None and not self.busy:
             dist.destroy_process_group(self._group)
             self._group = None
 
     def _content(self, state: LocalState) -> FileContent:
-        """Content of this rank's file. It is reused while the tensors are the same objects in the same memory."""
+        """Reused while the tensors are the same objects in the same memory."""
         entries = state.entries()
         tensors = [(id(each.tensor), each.tensor.data_ptr()) for each in entries]
         if tensors != self._tensors:
@@ -132,7 +132,7 @@ class Writer:
         return self._planned
 
     def _staged(self, state: LocalState) -> FileContent:
-        """`_content` with copies of the values in memory of the CPU, which the next save reuses.
+        """`_content` copied to CPU memory, which the next save reuses.
 
         Copies from a GPU are pinned.
         """
@@ -183,6 +183,6 @@ class Writer:
 
 
 def _lower_priority() -> None:
-    """Leaves the cores to training: lowers the priority of this thread and of those that it starts."""
+    """Leaves the cores to training: lowers this thread's priority, and its later threads'."""
     if sys.platform == "linux":  # elsewhere a thread has no priority apart from its process
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _SAVING_PRIORITY)

@@ -159,8 +159,8 @@ class PipelineChunk(nn.Module):
     def only_graph(self) -> Iterator[None]:
         """Surrounds the recomputation for a backward.
 
-        The last neurons need not fire: their spikes have left the chunk. Raises ValueError for a layer with another result
-        than in the first forward.
+        The last neurons need not fire: their spikes have left the chunk. Raises ValueError for a layer with another
+        result than in the first forward.
         """
         last = self.layers[-1] if len(self.layers) else None
         without_spikes: AbstractContextManager[None] = nullcontext()
