@@ -233,8 +233,8 @@ def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[
     """Removes checkpoints, oldest first, and yields each removed path.
 
     Keeps the `last` newest (None: all), iterations divisible by `every`, and the best by validation. A checkpoint with
-    missing or cut files is neither removed nor counted. One saved after skipped steps counts separately: its weights may
-    have gone bad before the first step that was not finite, so it does not push out a sound one.
+    missing or cut files is neither removed nor counted. One saved after skipped steps counts separately: its weights
+    may have gone bad before the first step that was not finite, so it does not push out a sound one.
     """
     if last is None:
         return

@@ -212,7 +212,7 @@ def load_globals_into(
 ) -> None:
     """Copies this rank's part of every global tensor, converted to the model's dtype.
 
-    Collective over `process_group` (all ranks; None for a single process): together they must take exactly these tensors.
+    Collective over `process_group` (all ranks; None for a single process): together they take exactly these.
 
     Raises CheckpointError on every rank, before any change, if one is missing or has another shape.
     """

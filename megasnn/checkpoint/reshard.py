@@ -73,8 +73,8 @@ class Target:
 def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
     """Writes `<save>/iter_<iteration>` with a file for each target rank.
 
-    Iteration, data position and optimizer state stay: a run continues as from the source. Each file holds all its rank's
-    tensors, with those replicated over the tensor parallel group.
+    Iteration, data position and optimizer state stay: a run continues as from the source. Each file holds all its
+    rank's tensors, with those replicated over the tensor parallel group.
 
     Args:
         source: opened without values.

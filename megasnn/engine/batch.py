@@ -1,4 +1,4 @@
-"""From whole batches, checked, to the micro-batches of this rank's chunks."""
+"""Checks whole batches, and cuts them into micro-batches for this rank's chunks."""
 
 from __future__ import annotations
 
@@ -31,13 +31,10 @@ class BatchError(ValueError):
 class Batches:
     """Cuts whole batches, the same on every rank, into this rank's micro-batches. Construction is collective.
 
-    Ranks that share a micro-batch by samples take their own samples, after mixing.
+    Ranks that share a micro-batch take their own samples, after mixing.
 
     Args:
-        mixing: mixup or CutMix within each micro-batch in training; None for neither.
-    Attributes:
-        trained_share: this rank's share in training batches.
-        evaluated_share: this rank's share in evaluation batches.
+        mixing: mixup or CutMix within each training micro-batch; None for neither.
     """
 
     def __init__(self, config: PretrainConfig, distributed: DistributedModel, mixing: Mixing | None) -> None:
@@ -72,13 +69,13 @@ class Batches:
     def checked(
         self, inputs: Any, targets: Any = None, trains: bool = False, predicts: bool = False, problem: str | None = None
     ) -> tuple[Mapping[str, Tensor], Tensor, int]:
-        """Returns a valid batch's inputs by name, targets, and number of samples. Collective.
+        """Returns a valid batch's inputs by name, targets, and sample number. Collective.
 
         Args:
             predicts: True for a batch without targets.
             problem: the caller's own error on this rank.
         Raises:
-            BatchError: on every rank, for a problem on any rank, or different numbers of samples.
+            BatchError: on every rank, for a problem on any rank, or different sample numbers.
         """
         names = list(self._task.inputs)
         named = inputs
@@ -100,7 +97,7 @@ class Batches:
         """Raises BatchError on every rank for a problem on any. A single rank would leave the others waiting.
 
         Args:
-            found: this rank's problem, or its number of samples, 0 after the last batch.
+            found: this rank's problem, or its sample number, 0 after the last batch.
         """
         try:
             of_ranks = gather_in_call(self._state.world.handle, call, found)
@@ -113,7 +110,7 @@ class Batches:
             raise BatchError(f"ranks have different numbers of samples (0 after the last batch): {of_ranks}")
 
     def _problem(self, inputs: Any, targets: Any, trains: bool, predicts: bool) -> str | None:
-        """Returns a batch's first problem. Checks values on ranks that use them, sizes on all."""
+        """Checks values on ranks that use them, sizes on all."""
         task = self._task
         if not isinstance(inputs, Mapping) or inputs.keys() != task.inputs.keys():
             found = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
@@ -147,7 +144,7 @@ class Batches:
         return self._size_problem(samples, sizes)
 
     def _first_not_finite(self, inputs: Mapping[str, Tensor]) -> str | None:
-        """The first input with nan or infinities. In training, loss or gradient show them."""
+        """For evaluation. In training, loss or gradient show nan and infinities."""
         if not self._takes_images:
             return None
         for name, values in inputs.items():
@@ -169,10 +166,10 @@ class Batches:
     def share(
         self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int, position: int, evaluates: bool = False
     ) -> GlobalBatch:
-        """Returns this rank's share in a global batch. In evaluation it may be empty.
+        """This rank's share. In evaluation it may be empty.
 
         Args:
-            position: index of the batch's first sample in the training.
+            position: the first sample's index in the training.
         """
         # Autograd cannot save tensors made under torch.inference_mode() for backward, but it can save copies.
         inputs = {name: x.clone() if x.is_inference() else x for name, x in inputs.items()}
@@ -198,7 +195,7 @@ class Batches:
         return GlobalBatch(micro_batches, samples, position + samples)
 
     def evaluated(self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int) -> Iterator[GlobalBatch]:
-        """Yields this rank's shares in batches of up to `global_batch_size` samples."""
+        """Yields this rank's shares, in batches up to `global_batch_size`."""
         most = self._config.training.global_batch_size
         for start in range(0, samples, most):
             part = {name: each[start : start + most] for name, each in inputs.items()}
@@ -217,7 +214,7 @@ class Batches:
     def inputs(self, batch: GlobalBatch, trains: bool) -> list[MicroBatchInput]:
         """Moves a batch to this rank's device, in the model's types, and cuts it into windows.
 
-        Training mixes samples. Evaluation pads the batch where ranks need the same number of micro-batches.
+        Training mixes samples. Evaluation pads where ranks need equally many micro-batches.
 
         Raises:
             BatchError: on every rank, in evaluation, for a micro-batch without samples on some rank, where norms need

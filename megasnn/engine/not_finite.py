@@ -21,10 +21,10 @@ Found = tuple[int, int, str]
 def first_not_finite(distributed: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> str | None:
     """Finds the last step's first output with nan or infinities, or else the first such gradient. Collective.
 
-    Runs the forward again, and changes no state of the training.
+    Runs the forward again; training state stays.
 
     Returns:
-        text with layer or gradient, the same on every rank; None where all values are finite.
+        layer or gradient in words, the same on every rank; None where all values are finite.
     """
     for where, found in (
         ("forward, first in", _in_forward(distributed, micro_batches)),
@@ -40,7 +40,7 @@ def first_not_finite(distributed: DistributedModel, micro_batches: Sequence[Micr
 
 
 def _in_forward(distributed: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> list[Found]:
-    """Layers with such outputs in a repeated forward, lowest chunk first. Collective."""
+    """From a repeated forward, lowest chunk first. Collective."""
     found: list[Found] = []
     paths = _paths(distributed)
 
@@ -63,7 +63,7 @@ def _in_forward(distributed: DistributedModel, micro_batches: Sequence[MicroBatc
 
 
 def _paths(distributed: DistributedModel) -> dict[nn.Module, tuple[int, str]]:
-    """Chunk and name of every module. Outer modules do not suffice: nan crosses no threshold, so neurons hide it."""
+    """Every module's chunk and name. Outer modules do not suffice: nan crosses no threshold, so neurons hide it."""
     paths = {}
     # In reverse, so that a module in two places gets the first.
     for index, chunk in reversed([*distributed.chunks.items()]):
@@ -74,7 +74,7 @@ def _paths(distributed: DistributedModel) -> dict[nn.Module, tuple[int, str]]:
 
 
 def _in_gradients(distributed: DistributedModel) -> list[Found]:
-    """The first such gradient of each chunk in the order of backward."""
+    """Each chunk's first such gradient in backward order."""
     found: list[Found] = []
     for index, chunk in reversed([*distributed.chunks.items()]):
         gradients = []
@@ -89,7 +89,7 @@ def _in_gradients(distributed: DistributedModel) -> list[Found]:
 
 
 def first_non_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Text with the first tensor with nan or infinities, and their numbers; None where all values are finite."""
+    """Names the tensor, and counts its nan and infinities; None where all values are finite."""
     for name, tensor in named:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             nan = int(torch.isnan(tensor).sum())

@@ -1,4 +1,4 @@
-"""Builds this rank's part of a model: chunks, gradient buckets, ties and the executor."""
+"""Builds this rank's chunks, gradient buckets, ties and executor."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def build_replica(
     plan: PipelinePlan,
     wants_to_stop: Callable[[], bool],
 ) -> DistributedModel:
-    """Builds this rank's part of a model. Collective.
+    """Collective.
 
     Args:
-        built: all layers of the model in this context, without memory. Only this rank's get memory.
+        built: all layers in this context, without memory. Only this rank's get memory.
     """
     state = context.state
     schedules = plan.schedules
@@ -113,7 +113,7 @@ def build_replica(
 def _segments(
     chunks: Mapping[int, PipelineChunk], plan: PipelinePlan, first: Sequence[int]
 ) -> dict[int, PipelineChunk]:
-    """This rank's segments by number, in a refined schedule: the layers of its chunks."""
+    """This rank's layers by segment number, in a refined schedule."""
     segments = {}
     for index, chunk in chunks.items():
         for number in range(first[index], first[index + 1]):

@@ -1,4 +1,4 @@
-"""Windows of time steps for truncated backpropagation (--bptt-steps): their model, inputs and outputs.
+"""Time windows for truncated backpropagation (--bptt-steps): their model, inputs and outputs.
 
 A micro-batch is cut into windows along time, each run as a micro-batch. Neurons keep their state from one window to the
 next; gradients stop between windows.
@@ -22,7 +22,7 @@ from megasnn.pipeline.microbatch_state import MicroBatchInput
 
 
 def describe_windows(config: PretrainConfig) -> ModelDescription:
-    """Describes the model with the time steps of one window.
+    """The model with one window's time steps.
 
     Raises:
         ValueError: a tensor's shape depends on the number of time steps.
@@ -45,7 +45,7 @@ def describe_windows(config: PretrainConfig) -> ModelDescription:
 
 
 def windows_of(micro: MicroBatchInput, task: Task, windows: int, steps: int) -> list[MicroBatchInput]:
-    """Cuts a micro-batch into windows of `steps` time steps. Images without time are repeated."""
+    """`steps` time steps each. Images without time are repeated."""
     cut = []
     for number in range(windows):
         inputs = micro.inputs
@@ -57,10 +57,10 @@ def windows_of(micro: MicroBatchInput, task: Task, windows: int, steps: int) -> 
 
 
 class WindowOutputs:
-    """Outputs of a micro-batch's windows, joined after the last window.
+    """A micro-batch's outputs, joined after the last window.
 
     Args:
-        windows: number of windows of a micro-batch.
+        windows: in a micro-batch.
     """
 
     def __init__(self, windows: int) -> None:
@@ -68,7 +68,7 @@ class WindowOutputs:
         self._outputs: list[dict[EntryKey, Tensor]] = []
 
     def complete(self, output: Bundle) -> Bundle | None:
-        """Adds the next window's output. After the last window returns the output for all time steps, detached."""
+        """Adds the next window's output. After the last, returns all time steps, detached."""
         self._outputs.append({key: entry.detach() for key, entry in entries_of(output).items()})
         if len(self._outputs) < self._windows:
             return None
@@ -79,5 +79,5 @@ class WindowOutputs:
         return bundle_of(whole)
 
     def clear(self) -> None:
-        """Drops the windows of an unfinished micro-batch."""
+        """Drops an unfinished micro-batch's windows."""
         self._outputs.clear()
