@@ -139,11 +139,11 @@ class Engine:
 
         Args:
             inputs: tensors by name, or the only one: images `[N, C, H, W]`, or event frames `[N, T, C, H, W]`.
-            targets: class indices `[N]`, probabilities `[N, classes]`, or the model's own `target`; None where the target
-                is an input. CPU tensors are checked without waiting for a GPU.
+            targets: class indices `[N]`, probabilities `[N, classes]`, or the model's own `target`; None where the
+                target is an input. CPU tensors are checked without waiting for a GPU.
         Returns:
-            loss, metrics, gradient norm and rate, the same on every rank. A step that is not finite is marked as skipped,
-            and changes nothing.
+            loss, metrics, gradient norm and rate, the same on every rank. A step that is not finite is marked as
+            skipped, and changes nothing.
         Raises:
             ValueError: a wrong batch on any rank, no steps left, or optimizer rates changed from outside.
             RuntimeError: an error has ended the Engine.
@@ -163,8 +163,8 @@ class Engine:
     ) -> EvaluationRecord:
         """Metrics, and the loss without label smoothing, over any number of samples.
 
-        Takes inputs and targets, or an iterable with such pairs (or with inputs, where one is the target). Uses averaged
-        weights with `ema_decay`. Raises as `train_step`, and ValueError without samples.
+        Takes inputs and targets, or an iterable with such pairs (or with inputs, where one is the target). Uses
+        averaged weights with `ema_decay`. Raises as `train_step`, and ValueError without samples.
         """
         is_batch = targets is not None or isinstance(inputs, (Tensor, Mapping)) or not isinstance(inputs, Iterable)
         pairs = [(inputs, targets)] if is_batch else inputs
@@ -194,8 +194,8 @@ class Engine:
     def predict(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Answers for any number of samples, in order, on every rank's CPU.
 
-        The model's `predict` defines answers, by default the logits' mean over time, `[N, classes]`. Uses averaged weights
-        with `ema_decay`.
+        The model's `predict` defines answers, by default the logits' mean over time, `[N, classes]`. Uses averaged
+        weights with `ema_decay`.
         """
         distributed = self.distributed
         task = distributed.description.task
@@ -248,8 +248,8 @@ class Engine:
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes weights, optimizer state and progress to `<folder>/iter_<iteration>`, for any layout.
 
-        All ranks use the first rank's folder. A run loads its weights by `--load` with `--finetune`, because an Engine does
-        not know the data's order.
+        All ranks use the first rank's folder. A run loads its weights by `--load` with `--finetune`, because an Engine
+        does not know the data's order.
 
         Raises:
             CheckpointError: on every rank, when the checkpoint cannot be written.
