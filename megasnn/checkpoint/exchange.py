@@ -152,7 +152,6 @@ class Difference(NamedTuple):
 
 
 def tensor_differences(first: Source, second: Source, model_only: bool) -> Iterator[Difference]:
-    """Compares by name."""
     for name in sorted({*first.tensors, *second.tensors}):
         if model_only and _prefix(name):
             continue

@@ -48,7 +48,7 @@ class RankFit:
 
     Attributes:
         problems: one line for each tensor that cannot be loaded.
-        used: bit n is set where the rank uses the n-th saved tensor. Names from thousands of ranks would be long.
+        used: bit n is set where the rank uses the n-th saved tensor.
     """
 
     problems: Sequence[str]
@@ -72,6 +72,7 @@ def compare_tensors(
             able = [name for name, precision in PRECISIONS.items() if precision.weights == described.dtype]
             advice = f"; load it with --precision {' or '.join(able)}" if able else ""
             problems.append(f"{entry.name}: saved as {described.dtype}, {entry.tensor.dtype} cannot hold it{advice}")
+    # Bits, because names from thousands of ranks would be long.
     return RankFit(problems, sum(1 << bit for bit, name in enumerate(saved) if name in used))
 
 

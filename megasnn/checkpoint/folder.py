@@ -8,9 +8,7 @@
         iter_0000300.given_up/                 later than the one a run went back to, or replaced
         iter_0000300.tmp/                      being written, or left by a killed run: never loaded
 
-A checkpoint is written aside, synced to disk and renamed. Before, checkpoints at the same and later iterations are
-renamed. So every iter_NNNNNNN is this run's, and the highest is the latest. Removal renames first: half a checkpoint
-is never taken for one.
+A checkpoint is written aside, synced to disk and renamed. The highest iter_NNNNNNN is the latest.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[int]:
-    """Iterations, ascending; empty without such a folder."""
+    """Ascending; empty without such a folder."""
     return list(checkpoints(Path(folder)))
 
 
@@ -82,6 +80,7 @@ def commit_folder(folder: Path, metadata: Metadata) -> Path:
     write_whole(aside / METADATA, to_text(metadata))
     sync(aside)
     _give_up(folder, step)
+    # Later ones are renamed before: so every iter_NNNNNNN is this run's.
     aside.rename(final)
     _name(folder, LATEST, step)
     return final
@@ -132,7 +131,6 @@ def _give_up(folder: Path, step: int) -> None:
 
 
 def discard(folder: Path, step: int) -> None:
-    """Removes files written since `begin`."""
     shutil.rmtree(_aside(folder, step), ignore_errors=True)
 
 
@@ -233,8 +231,7 @@ def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[
     """Removes checkpoints, oldest first, and yields each removed path.
 
     Keeps the `last` newest (None: all), iterations divisible by `every`, and the best by validation. A checkpoint with
-    missing or cut files is neither removed nor counted. One saved after skipped steps counts separately: its weights
-    may have gone bad before the first step that was not finite, so it does not push out a sound one.
+    missing or cut files is neither removed nor counted. One saved after skipped steps does not push out a sound one.
     """
     if last is None:
         return
@@ -246,6 +243,7 @@ def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[
             if not any(size_problem(path / name, saved) for name, saved in metadata.files.items()):
                 found[path] = metadata
     newest_first = [*reversed(found)]
+    # After skipped steps, weights may have gone bad before the first step that was not finite.
     sound = [path for path in newest_first if not found[path].skipped_steps]
     kept = {*newest_first[:last], *sound[:last]}
     for path, metadata in found.items():
@@ -255,6 +253,7 @@ def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[
         if path not in kept:
             aside = path.with_name(f"{path.name}.removed.tmp")
             shutil.rmtree(aside, ignore_errors=True)
+            # Half a checkpoint is never taken for one.
             path.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
             yield path

@@ -1,7 +1,7 @@
 """`metadata.json`: a run's progress, and each tensor box's file.
 
-A tensor is saved as boxes: offsets and sizes, one number per dimension. Each box has its own name in a safetensors
-file. The text's last line is a checksum over the lines before it. Each file has a checksum as well.
+Boxes have offsets and sizes, one number per dimension, and a name in a safetensors file. The text's last line is a
+checksum over the lines before it. Each file has a checksum as well.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Box:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class SavedTensor:
-    """A global tensor and its boxes."""
+    """A global tensor."""
 
     shape: StoredCounts
     dtype: Dtype
@@ -106,7 +106,7 @@ class Progress:
         config: dimensions and neuron, {"model": {...}, "neuron": {...}}; None for another program's weights.
         layout: process grid, for people only: loading does not depend on it.
         extra: the training loop's entries (recipe, data position, ...).
-        skipped_steps: since the previous save: not finite, so without effect.
+        skipped_steps: not finite, so without effect, since the previous save.
     """
 
     iteration: StoredCount = 0
@@ -243,10 +243,7 @@ def _by_field(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether boxes (offsets, sizes) hold each element exactly once.
-
-    Counts on a grid with lines at all box edges: a cell's elements lie in the same boxes.
-    """
+    """Whether boxes (offsets, sizes) hold each element exactly once."""
     boxes = list(boxes)
     if boxes == [((0,) * len(shape), tuple(shape))]:  # nearly always
         return True
@@ -263,6 +260,7 @@ def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Seque
         spans.append((offsets, ends))
         for dim, lines in enumerate(edges):
             lines.update((offsets[dim], ends[dim]))
+    # A grid with lines at all box edges: a cell's elements lie in the same boxes.
     grid = [sorted(lines) for lines in edges]
     counts = np.zeros([len(lines) - 1 for lines in grid], dtype=np.int32)
     for first, last in spans:

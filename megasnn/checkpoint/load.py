@@ -93,13 +93,13 @@ def load_chosen(
 
     Args:
         chosen: the same on every rank.
-        state: without an optimizer or averages, the checkpoint's are ignored (--finetune). Averages are loaded if the
-            checkpoint has them.
+        state: without an optimizer or averages, the checkpoint's are ignored (--finetune).
         check: further problems, such as `model_differences`.
         leave: tensors that keep their values; the same on every rank.
         average: load the weights' average in their place, if any; without an optimizer.
     Raises:
-        DamagedError: on every rank, when the one step's files, or all, are missing, cut or altered.
+        DamagedError: on every rank, when files are missing, cut or altered, in all older checkpoints too unless a step
+            was asked for.
         CheckpointError: on every rank, when `check` finds something, tensors do not fit, or the optimizer is another
             kind. Nothing has changed then.
     """
@@ -110,9 +110,9 @@ def load_chosen(
 def _first_intact(
     chosen: ChosenCheckpoint, group: dist.ProcessGroup | None, load: Callable[[ChosenCheckpoint], _T]
 ) -> _T:
-    """`load` raises DamagedError on all ranks or on none."""
     while True:
         try:
+            # It raises DamagedError on all ranks or on none, so all choose again together.
             return load(chosen)
         except DamagedError as error:
             chosen = broadcast_result(group, partial(choose_older, chosen, error))
@@ -126,7 +126,6 @@ def _load(
     leave: Callable[[Metadata], Collection[str]],
     average: bool,
 ) -> LoadedState:
-    """Ranks agree twice: before anything changes, and after all have read."""
     path = chosen.path
     metadata = chosen.metadata
     left = frozenset(leave(metadata))
@@ -153,6 +152,7 @@ def _load(
         return (wanted, states), (fit, damaged)
 
     title = f"the checkpoint {path} does not fit this run:"
+    # Ranks agree twice: here before anything changes, and below after all have read.
     (wanted, states), reports = run_and_gather(group, examine, title)
     ignored = (OPTIMIZER,) * (state.optimizer is None) + (AVERAGE,) * (state.averages is None)
     require_fit(saved, [fit for fit, _ in reports], ignored, title)
@@ -176,7 +176,6 @@ def _used_names(saved: Mapping[str, SavedTensor], wanted: Iterable[ShardedTensor
 
 
 def of_average(tensors: Mapping[str, _T]) -> dict[str, _T]:
-    """Averages by their weights' names."""
     return {name.removeprefix(AVERAGE): value for name, value in tensors.items() if name.startswith(AVERAGE)}
 
 
@@ -212,7 +211,7 @@ def load_globals_into(
 ) -> None:
     """Copies this rank's part of every global tensor, converted to the model's dtype.
 
-    Collective over `process_group` (all ranks; None for a single process): together they take exactly these.
+    Collective over `process_group` (all ranks; None for a single process): together the ranks take exactly `values`.
 
     Raises CheckpointError on every rank, before any change, if one is missing or has another shape.
     """

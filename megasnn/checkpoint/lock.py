@@ -1,8 +1,7 @@
 """Locks a checkpoint folder, and notes the job that wrote it.
 
-The note tells a restarted job that checkpoints are its own. torchrun starts all ranks anew when one is lost
-(--max-restarts) or when nodes come and go, with the same command line. The job then continues from its own
-checkpoints, not from --load.
+torchrun starts all ranks anew when one is lost (--max-restarts) or when nodes come and go, with the same command
+line. By the note, the job then continues from its own checkpoints, not from --load.
 """
 
 from __future__ import annotations

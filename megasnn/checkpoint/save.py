@@ -59,7 +59,7 @@ def save_global_tensors(
 
 
 def file_content(entries: Iterable[ShardedTensor], process_group: dist.ProcessGroup | None) -> FileContent:
-    """This rank's file. If several ranks have the same part, one writes it."""
+    # If several ranks have the same part, one writes it.
     mine = [entry for entry in entries if entry.shard.is_primary()]
     return boxes_of(mine, file_name(rank_in(process_group)))
 
@@ -108,7 +108,6 @@ def _on_disk(work: Callable[[], Path]) -> Path:
 
 
 def write_file(aside: Path, rank: int, content: FileContent) -> Written:
-    """Raises OSError."""
     file = file_name(rank)
     boxes = [(name, saved) for name, saved, _ in content]
     return file, write_safetensors(aside / file, content), boxes

@@ -97,7 +97,7 @@ def derived(source: Source, recipe: NameMap) -> Source:
 def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Reads a state_dict without running the file's code. Values stay in the file until use.
 
-    torch before 0.4.1 wrote norms without `num_batches_tracked`: they get a 0.
+    Norms without `num_batches_tracked` get a 0.
 
     Raises:
         CheckpointError: no such file, it cannot be read, or holds no state_dict, or several.
@@ -118,6 +118,7 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         if all(name.startswith(prefix) for name in values):
             values = {name.removeprefix(prefix): value for name, value in values.items()}
     for name in list(values):
+        # torch before 0.4.1 wrote no `num_batches_tracked`.
         if name.endswith("running_mean"):
             values.setdefault(f"{name.removesuffix('running_mean')}num_batches_tracked", torch.tensor(0))
     return values
@@ -157,7 +158,7 @@ def _load(path: Path) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Describes a `_load` error: torch's messages advise to let the file run code."""
+    # torch's messages advise to let the file run code.
     text = str(error)
     if isinstance(error, OSError | SafetensorError):
         return text
@@ -169,11 +170,11 @@ def _reason(error: Exception) -> str:
 
 
 def _state_dicts(content: Any) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """Yields each dictionary of named tensors. Optimizers have numbers for names: not these."""
     waiting = deque([("", content)])
     opened = set[int]()
     while waiting:
         key, found = waiting.popleft()
+        # Optimizers have numbers for names: they are no weights.
         if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
             continue
         if found and all(isinstance(value, Tensor) for value in found.values()):

@@ -35,10 +35,7 @@ def dtype_name(value: Tensor) -> str:
 
 
 def boxes_of(entries: Iterable[ShardedTensor], file: str) -> FileContent:
-    """A rank's boxes for its file, the largest type first, so that all values are aligned.
-
-    A box with a complete tensor has the tensor's name: other programs find it there.
-    """
+    """A rank's boxes for its file, the largest type first."""
     found: FileContent = []
     for entry in entries:
         dtype = dtype_name(entry.tensor)
@@ -46,19 +43,18 @@ def boxes_of(entries: Iterable[ShardedTensor], file: str) -> FileContent:
             raise CheckpointError(f"{entry.name}: {entry.tensor.dtype} cannot be saved; known: {', '.join(DTYPES)}")
         shape = entry.shard.global_shape
         for piece in entry.shard.pieces():
+            # Other programs find a complete tensor by its own name.
             name = entry.name
             if piece.sizes != shape:
                 name = f"{entry.name}@{','.join(map(str, piece.global_offset))}"
             saved = SavedTensor(shape, dtype, (Box(file, name, piece.global_offset, piece.sizes),))
             found.append((entry.name, saved, piece.of_local(entry.tensor.detach())))
+    # Largest type first, so that all values are aligned.
     return sorted(found, key=lambda each: -DTYPES[each[1].dtype][1])
 
 
 def write_safetensors(path: Path, content: FileContent) -> SavedFile:
-    """Writes tensor by tensor, and syncs: `save_file` would need copies of all in memory.
-
-    Header length (8 bytes, little endian), JSON header, then values in its order.
-    """
+    """Header length (8 bytes, little endian), JSON header, then values in its order. Synced."""
     header = {}
     end = 0
     for _, saved, _ in content:
@@ -68,9 +64,11 @@ def write_safetensors(path: Path, content: FileContent) -> SavedFile:
         end += prod(box.sizes) * item_bytes
         header[box.name] = {"dtype": kind, "shape": box.sizes, "data_offsets": [begin, end]}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    # The header's length takes 8 bytes: values begin at a multiple of 8.
     text += b" " * (-len(text) % 8)
     with open(path, "wb", buffering=0) as stream, ThreadPoolExecutor(1) as thread:
         crc32 = _write(stream.fileno(), memoryview(len(text).to_bytes(8, "little") + text), 0, thread)
+        # Tensor by tensor: `save_file` would need copies of all in memory.
         for _, _, value in content:
             flat = value.cpu().contiguous().view(-1)
             if flat.numel():
@@ -206,7 +204,7 @@ class _Overlap(NamedTuple):
 
 
 def _overlaps(saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor]) -> Iterator[dict[str, _Overlap]]:
-    """Yields each common part, by file: equal boxes in several files are copies."""
+    """By file: equal boxes in several files are copies."""
     for entry in entries:
         dtype = DTYPES[saved[entry.name].dtype][0]
         for piece in entry.shard.pieces():

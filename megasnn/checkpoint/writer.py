@@ -107,7 +107,6 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Whether a background save is incomplete."""
         return self._thread.is_alive()
 
     def finish(self, seconds: float | None = None) -> None:
@@ -122,8 +121,8 @@ class Writer:
             self._group = None
 
     def _content(self, state: LocalState) -> FileContent:
-        """Reused while the tensors are the same objects in the same memory."""
         entries = state.entries()
+        # The plan holds while tensors are the same objects in the same memory.
         tensors = [(id(each.tensor), each.tensor.data_ptr()) for each in entries]
         if tensors != self._tensors:
             self._planned = file_content(entries, self._group)
@@ -183,6 +182,6 @@ class Writer:
 
 
 def _lower_priority() -> None:
-    """Leaves the cores to training: lowers this thread's priority, and its later threads'."""
     if sys.platform == "linux":  # elsewhere a thread has no priority apart from its process
+        # Leaves the cores to training: this thread, and those that it starts.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _SAVING_PRIORITY)

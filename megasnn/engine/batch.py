@@ -94,12 +94,13 @@ class Batches:
         return named, targets, samples
 
     def _agree(self, call: str, found: str | int) -> None:
-        """Raises BatchError on every rank for a problem on any. A single rank would leave the others waiting.
+        """Raises BatchError on every rank for a problem on any.
 
         Args:
             found: this rank's problem, or its sample number, 0 after the last batch.
         """
         try:
+            # A single rank's error would leave the others waiting.
             of_ranks = gather_in_call(self._state.world.handle, call, found)
         except ValueError as error:
             raise BatchError(str(error)) from None
@@ -133,6 +134,7 @@ class Batches:
                 if problem:
                     return problem
         if not trains:
+            # In training, loss or gradient show nan and infinities.
             return self._first_not_finite(inputs)
         if not torch.is_grad_enabled():
             return "a step needs gradients: call it outside of torch.no_grad() and torch.inference_mode()"
@@ -144,7 +146,6 @@ class Batches:
         return self._size_problem(samples, sizes)
 
     def _first_not_finite(self, inputs: Mapping[str, Tensor]) -> str | None:
-        """For evaluation. In training, loss or gradient show nan and infinities."""
         if not self._takes_images:
             return None
         for name, values in inputs.items():
@@ -265,10 +266,7 @@ class Batches:
         return inputs, targets, samples[part]
 
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """Empty micro-batches, up to the largest number on any replica.
-
-        Ranks that share micro-batches or weights need the same number.
-        """
+        """Empty micro-batches, up to the largest number on any replica."""
         if self._state.dp_shard.size == self._samples.size == 1:
             return []
         size = min(self._config.training.micro_batch_size, batch.size)

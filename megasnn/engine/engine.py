@@ -290,23 +290,21 @@ class Engine:
             warnings.warn(remark, stacklevel=2)
 
     def _follow_position(self) -> None:
-        """Ends the training after `train_samples`, whatever batch size the checkpoint's steps had."""
         training = self.config.training
         if training.train_samples is not None:
+            # The checkpoint's steps may have had another batch size.
             self.length = training.length(training.global_batch_size, self.iteration, self.consumed_samples)
             self.step.iterations = self.length.iterations
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Ends the Engine at an error in the block, because ranks may be at different actions.
-
-        Other ranks end with the same error instead of waiting. All ranks raise a BatchError together, and go on.
-        """
+        """Ends the Engine at an error in the block."""
         self._require_open()
         try:
             yield
         except BatchError:
             raise
+        # Ranks may be at different actions: the others end with the same error instead of waiting.
         except BaseException as error:
             if not self._failure:
                 text = (str(error).splitlines() or [""])[0]

@@ -74,12 +74,10 @@ class DistributedModel:
 
     @property
     def parameters(self) -> int:
-        """Elements in the whole model."""
         return parameter_count(self.description.tensors)
 
     @property
     def trained_parameters(self) -> int:
-        """Elements in the whole model."""
         return parameter_count(entry for entry in self.description.tensors if entry.tensor.requires_grad)
 
     def neurons(self) -> list[tuple[str, NeuronLayer]]:
@@ -120,7 +118,6 @@ class DistributedModel:
         return StepSums.over_ranks(parts, largest, self.context.state.world)
 
     def _overflows(self, largest: float, like: Tensor) -> Tensor:
-        """Number of recorded statistics too large for the weights' type, `[1]`."""
         recorded = [value for norm in self.norms for record in norm.pending for value in record[:2]]
         if not recorded:
             return torch.zeros_like(like)
@@ -198,7 +195,6 @@ class DistributedModel:
                 chunk.forget()
 
     def _raise_findings(self) -> None:
-        """Raises ValueError with all ranks' first finding, on every rank."""
         findings: list[Finding] = []
         for of_rank in gather(self.context.state.world.handle, self.checks.findings()):
             findings += of_rank

@@ -63,11 +63,12 @@ def _in_forward(distributed: DistributedModel, micro_batches: Sequence[MicroBatc
 
 
 def _paths(distributed: DistributedModel) -> dict[nn.Module, tuple[int, str]]:
-    """Every module's chunk and name. Outer modules do not suffice: nan crosses no threshold, so neurons hide it."""
+    """Every module's chunk and name."""
     paths = {}
     # In reverse, so that a module in two places gets the first.
     for index, chunk in reversed([*distributed.chunks.items()]):
         for name, layer in reversed([*chunk.named_layers()]):
+            # Outer modules do not suffice: nan crosses no threshold, so neurons hide it.
             for path, module in layer.named_modules(prefix=name):
                 paths[module] = index, path
     return paths

@@ -34,7 +34,7 @@ def build_replica(
     plan: PipelinePlan,
     wants_to_stop: Callable[[], bool],
 ) -> DistributedModel:
-    """Collective.
+    """Builds this rank's part. Collective.
 
     Args:
         built: all layers in this context, without memory. Only this rank's get memory.

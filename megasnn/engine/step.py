@@ -116,7 +116,6 @@ class TrainStep:
         )
 
     def _update(self, rate: float, norm: float | Tensor, is_void: Tensor | None = None) -> None:
-        """No update where `is_void` on the device."""
         self.distributed.gradient_norm.clip(norm, self._config.optimizer.clip_grad, is_void)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]

@@ -52,7 +52,7 @@ class StepSums:
         return cls(values, slices, squares.sqrt(), is_void)
 
     def read(self) -> StepFigures:
-        """Only here does the host wait for the device in a step."""
+        # Only here does the host wait for the device in a step.
         # One copy to the host for all of them.
         is_void, *numbers = torch.cat([self.is_void.to(self.values.dtype).reshape(1), self.values]).tolist()
         values = {name: numbers[part] for name, part in self.slices.items()}

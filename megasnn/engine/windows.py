@@ -57,11 +57,7 @@ def windows_of(micro: MicroBatchInput, task: Task, windows: int, steps: int) -> 
 
 
 class WindowOutputs:
-    """A micro-batch's outputs, joined after the last window.
-
-    Args:
-        windows: in a micro-batch.
-    """
+    """Outputs, joined after a micro-batch's last window."""
 
     def __init__(self, windows: int) -> None:
         self._windows = windows
@@ -79,5 +75,4 @@ class WindowOutputs:
         return bundle_of(whole)
 
     def clear(self) -> None:
-        """Drops an unfinished micro-batch's windows."""
         self._outputs.clear()

@@ -191,16 +191,14 @@ def _unpacked(carried: Sequence[Carried], tensors: Sequence[Tensor]) -> dict[int
 
 
 def _with_own_edges(y: Bundle, inputs: Sequence[Bundle]) -> Bundle:
-    """The output, with new autograd edges for inputs that the layer returns unchanged.
-
-    Autograd then sums their gradients separately from the input's, as at a chunk boundary. So the order of sums does
-    not depend on the division into chunks.
-    """
+    """The output, with new autograd edges for inputs that the layer returns unchanged."""
     seen = set()
     for x in inputs:
         seen |= {id(entry) for entry in entries_of(x).values()}
 
     def apart(entry: Tensor) -> Tensor:
+        # Autograd then sums its gradients separately from the input's, as at a chunk boundary. So the order of sums
+        does # not depend on the division into chunks.
         made = entry.view_as(entry) if id(entry) in seen and entry.requires_grad else entry
         seen.add(id(entry))
         return made

@@ -22,7 +22,6 @@ class LinkCost:
     per_byte: float = 0.0
 
     def message(self, size: float) -> float:
-        """Seconds, for `size` bytes."""
         return self.latency + self.per_byte * size
 
     def exchange(self, ranks: int, size: float) -> float:
@@ -34,12 +33,10 @@ class LinkCost:
         return (ranks - 1) * self.message(size)
 
     def all_reduce(self, ranks: int, size: float, on_gpu: bool) -> float:
-        """Seconds for `size` bytes, in Gloo's ring or NCCL's double tree (paper as in `exchange`).
-
-        NCCL selects the faster algorithm for a size; the tree has fewer steps.
-        """
+        """Seconds for `size` bytes, in Gloo's ring or NCCL's double tree (paper as in `exchange`)."""
         if ranks == 1:
             return 0.0
+        # NCCL selects the faster algorithm for a size; the tree has fewer steps.
         steps = math.ceil(math.log2(ranks)) if on_gpu else ranks - 1
         return 2 * (steps * self.latency + self.per_byte * size * (ranks - 1) / ranks)
 

@@ -134,7 +134,6 @@ class PipelineExecutor:
             each.begin(has_graphs)
 
     def _prepare(self, action: Action) -> None:
-        """Posts receives ahead, and waits for gathered weights."""
         if self._transfers is not None and action.kind in COMPUTE:
             self._transfers.announce(action)
         if self._weights is not None and action.kind in USES_WEIGHTS:
@@ -143,7 +142,6 @@ class PipelineExecutor:
             self._gradient_buckets.begin(action.segment, first_part=action.kind is Kind.INPUT_GRADIENT)
 
     def _end_graphs(self, action: Action) -> None:
-        """Frees a micro-batch's slot after its last action."""
         graphs = self._segments[action.segment].graphs
         if graphs is not None:
             graphs.done(action.key[1])
@@ -154,7 +152,6 @@ class PipelineExecutor:
         return f"rank {state.rank}, pipeline stage {state.pp.rank}, action {action}{micro}"
 
     def _forward(self, step: StepState, action: Action) -> None:
-        """The output goes to the next segment, the loss, or an evaluation's consumer."""
         key = action.key
         segment = self._segments[action.segment]
         micro = step.micro_batches[key[1]]
@@ -191,7 +188,6 @@ class PipelineExecutor:
             del step.backwards[key]
 
     def _forward_again(self, step: StepState, action: Action) -> None:
-        """Recomputes a forward for its backward."""
         key = action.key
         segment = self._segments[action.segment]
         micro = step.micro_batches[key[1]]

@@ -2,14 +2,14 @@
 
 A graph computes at fixed addresses, with fixed host numbers. Therefore:
 
-- Micro-batches in flight at the same time have slots, and every slot has its own graphs.
-- Inputs and output gradients are first copied to fixed addresses. Outputs and input gradients are copied out: a
-  message may still be under way when the slot is reused.
+- Micro-batches in flight have slots, and every slot has its own graphs.
+- Inputs and output gradients are copied in. Outputs and input gradients are copied out: a message may still be under
+  way when the slot is reused.
 - Each replay copies out norm statistics and check findings. Sample positions, the random numbers' key, are written
   before it. Graphs add parameter gradients, reported after a replay.
 
-A size's first training step runs without graphs, because it compiles and selects kernels. The second one captures
-them. All outputs, gradients and saved tensors stay in memory, for every slot.
+A size's first training step compiles and selects kernels without graphs. The second one captures them. All outputs,
+gradients and saved tensors stay in memory, for every slot.
 """
 
 from __future__ import annotations
@@ -312,11 +312,9 @@ def why_not(layer: nn.Module) -> str | None:
 
 
 def _leaf(parameter: Tensor, weight_gradients: WeightGradients) -> Tensor:
-    """A leaf on the parameter's memory, or the parameter itself if its layer leaves the weight gradient as a task.
-
-    Autograd adds a gradient on the stream where the parameter was first used. A forward without graphs still under way
-    would draw its stream into the capture, which the driver refuses.
-    """
+    """A leaf on the parameter's memory, or the parameter itself if its layer leaves the weight gradient as a task."""
+    # Autograd adds a gradient on the stream where the parameter was first used. A forward without graphs still under
+    # way would draw its stream into the capture, which the driver refuses.
     return parameter if weight_gradients.takes(parameter) else parameter.detach().requires_grad_()
 
 

@@ -42,14 +42,13 @@ class MemoryForecast:
 
     Attributes:
         program: interpreter, libraries and compiled kernels; on a GPU 0.
-        weights: parameters and buffers, their moving average, and receive buffers for sharded weights.
-        gradients: gradient buckets, and reduced gradients for the rank's shards.
+        weights, gradients, optimizer: as in `StateBytes`, with receive buffers for sharded weights.
         kept: tensors saved for backward, when `kept` and `working` together peak.
         working: temporary tensors in the layer computed at this peak.
         messages: transfers between stages; at a step's end the gradient exchange, where that is the peak.
         samples: the current batch, and on a CPU the next one.
         gathered: peak of weights gathered from their shards.
-        snapshot: copy for --async-save; on a GPU 0, because it is in host memory.
+        snapshot: copy for --async-save; on a GPU 0: it is in host memory.
         update: the optimizer step's temporary tensors beyond memory freed by forward and backward.
     """
 
@@ -71,7 +70,7 @@ class MemoryForecast:
 
     @property
     def parts_text(self) -> str:
-        """A sum without zeros."""
+        """The parts as a sum, without zeros."""
         names = {
             "program": "program and libraries",
             "optimizer": "optimizer state",

@@ -112,11 +112,9 @@ class StepState:
         recomputed: forwards to be recomputed.
         stashed: their packed inputs.
         consume: receives outputs in evaluation; None in training.
-        inputs: for future forwards.
-        outputs: to be sent.
         learning: indices of output tensors with a gradient.
         gradients: for these tensors.
-        backwards: functions that run a backward; None without a gradient.
+        backwards: run a backward; None without a gradient.
         awaited: inputs with a gradient, without values, until the gradient exists.
         weight_gradients: tasks left by input gradients.
     """

@@ -1,15 +1,11 @@
 """Transfers between pipeline ranks: spikes as bits, counts as bytes, all other tensors dense.
 
-Both ends know shape, type, content and gradient for every boundary tensor from the dry run. So receives are posted
+Both ends know every boundary tensor's shape, type, content and gradient from the dry run. So receives are posted
 early, and no host waits for another. Channels are last in memory and on the wire, as between all layers
 (megasnn/layers/shape_inference.py), so a pipeline changes no bit.
 
-A link carries messages between two ranks, first in, first out. Each direction has its own process group: in one
-queue, a receive posted early would hold up the send that its peer waits for. `megasnn/schedule/receives.py` decides
-which receives are posted before which action.
-
-Message size does not depend on values. A sender notes values that do not fit the packing
-(megasnn/common/checks.py); the note is read with the loss.
+A link is first in, first out. `megasnn/schedule/receives.py` decides which receives are posted before which action.
+A sender notes values that do not fit the packing (megasnn/common/checks.py); the note is read with the loss.
 """
 
 from __future__ import annotations
@@ -224,6 +220,8 @@ class Transfers:
         self._segments = segments
         self._boundaries = boundaries
         self._rank = state.pp.rank
+        # Each direction has its own process group: in one queue, a receive posted early would hold up the send that its
+        # peer waits for.
         up = state.pp
         down = state.pp_down
         # All ranks start the pairs in one order, upward first: see megasnn/parallel_state.py.
@@ -242,11 +240,6 @@ class Transfers:
         self._messages: dict[Action, Message] = {}
 
     def begin(self, schedule: Schedule, sizes: Sequence[int]) -> None:
-        """Begins a step.
-
-        Args:
-            sizes: samples in each micro-batch.
-        """
         # Reading a large schedule takes a second.
         if schedule is not self._schedule:
             self._schedule = schedule
@@ -261,10 +254,7 @@ class Transfers:
                 self._messages[action] = self._message(action, sizes, schedule.forward_only)
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
-        """Starts sending; does not wait for the peer.
-
-        Raises ValueError with a tensor's name if shape, type or values differ from the dry run.
-        """
+        """Raises ValueError with a tensor's name if shape, type or values differ from the dry run."""
         link, carried = self._messages[action]
         link.transfers += 1
         group = "pp" if action.kind is Kind.SEND_FORWARD else "backward"
@@ -297,7 +287,6 @@ class Transfers:
         return tensors
 
     def wait(self) -> None:
-        """Waits until everything sent has left."""
         for link in self.links.values():
             link.finish()
 

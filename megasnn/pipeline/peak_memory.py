@@ -38,9 +38,7 @@ class SegmentMemory:
 
 
 def segment_memory(costs: PipelineCosts, segments: Sequence[range]) -> list[SegmentMemory]:
-    """Args:
-        segments: layers in each, one or none.
-    """
+    """`segments` hold one layer or none."""
     memories = []
     layers = costs.layers
     for span in segments:
@@ -159,8 +157,6 @@ def within_budget(
 ) -> frozenset[int]:
     """Chooses segments to recompute, so that every rank keeps the budget.
 
-    Greedy: segments that save most bytes per second come first.
-
     Args:
         schedule: refined to segments, without recomputation.
         budget: bytes on each rank.
@@ -181,6 +177,7 @@ def within_budget(
         added = frozenset[int]()
         size = exchanged[rank] if exchanged else 0
         need = _need(schedule, rank, segments, added, size)
+        # Greedy: the last segment saves most bytes per second.
         while need > budget and useful:
             added |= {useful.pop()}
             need = _need(schedule, rank, segments, added, size)

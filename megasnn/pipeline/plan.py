@@ -49,7 +49,6 @@ class PipelinePlan:
 
     @property
     def segment_bounds(self) -> list[range]:
-        """Each segment's layers."""
         return self.schedules.segment_bounds(self.bounds)
 
     def simulation(self, micro_batches: int) -> Simulation | None:
@@ -63,7 +62,6 @@ class PipelinePlan:
         return simulate(self.schedules.training(micro_batches), costs)
 
     def describe(self, asked: ParallelConfig) -> list[str]:
-        """Log lines about a schedule chosen by costs, and about recomputation."""
         lines = []
         count = self.micro_batches
         schedule = self.schedules.training(count)
@@ -143,7 +141,9 @@ def choose(
     weights_of: WeightsOf | None = None,
     exchanged_of: ExchangedOf | None = None,
 ) -> PipelinePlan:
-    """Args:
+    """Chooses a run's schedule.
+
+    Args:
         counts: possible micro-batches in a replica's step, the usual number first.
         bounds: each chunk's layers; None to balance them by cost.
         weights_of: weights shared by replicas. Segments are then single layers.

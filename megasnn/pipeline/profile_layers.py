@@ -1,8 +1,7 @@
-"""Profiles a model's layers and links: seconds and bytes, in one pass from the first layer to the last.
+"""Profiles a model's layers and links in one pass: seconds and bytes.
 
-Each layer runs as its own chunk: once to warm up, once to count allocations, and three times for median seconds.
-Equal layers with equal inputs are profiled once. One layer exists at a time. Values come from keyed generators, so
-torch's random state does not change.
+Each layer runs as its own chunk: one warm-up, one run to count allocations, three for median seconds. Equal layers
+with equal inputs are profiled once. One layer exists at a time. Keyed generators leave torch's random state alone.
 """
 
 from __future__ import annotations
@@ -42,16 +41,13 @@ SMALL, LARGE = 1 << 10, 1 << 22  # bytes
 
 
 def profile_pipeline(description: ModelDescription, samples: int, context: BuildContext) -> PipelineCosts:
-    """Measures layers and link for a micro-batch size. Collective over the world.
-
-    Returns the first rank's costs on every rank: with different costs, ranks would cut the model differently and
-    deadlock. All ranks measure at the same time, because all cores are busy in training.
-    """
+    """Measures layers and link. The first rank's costs count on every rank. Collective over the world."""
     state = context.state
     world = state.world
     if world.size > 1:
         # A rank that begins early would measure a quieter machine.
         dist.barrier(group=world.handle)
+    # All ranks at the same time: all cores are busy in training, too.
     layers = profile_layers(description, samples, context, state.device)
     if world.size > 1:
         dist.barrier(group=world.handle)
@@ -60,6 +56,7 @@ def profile_pipeline(description: ModelDescription, samples: int, context: Build
     if group.size > 1:
         start_messages(group, 0, 1, state.device)
         link = measure_link(group, state.device)
+    # With different costs, ranks would cut the model differently and wait for each other for ever.
     return broadcast_result(world.handle, lambda: PipelineCosts(tuple(layers), link))
 
 

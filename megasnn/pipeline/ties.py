@@ -1,8 +1,8 @@
 """Tied tensors: one owner, and copies on other layers' stages.
 
-Each copy has its own gradient. A step adds it to the owner's gradient, copy by copy in layer order, so the sum
-depends neither on stages nor on the schedule. The owner then sends new values to the copies. Every rank visits
-the pairs of ranks in the same order, so that messages meet.
+A step adds each copy's gradient to the owner's, in layer order, so the sum depends neither on stages nor on the
+schedule. The owner then sends new values. Every rank visits the pairs of ranks in the same order, so that messages
+meet.
 """
 
 from __future__ import annotations

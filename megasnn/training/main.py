@@ -63,10 +63,10 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
 
 @record
 def _recorded(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
-    """`record` writes the first failing rank's error for torchrun, and no later ones."""
     try:
         return _train(config, callbacks)
     except Exception as error:
+        # `record` writes the first failing rank's error for torchrun, and no later ones.
         if not claim_fault(error):
             end_process()
         if isinstance(error, MISTAKES):

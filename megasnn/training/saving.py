@@ -81,7 +81,7 @@ class Saves:
         """Saves unless this iteration is saved already. A failure is reported, and the run continues. Collective.
 
         Args:
-            skipped_steps: since the last save: not finite.
+            skipped_steps: not finite, since the last save.
         """
         if self._writer is None:
             return

@@ -95,15 +95,15 @@ def _draw_schedule(engine: Engine, reporter: Reporter) -> None:
 
 
 def _without_secrets(config: PretrainConfig) -> PretrainConfig:
-    """For logs: more people read them than config.json, and data URLs may hold passwords."""
     data = config.data
+    # More people read logs than config.json, and data URLs may hold passwords.
     valid = None if data.valid_data_path is None else shown_path(data.valid_data_path)
     return replace(config, data=replace(data, data_path=shown_path(data.data_path), valid_data_path=valid))
 
 
 def _config_file(config: PretrainConfig) -> Path | None:
-    """An evaluation does not replace the training's file."""
     folder = log_folder(config)
+    # An evaluation does not replace the training's file.
     name = "evaluation_config.json" if config.training.evaluate_only else "config.json"
     return None if folder is None else folder / name
 
