@@ -49,7 +49,6 @@ def weights_as(source: Source, names: Names, averaged: bool = False) -> Source:
 
 
 def has_average(source: Source) -> bool:
-    """Whether it holds the weights' moving average."""
     return any(name.startswith(AVERAGE) for name in source.tensors)
 
 
@@ -97,7 +96,6 @@ def import_weights(source: Source, save: Path) -> tuple[Path, str]:
 
 
 def as_text(source: Source) -> str:
-    """Lists progress, tensors with type, size, shape and files, and totals."""
     metadata = source.metadata
     title = "checkpoint" if source.is_checkpoint else "state_dict"
     if metadata.model:
@@ -124,7 +122,6 @@ def as_text(source: Source) -> str:
 
 
 def _prefix(name: str) -> str:
-    """Empty for a model tensor."""
     return next(filter(name.startswith, BESIDE), "")
 
 
@@ -141,10 +138,7 @@ def size_text(count: float) -> str:
 
 
 class Difference(NamedTuple):
-    """Largest difference between a tensor's elements in two sources.
-
-    Infinite if the tensors cannot be compared; `note` says why.
-    """
+    """Largest difference between elements; infinite if tensors cannot be compared, and `note` says why."""
 
     name: str
     largest: float

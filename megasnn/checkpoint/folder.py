@@ -32,7 +32,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """Paths by iteration, ascending; empty without such a folder."""
+    """Ascending; empty without such a folder."""
     found = {}
     for path in folder.glob("iter_*"):
         match = STEP_FOLDER.fullmatch(path.name)
@@ -53,7 +53,7 @@ def require_empty(folder: Path) -> None:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Makes an empty folder for a checkpoint's files, until `commit_folder`.
+    """Makes an empty folder, until `commit_folder`.
 
     Raises:
         CheckpointError: the folder around it cannot be made.
@@ -108,7 +108,7 @@ def forget_best_after(folder: Path, step: int, best: int | None) -> None:
 
 
 def name_best(folder: Path, step: int) -> None:
-    """Names the best by validation; `prune` keeps it."""
+    """`prune` keeps it."""
     _name(folder, BEST, step)
 
 
@@ -174,7 +174,7 @@ class ChosenCheckpoint:
 
     Attributes:
         folder: searched folder.
-        older: to try in this order where this one's files are damaged.
+        older: next to try where files are damaged, in order.
         remarks: for the user: newer checkpoints passed over, and why.
         by_step: asked for by iteration, so no other may replace it.
     """

@@ -1,7 +1,6 @@
 """Loads a checkpoint from any layout; reads only boxes that the rank needs.
 
-A misfit or damaged checkpoint is refused on all ranks, with the same words, before model or optimizer change. The
-newest intact one replaces a damaged one, unless that was asked for by iteration.
+All ranks refuse a misfit or damaged checkpoint with the same words, before model or optimizer change.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ class LoadedState:
     """Completed iterations, samples seen, and `extra` as saved.
 
     Attributes:
-        path: the loaded checkpoint.
         remarks: for the user: newer checkpoints passed over, and why.
         averaged_steps: steps that the loaded averages have followed; None where none were loaded.
         left: tensors that kept their values.
@@ -65,9 +63,9 @@ def load_checkpoint(
     leave: Callable[[Metadata], Collection[str]] = _no_problems,
     average: bool = False,
 ) -> LoadedState:
-    """Loads iteration `step`, or the latest intact one, into this rank's tensors and optimizer.
+    """Loads iteration `step`, or the latest intact one, from any layout.
 
-    Takes any layout. The first rank's folder and step count. For the other arguments see `load_chosen`.
+    The first rank's folder and step count. For the other arguments see `load_chosen`.
 
     Raises:
         NoCheckpointError: on every rank, without any checkpoint.
@@ -100,8 +98,8 @@ def load_chosen(
     Raises:
         DamagedError: on every rank, when files are missing, cut or altered, in all older checkpoints too unless a step
             was asked for.
-        CheckpointError: on every rank, when `check` finds something, tensors do not fit, or the optimizer is another
-            kind. Nothing has changed then.
+        CheckpointError: on every rank, with nothing changed: `check` finds something, tensors do not fit, or another
+            kind of optimizer.
     """
     load = partial(_load, state=state, group=process_group, check=check, leave=leave, average=average)
     return _first_intact(chosen, process_group, load)
@@ -112,7 +110,7 @@ def _first_intact(
 ) -> _T:
     while True:
         try:
-            # It raises DamagedError on all ranks or on none, so all choose again together.
+            # `load` raises DamagedError on all ranks or on none, so all choose again together.
             return load(chosen)
         except DamagedError as error:
             chosen = broadcast_result(group, partial(choose_older, chosen, error))

@@ -29,8 +29,8 @@ class FolderLock:
         resumes: the folder holds this job's checkpoints from before a restart.
         notice: for the user; may be empty.
     Raises:
-        CheckpointError: another run holds the lock (names its process), the folder cannot be written, or it holds other
-            runs' checkpoints and this run does not continue them.
+        CheckpointError: another run holds the lock, the folder cannot be written, or it holds other runs' checkpoints
+            and this run does not continue them.
     """
 
     def __init__(self, folder: Path, continues: bool = True) -> None:

@@ -39,7 +39,6 @@ class LocalState:
 
     @property
     def stepped(self) -> Sequence[ShardedTensor]:
-        """The optimizer's share."""
         return self.tensors if self.owned is None else self.owned
 
     def entries(self) -> list[ShardedTensor]:
@@ -51,9 +50,7 @@ class LocalState:
 def describe_states(
     tensors: Iterable[ShardedTensor], states: Mapping[Tensor, Mapping[str, Any]]
 ) -> list[ShardedTensor]:
-    """An optimizer's `state`, by parameter, as named shards.
-
-    A state of None, as in SGD without momentum, is not stored.
+    """An optimizer's `state`, by parameter, as named shards. None, as in SGD without momentum, is not stored.
 
     Raises:
         CheckpointError: a value is neither a tensor in the parameter's local shape nor a single number.
@@ -89,9 +86,9 @@ def state_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 def allocate(
     tensors: Iterable[ShardedTensor], optimizer: torch.optim.Optimizer, saved: Mapping[str, SavedTensor]
 ) -> OptimizerStates:
-    """Allocates saved state for this rank's parameters, without values.
+    """Allocates saved state, without values; the optimizer is not touched.
 
-    The optimizer is not touched. A parameter without saved state (frozen, or before the first step) gets an empty one.
+    A parameter without saved state (frozen, or before the first step) gets an empty one.
     """
     kinds_of = defaultdict[str, list[str]](list)
     for kind, name in state_names(saved):

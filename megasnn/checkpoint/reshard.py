@@ -73,8 +73,8 @@ class Target:
 def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
     """Writes `<save>/iter_<iteration>` with a file for each target rank.
 
-    Iteration, data position and optimizer state stay: a run continues as from the source. Each file holds all its
-    rank's tensors, with those replicated over the tensor parallel group.
+    A run continues as from the source. Each file holds all its rank's tensors, with those replicated over the tensor
+    parallel group.
 
     Args:
         source: opened without values.
@@ -82,7 +82,7 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
         the new checkpoint, and its layers per chunk for `--pipeline-model-parallel-layout`.
     Raises:
         CheckpointError: the model is unknown, the source is damaged, or `save` holds checkpoints already.
-        ValueError: the model cannot be cut like this. Nothing is left behind then, nor when writing fails.
+        ValueError: the model cannot be cut like this. No files stay then, nor when writing fails.
     """
     folders.require_empty(save)
     saved = source.metadata

@@ -1,7 +1,6 @@
-"""Saves a run: model, optimizer and progress, as global tensors that any layout can load.
+"""Saves model, optimizer and progress, as global tensors that any layout can load.
 
-Functions with a `process_group` are collective over it (all ranks; None for a single process). Every rank passes its
-own part.
+Functions with a `process_group` are collective over it (all ranks; None for a single process).
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def open_source(path: Path, values: bool = True) -> Source:
 
 
 def in_our_names(source: Source) -> Source:
-    """The same tensors under our global names. Raises CheckpointError if no known program uses their names."""
+    """Raises CheckpointError if no known program uses their names."""
     if source.metadata.model or source.metadata.config is not None or model_of(None, source.tensors):
         return source
     return derived(source, dialect_of(source.tensors).to_ours(source.tensors))

@@ -127,7 +127,7 @@ def damage(path: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> lis
 
 
 def require_intact(path: Path, metadata: Metadata) -> None:
-    """Raises DamagedError, which names all damaged files; see `damage`."""
+    """Raises DamagedError with all damaged files; see `damage`."""
     if problems := damage(path, metadata):
         raise DamagedError(*problems)
 
@@ -184,7 +184,6 @@ class _Overlap(NamedTuple):
     Attributes:
         dtype: safetensors name.
         slices: in the box.
-        target: the rank's memory.
     """
 
     box: Box

@@ -1,4 +1,4 @@
-"""A run's saves, one after the other: at once, or by a thread from a copy. A failed save does not end the run."""
+"""A run's saves, one after the other: at once, or by a thread from a copy."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ class Writer:
         keep_last, keep_every: see `prune`.
         report: receives lines for the user, on the first rank, maybe from another thread.
         complete: receives each complete checkpoint's iteration and path, like `report`.
-        saved: iteration already in the folder with the current state.
     Attributes:
-        saved: the last save's iteration; None before the first.
+        saved: iteration in the folder with the current state; None before the first save.
         failed: whether the last save failed. The same on every rank after `finish`.
     """
 
@@ -110,7 +109,7 @@ class Writer:
         return self._thread.is_alive()
 
     def finish(self, seconds: float | None = None) -> None:
-        """Waits for a background save, at most the given time."""
+        """At most the given time."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
 
@@ -131,10 +130,7 @@ class Writer:
         return self._planned
 
     def _staged(self, state: LocalState) -> FileContent:
-        """`_content` copied to CPU memory, which the next save reuses.
-
-        Copies from a GPU are pinned.
-        """
+        """`_content` copied to CPU memory (pinned for a GPU), which the next save reuses."""
         content = self._content(state)
         values = [value for _, _, value in content]
         layout = [(each.shape, each.dtype, each.stride()) for each in values]

@@ -1,5 +1,3 @@
-"""Checks whole batches, and cuts them into micro-batches for this rank's chunks."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -72,10 +70,10 @@ class Batches:
         """Returns a valid batch's inputs by name, targets, and sample number. Collective.
 
         Args:
-            predicts: True for a batch without targets.
+            predicts: the batch has no targets.
             problem: the caller's own error on this rank.
         Raises:
-            BatchError: on every rank, for a problem on any rank, or different sample numbers.
+            BatchError: on every rank, for a problem on any, or different sample numbers.
         """
         names = list(self._task.inputs)
         named = inputs
@@ -203,7 +201,6 @@ class Batches:
             yield self.share(part, targets[start : start + most], min(most, samples - start), start, evaluates=True)
 
     def evaluated_pairs(self, pairs: Iterable[Any]) -> Iterator[GlobalBatch]:
-        """Yields `evaluated` for each (inputs, targets), or for inputs alone."""
         for pair in pairs:
             inputs = pair
             targets = None

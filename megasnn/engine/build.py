@@ -1,5 +1,3 @@
-"""From model and flags to configuration, layer context, pipeline plan and chunks."""
-
 from __future__ import annotations
 
 import os
@@ -116,7 +114,7 @@ def require_kernels(config: PretrainConfig, device: torch.device) -> None:
 
 
 def mixing_of(config: PretrainConfig, epoch_samples: int) -> Mixing | None:
-    """Mixup or CutMix; None for neither."""
+    """None for neither mixup nor CutMix."""
     data = config.data
     if not data.mixes:
         return None
@@ -137,7 +135,7 @@ def capture_on(device: torch.device) -> Capture:
 def build_model(
     config: PretrainConfig, description: ModelDescription, state: ParallelState, wants_to_stop: Callable[[], bool]
 ) -> DistributedModel:
-    """Plans the pipeline and builds this rank's part. Collective."""
+    """Collective."""
     training = config.training
     graphs = capture_on(state.device) if training.cuda_graphs == "on" else None
     context = BuildContext(

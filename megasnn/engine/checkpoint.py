@@ -1,5 +1,3 @@
-"""Contents of an Engine's checkpoints, for any layout, and its unsharded weights."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -303,6 +303,7 @@ class Engine:
         try:
             yield
         except BatchError:
+            # Raised by all ranks together: the Engine goes on.
             raise
         # Ranks may be at different actions: the others end with the same error instead of waiting.
         except BaseException as error:

@@ -17,7 +17,6 @@ class MicroBatchLoss:
 
     Args:
         counts: True on the first rank with these logits. On others loss and gradient are 0.
-        device: the logits' device.
     Attributes:
         of_samples: (model output, targets) -> summed loss.
         of_evaluation: the same without label smoothing, as in published logs.

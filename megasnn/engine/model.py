@@ -41,7 +41,6 @@ class DistributedModel:
         takes_images: True in the first stage.
         gives_logits: True in the last stage, which computes the loss.
         reports: True on the first rank with the same logits.
-        tensors: this rank's parameters and buffers.
         copies: tied tensors owned by other layers.
         owned: parts of `tensors` that this rank updates and saves: shards with ZeRO-1, otherwise all.
         wants_to_stop: called in each training step and evaluation batch.

@@ -19,12 +19,9 @@ Found = tuple[int, int, str]
 
 
 def first_not_finite(distributed: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> str | None:
-    """Finds the last step's first output with nan or infinities, or else the first such gradient. Collective.
+    """The last step's first output with nan or infinities, or else the first such gradient. Collective.
 
-    Runs the forward again; training state stays.
-
-    Returns:
-        layer or gradient in words, the same on every rank; None where all values are finite.
+    Runs the forward again; training state stays. The same text on every rank; None where all values are finite.
     """
     for where, found in (
         ("forward, first in", _in_forward(distributed, micro_batches)),
@@ -40,7 +37,7 @@ def first_not_finite(distributed: DistributedModel, micro_batches: Sequence[Micr
 
 
 def _in_forward(distributed: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> list[Found]:
-    """From a repeated forward, lowest chunk first. Collective."""
+    """Lowest chunk first. Collective."""
     found: list[Found] = []
     paths = _paths(distributed)
 
@@ -75,7 +72,7 @@ def _paths(distributed: DistributedModel) -> dict[nn.Module, tuple[int, str]]:
 
 
 def _in_gradients(distributed: DistributedModel) -> list[Found]:
-    """Each chunk's first such gradient in backward order."""
+    """Each chunk's first in backward order."""
     found: list[Found] = []
     for index, chunk in reversed([*distributed.chunks.items()]):
         gradients = []

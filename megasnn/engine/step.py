@@ -35,10 +35,8 @@ class TrainStep:
         rate: step, counted from 0 -> learning rate.
         iterations: training length in steps; a run sets it again after loading a checkpoint.
     Attributes:
-        optimizer: over this rank's parameters or shards.
-        average: their moving average; None without `ema_decay`.
+        average: moving average of this rank's parameters or shards; None without `ema_decay`.
         iteration: steps done.
-        consumed_samples: samples used in these steps.
     """
 
     def __init__(

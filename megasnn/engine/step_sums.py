@@ -1,4 +1,4 @@
-"""A step's sums over all ranks: one all-reduce, and one wait for the device."""
+"""One all-reduce, and one wait for the device, in a step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ class StepSums:
     """A step's sums over all ranks, on the device.
 
     Attributes:
-        values: float64.
-        slices: in `values`, by name.
+        values: float64, by name in `slices`.
         norm: gradient norm.
-        is_void: True where the step must change nothing.
+        is_void: the step must change nothing.
     """
 
     values: Tensor

@@ -1,7 +1,6 @@
-"""Time windows for truncated backpropagation (--bptt-steps): their model, inputs and outputs.
+"""Time windows for truncated backpropagation (--bptt-steps).
 
-A micro-batch is cut into windows along time, each run as a micro-batch. Neurons keep their state from one window to the
-next; gradients stop between windows.
+Each window runs as a micro-batch. Neurons keep their state between windows; gradients stop.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ from megasnn.pipeline.microbatch_state import MicroBatchInput
 
 
 def describe_windows(config: PretrainConfig) -> ModelDescription:
-    """The model with one window's time steps.
-
-    Raises:
-        ValueError: a tensor's shape depends on the number of time steps.
-    """
+    """The model with one window's time steps. Raises ValueError if a shape depends on the number of time steps."""
     model: Any = config.model
     whole = describe_model(model, config.neuron.spec)
     steps = config.training.bptt_steps

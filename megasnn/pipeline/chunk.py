@@ -29,14 +29,13 @@ from megasnn.telemetry.timers import named
 class PipelineChunk(nn.Module):
     """Consecutive layers of a model.
 
-    Receives earlier outputs that this or a later chunk uses; passes on outputs for later chunks. A chunk without
-    layers (explicit layout) passes its input on.
+    Receives earlier outputs that this or a later chunk uses; passes on outputs for later chunks. Without layers
+    (explicit layout) it passes its input on.
 
     Args:
         bounds: each chunk's layers.
         index: position among all chunks, from input to loss.
     Attributes:
-        is_first, is_last: it starts with the model's inputs; it ends with the model's output.
         receives, hands_on: tensors at the boundaries before and after the chunk.
         graphs: CUDA graphs for training, or None.
     """
@@ -198,7 +197,7 @@ def _with_own_edges(y: Bundle, inputs: Sequence[Bundle]) -> Bundle:
 
     def apart(entry: Tensor) -> Tensor:
         # Autograd then sums its gradients separately from the input's, as at a chunk boundary. So the order of sums
-        does # not depend on the division into chunks.
+        # does not depend on the division into chunks.
         made = entry.view_as(entry) if id(entry) in seen and entry.requires_grad else entry
         seen.add(id(entry))
         return made

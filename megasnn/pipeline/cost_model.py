@@ -48,12 +48,12 @@ class LayerCost:
     Attributes:
         held: bytes from forward to the weight gradient's end.
         working: peak bytes in forward, input gradient and weight gradient, above the bytes before each.
-        message, gradient: packed bytes at the boundary after the layer, and gradient bytes.
+        message, gradient: packed bytes at the boundary after the layer; gradient bytes.
         output: unpacked bytes there.
         deferred: bytes from input gradient to weight gradient.
-        collectives, exchanged: number, and bytes received in them.
-        found: bytes stored for a recomputation beside the input: norm statistics, received tensors.
-        cast: bytes of cast weights, stored during a step.
+        collectives, exchanged: number; received bytes.
+        found: bytes for a recomputation beside the input: norm statistics, received tensors.
+        cast: cast weight bytes, stored during a step.
     """
 
     forward: float = 0.0

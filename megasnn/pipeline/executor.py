@@ -125,7 +125,6 @@ class PipelineExecutor:
         return total
 
     def _begin_graphs(self, graphs: Sequence[ChunkGraphs], sizes: tuple[int, ...]) -> None:
-        """Graphs need a step with these sizes before: the first one compiles kernels."""
         is_observed = any(neuron.is_observed for neuron in self._neurons)
         has_graphs = sizes in self._sizes[:MOST_GRAPHED] and not is_observed
         if sizes not in self._sizes:

@@ -153,11 +153,7 @@ class ChunkGraphs:
 
 
 class _SlotGraphs:
-    """One slot's graphs.
-
-    Attributes:
-        outputs: tensors at fixed addresses, with the autograd graph for capturing backward.
-    """
+    """One slot's graphs. `outputs` have fixed addresses, and the autograd graph for capturing backward."""
 
     def __init__(self, owner: ChunkGraphs, inputs: Sequence[Tensor], samples: range | None, pool: Any) -> None:
         self._owner = owner

@@ -148,12 +148,12 @@ def optimizer_bytes(parameters: Iterable[int], config: OptimizerConfig) -> tuple
 
 
 def sample_bytes(config: PretrainConfig, itemsize: int, micro_batches: int, samples: int, on_host: bool) -> int:
-    """Bytes for the current batch, and for the next one where workers read ahead into the rank's memory.
+    """Current batch, and the next one where workers read ahead into the rank's memory.
 
     Args:
         itemsize: bytes per input value.
-        samples: samples that the rank reads for a micro-batch. Mixing reads all.
-        on_host: True where the rank computes on its CPU.
+        samples: samples read for a micro-batch. Mixing reads all.
+        on_host: the rank computes on its CPU.
     """
     batches = 2 if on_host and config.data.num_workers else 1
     model = config.model

@@ -29,8 +29,6 @@ OutputConsumer = Callable[[Any, Any], None]
 class PackedInput:
     """A chunk's inputs, packed as between stages: spikes as bits, counts as bytes.
 
-    Spikes refer to their bits, so layers do not pack them again.
-
     Args:
         tensors: one for each in `carried`.
     Attributes:
@@ -82,10 +80,9 @@ class MicroBatchInput:
         targets: on the last segment's rank: `[n, ...]`, class indices `[n]` or `[n, 1]`, probabilities `[n, classes]`.
         size: n, on every rank.
         samples: positions in the whole training, for dropout.
-        goes_on: a later window with the previous micro-batch's samples; neurons continue from their state. Every
-            schedule runs a segment's forwards in ascending order.
+        goes_on: a later window with the previous micro-batch's samples; neurons continue from their state.
         is_padding: an evaluation drops the output; other replicas have one micro-batch more.
-        left_out: sample indices not counted by an evaluation.
+        left_out: sample indices that an evaluation does not count.
     """
 
     inputs: Tensor | Mapping[str, Tensor] | None

@@ -158,7 +158,6 @@ class Link:
         self.transfers = 0
 
     def send(self, message: Tensor) -> None:
-        """Starts sending. Does not wait for the peer."""
         work = dist.isend(message, self.peer, group=self.outward.handle)
         assert work is not None
         # The transport reads the message until then, so it must stay alive.
@@ -291,7 +290,6 @@ class Transfers:
             link.finish()
 
     def _message(self, action: Action, sizes: Sequence[int], forward_only: bool) -> Message:
-        """Only tensors that learn have gradients."""
         segment = self._segments[action.segment]
         forward = action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
         # A forward is received at the start of a segment, a backward at its end.

@@ -22,9 +22,9 @@ class SegmentMemory:
     Attributes:
         resident: from forward to backward.
         entering: the same with recomputation.
-        working: peak during a computation above the memory before it, with its input and output gradient.
+        working: peak during a computation above the memory before it, with input and output gradient.
         deferred: from input gradient to weight gradient.
-        transfers: messages with its output and the output's gradient.
+        transfers: messages with output and output gradient.
         cast: cast weights, stored during a step.
     """
 
@@ -74,10 +74,10 @@ class Moment(NamedTuple):
     """A rank's bytes during a computation.
 
     Attributes:
-        stashed: tensors saved for backward, and cast weights.
-        working: other tensors in the computation.
-        messages: one sent and one posted message for each boundary with another rank; after a step, the exchange with
-            other replicas.
+        stashed: saved for backward, and cast weights.
+        working: other tensors.
+        messages: one sent and one posted for each boundary with another rank; after a step, the exchange with other
+            replicas.
     """
 
     action: Action

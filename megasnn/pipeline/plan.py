@@ -87,12 +87,12 @@ def plan_pipeline(
     context: BuildContext,
     built: Sequence[Built],
 ) -> PipelinePlan:
-    """Profiles the layers on all ranks if a decision needs costs; the first rank then decides. Collective.
+    """Profiles the layers on all ranks if a decision needs costs; the first rank decides. Collective.
 
     Args:
         built: all layers for this rank.
     Raises:
-        ValueError: on every rank, for layers that the schedule cannot place, or a budget that it cannot keep.
+        ValueError: on every rank, as `choose`.
     """
     training = config.training
     parallel = config.parallel
@@ -194,8 +194,8 @@ def _exchanged_bytes(built: Sequence[Built], spans: Sequence[range], ranks: int,
     """Peak bytes while shard owners exchange gradients.
 
     Args:
-        spans: layers in each chunk of a pipeline rank.
-        ranks: owners of the same parameters' shards; 1 without shards.
+        spans: a pipeline rank's layers, by chunk.
+        ranks: owners of one parameter's shards; 1 without shards.
     """
     exchanges: list[int] = []
     for span in spans:

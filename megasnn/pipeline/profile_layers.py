@@ -112,7 +112,7 @@ def profile_layers(
 
 
 def _kind(chunk: PipelineChunk, layer: nn.Module, number: int, entering: Sequence[Tensor]) -> Hashable:
-    """Key for equal costs: the layer's structure, its inputs, and both boundaries' tensors."""
+    """Equal for layers with equal costs."""
     shapes = tuple((x.shape, x.requires_grad) for x in entering)
     boundaries = (*chunk.receives, *chunk.hands_on)
     carried = tuple((each.layer - number, each.key, each.content) for each in boundaries)
@@ -120,7 +120,6 @@ def _kind(chunk: PipelineChunk, layer: nn.Module, number: int, entering: Sequenc
 
 
 def _structure(layer: nn.Module) -> Hashable:
-    """Every module's class, settings and tensor shapes."""
     found: list[Hashable] = []
     for path, module in layer.named_modules():
         found.append((path, type(module)))
@@ -208,7 +207,6 @@ class _Trial:
         return peaks, resident
 
     def _seconds(self, rounds: int) -> list[float]:
-        """Medians for forward, input gradient and weight gradient; zeros without rounds."""
         times: dict[str, list[float]] = {part: [] for part in TIMED}
 
         @contextmanager

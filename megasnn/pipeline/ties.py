@@ -30,8 +30,8 @@ class _Pair:
 
     Attributes:
         owner, copy: pipeline ranks, possibly the same.
-        originals, copies: the tensors in the same order; empty on other ranks.
-        owning_norms, copied_norms: norms whose running statistics are among the tensors.
+        originals, copies: in the same order; empty on other ranks.
+        owning_norms, copied_norms: their running statistics are among the tensors.
     """
 
     owner: int
@@ -49,8 +49,8 @@ class Ties:
         bounds, placement: each chunk's layers and pipeline rank.
         pipeline: a step's messages must have arrived before.
         device: for messages.
-        gradient: returns this rank's part of a gradient, the same part for an owner and its copies.
-        local_part: returns this rank's part of a tensor, likewise.
+        gradient: returns this rank's part, the same for an owner and its copies.
+        local_part: likewise.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class Ties:
                     gradient.add_(part)
 
     def _gradient_of(self, tensor: Tensor) -> Tensor:
-        """Zeros if a hook removed it: both ranks in a message need the same tensors."""
         gradient = self._gradient(tensor)
+        # A hook may remove it, but both ranks in a message need the same tensors.
         if gradient is None:
             gradient = tensor.grad = torch.zeros_like(tensor)
         return gradient
@@ -155,7 +155,7 @@ class Ties:
             outgoing: on the source.
             like: tensors with their shapes and types, on the target.
         Returns:
-            The tensors on the target; an empty list on other ranks.
+            Moved tensors; an empty list on other ranks.
         """
         if source == target:
             return outgoing

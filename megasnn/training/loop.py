@@ -208,8 +208,9 @@ class TrainingRun:
         """After a signal, a callback's request, or --exit-duration-in-mins."""
         minutes = self.config.training.exit_duration_in_mins
         late = minutes is not None and time.monotonic() - self._started > 60 * minutes
-        # The first rank's time counts, since clocks differ. A long evaluation would never finish, so time does not end
-        it. late = late and self.state.rank == 0 and not self._in_evaluation
+        # The first rank's time counts, since clocks differ. A long evaluation would never finish, so time does
+        # not end it.
+        late = late and self.state.rank == 0 and not self._in_evaluation
         return self.stop.requested is not None or self.reporter.asked_to_stop or late
 
     @property
