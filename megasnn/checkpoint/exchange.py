@@ -64,6 +64,7 @@ def export_weights(source: Source, output: Path, names: Names, averaged: bool = 
     if output.exists():
         raise CheckpointError(f"{output} exists already; remove it or give another --output")
     output.parent.mkdir(parents=True, exist_ok=True)
+    # Written aside, synced and renamed: no other program sees half a file.
     aside = output.with_name(f"{output.name}.tmp")
     tensors = {name: value.clone() for name, value in weights.tensors.items()}
     try:

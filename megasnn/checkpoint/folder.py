@@ -78,6 +78,7 @@ def commit_folder(folder: Path, metadata: Metadata) -> Path:
     aside = _aside(folder, step)
     final = step_folder(folder, step)
     write_whole(aside / METADATA, to_text(metadata))
+    # The files must be on disk before their name is.
     sync(aside)
     _give_up(folder, step)
     # Later ones are renamed before: so every iter_NNNNNNN is this run's.
@@ -119,11 +120,12 @@ def _name(folder: Path, file: str, step: int) -> None:
 
 
 def _give_up(folder: Path, step: int) -> None:
-    """Renames checkpoints from this iteration on: the run has left their course."""
     for other, path in checkpoints(folder).items():
+        # The run has left their course.
         if other >= step:
             given_up = path.with_name(f"{path.name}.given_up")
             number = 0
+            # A run may go back more than once.
             while given_up.exists():
                 number += 1
                 given_up = path.with_name(f"{path.name}.given_up{number}")
@@ -135,7 +137,7 @@ def discard(folder: Path, step: int) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Removes killed runs' half-written checkpoints. Only the lock's holder may call this."""
+    """Only the lock's holder may call this: others' half-written checkpoints would go."""
     for path in folder.glob("iter_*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -173,7 +175,6 @@ class ChosenCheckpoint:
     """A checkpoint to load, with its description.
 
     Attributes:
-        folder: searched folder.
         older: next to try where files are damaged, in order.
         remarks: for the user: newer checkpoints passed over, and why.
         by_step: asked for by iteration, so no other may replace it.

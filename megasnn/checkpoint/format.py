@@ -166,6 +166,7 @@ def read_metadata(path: Path) -> Metadata:
         content = read_regular(file)
     except OSError as error:
         raise DamagedError(f"cannot read {file}: {error.strerror}") from None
+    # Every ending has the same length: the checksum has 8 digits.
     text = content[: -len(_ending(b""))]
     if content != text + _ending(text).encode():
         raise DamagedError(f"{file} is cut or was altered: its checksum differs")
@@ -224,7 +225,7 @@ def size_problem(path: Path, saved: SavedFile) -> str | None:
 
 
 def config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yields one line for each differing field, such as `neuron.tau`, with both values."""
+    """One line for each differing field, such as `neuron.tau`, with both values."""
     before = _by_field(saved)
     after = _by_field(json.loads(json.dumps(now)))  # as if saved: JSON has lists for tuples
     for name in sorted(before.keys() | after.keys()):

@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class LoadedState:
-    """Completed iterations, samples seen, and `extra` as saved.
+    """Progress and `extra` as saved.
 
     Attributes:
         remarks: for the user: newer checkpoints passed over, and why.
@@ -158,6 +158,7 @@ def _load(
     raise_problems(f"cannot load {path}:", damaged, DamagedError)
     run_on_all_ranks(group, lambda: read_boxes(path, saved, wanted), f"cannot load {path}:")
     if state.optimizer is not None:
+        # Only now: a rank that failed to read has ended the call on all ranks.
         state.optimizer.state.update(states)
     steps = averaged_steps(metadata) if continues_average or takes_average else None
     return LoadedState(metadata.iteration, metadata.consumed_samples, metadata.extra, path, chosen.remarks, steps, left)

@@ -29,8 +29,8 @@ class FolderLock:
         resumes: the folder holds this job's checkpoints from before a restart.
         notice: for the user; may be empty.
     Raises:
-        CheckpointError: another run holds the lock, the folder cannot be written, or it holds other runs' checkpoints
-            and this run does not continue them.
+        CheckpointError: another run (named) holds the lock, the folder cannot be written, or it holds other runs'
+            checkpoints and this run does not continue them.
     """
 
     def __init__(self, folder: Path, continues: bool = True) -> None:
@@ -73,7 +73,7 @@ class FolderLock:
         self.notice = "\n".join(notices)
 
     def adopt(self) -> None:
-        """Makes the folder's checkpoints this job's own: it has loaded one, and continues from it if restarted."""
+        """The run has loaded one of the folder's checkpoints, and continues from it if restarted."""
         self._write_note(self._job)
 
     def release(self) -> None:

@@ -29,7 +29,7 @@ class LocalState:
         tensors: parameters and buffers.
         optimizer: None if its state is neither saved nor loaded.
         owned: the optimizer's share under ZeRO; None: `tensors`.
-        averages: the owned tensors' moving average; None without one.
+        averages: the owned tensors' moving average, if any.
     """
 
     tensors: Sequence[ShardedTensor]

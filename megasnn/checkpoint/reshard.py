@@ -89,6 +89,7 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
     name, description = model_of_checkpoint(source)
     bounds = target.bounds(description, str((saved.layout or {}).get("bounds", "")))
     ranks = target_ranks(description, source.tensors, target, bounds)
+    # After the fit, which needs no values: checksums read every byte.
     require_intact(source.path, saved)
     layout = "|".join(str(len(span)) for span in bounds)
     sizes = {"tp": target.tensor, "pp": target.pipeline, "dp": 1, "virtual": target.virtual}
@@ -101,6 +102,7 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
             read_boxes(source.path, saved.tensors, filled)
             written.append(write_file(aside, rank, boxes_of(filled, file_name(rank))))
         return commit_checkpoint(save, metadata, written), layout
+    # Ctrl-C leaves nothing behind either.
     except BaseException:
         folders.discard(save, saved.iteration)
         raise
@@ -155,7 +157,7 @@ def target_ranks(
 
 
 def _as_saved(entry: ShardedTensor, tensors: Mapping[str, Tensor]) -> Iterator[ShardedTensor]:
-    """Yields a model tensor in its saved type, its average and its optimizer state."""
+    """In its saved type, with its average and optimizer state."""
     prefixes = ["", AVERAGE]
     if entry.is_parameter:
         prefixes += sorted({f"{OPTIMIZER}{kind}." for kind, _ in state_names(tensors)})

@@ -73,6 +73,7 @@ def write_checkpoint(
     """As `save_checkpoint`, with content from `make`, which may be empty."""
     root = Path(folder)
     rank = rank_in(process_group)
+    # No folder before all ranks can describe their tensors.
     content = run_on_all_ranks(process_group, make, "this run cannot be saved:")
     versions = {"megasnn": VERSION, "torch": str(torch.__version__), "python": platform.python_version()}
     metadata = Metadata(**vars(progress), optimizer=optimizer, versions=versions)
@@ -91,6 +92,7 @@ def write_checkpoint(
         files = [each for each in written if each is not None]
         return broadcast_result(process_group, lambda: _on_disk(lambda: commit_checkpoint(root, metadata, files)))
     except Exception:
+        # The failure is every rank's; the folder is one.
         if rank == 0:
             folders.discard(root, progress.iteration)
         raise

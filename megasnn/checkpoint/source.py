@@ -38,7 +38,6 @@ class Source:
     """Tensors by name.
 
     Attributes:
-        path: file or folder.
         tensors: complete, on the CPU; on the meta device for a checkpoint opened without values.
         metadata: empty for a file.
     """

@@ -171,6 +171,7 @@ def _utf8_name(folder: Path) -> Iterator[Path]:
     if os.fsencode(folder) == str(folder).encode(errors="replace"):
         yield folder
         return
+    # /proc gives the open folder a name in ASCII.
     handle = os.open(folder, os.O_RDONLY)
     try:
         yield Path(f"/proc/self/fd/{handle}")

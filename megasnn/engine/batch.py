@@ -194,7 +194,7 @@ class Batches:
         return GlobalBatch(micro_batches, samples, position + samples)
 
     def evaluated(self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int) -> Iterator[GlobalBatch]:
-        """Yields this rank's shares, in batches up to `global_batch_size`."""
+        """In batches up to `global_batch_size`."""
         most = self._config.training.global_batch_size
         for start in range(0, samples, most):
             part = {name: each[start : start + most] for name, each in inputs.items()}

@@ -1,5 +1,3 @@
-"""A model in training from Python, on any layout."""
-
 from __future__ import annotations
 
 import os
@@ -316,7 +314,7 @@ class Engine:
             raise
 
     def close(self) -> None:
-        """Also frees its process groups."""
+        """Ends the Engine, and frees its process groups."""
         if not self._closed:
             self._closed = True
             if self in _open:

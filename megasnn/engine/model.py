@@ -1,5 +1,3 @@
-"""This rank's chunks, and their runs over micro-batches."""
-
 from __future__ import annotations
 
 import math
@@ -127,7 +125,7 @@ class DistributedModel:
         return (~(found <= largest / 2)).sum(0, keepdim=True, dtype=torch.float64)
 
     def check(self, sums: StepSums) -> StepFigures:
-        """Reads a step's sums. Raises ValueError on every rank for findings on any."""
+        """Raises ValueError on every rank for findings on any."""
         figures = sums.read()
         (self.stop_votes,) = figures.values["stop_votes"]
         if figures.values["findings"][0]:
@@ -152,7 +150,7 @@ class DistributedModel:
             self.ties.refresh()
 
     def evaluate(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
-        """Computes outputs without gradients. Raises ValueError on every rank for findings on any. Collective.
+        """Raises ValueError on every rank for findings on any. Collective.
 
         Args:
             consume: called in the last stage with all time steps' output, and the targets.

@@ -1,5 +1,3 @@
-"""The first layer or gradient in a step with nan or infinities."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence

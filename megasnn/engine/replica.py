@@ -1,5 +1,3 @@
-"""Builds this rank's chunks, gradient buckets, ties and executor."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence

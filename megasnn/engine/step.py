@@ -1,5 +1,3 @@
-"""From micro-batches to new weights."""
-
 from __future__ import annotations
 
 import math

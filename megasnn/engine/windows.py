@@ -40,7 +40,7 @@ def describe_windows(config: PretrainConfig) -> ModelDescription:
 
 
 def windows_of(micro: MicroBatchInput, task: Task, windows: int, steps: int) -> list[MicroBatchInput]:
-    """`steps` time steps each. Images without time are repeated."""
+    """Images without time are repeated."""
     cut = []
     for number in range(windows):
         inputs = micro.inputs

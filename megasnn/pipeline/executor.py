@@ -95,7 +95,7 @@ class PipelineExecutor:
         Args:
             consume: in an evaluation, called with outputs and targets on the last segment's rank; None in training.
         Returns:
-            Summed loss, float64 scalar; zero on ranks without the last segment, and in an evaluation.
+            Summed loss, float64 scalar; zero without the last segment, and in an evaluation.
         """
         actions = schedule.actions[self._state.pp.rank]
         sizes = tuple(micro.size for micro in micro_batches)

@@ -89,6 +89,7 @@ class MicroBatchInput:
     targets: Tensor | None
     size: int
     samples: range | None = None
+    # Neurons continue from their state: every schedule runs a segment's forwards in ascending order.
     goes_on: bool = False
     is_padding: bool = False
     left_out: frozenset[int] = frozenset()

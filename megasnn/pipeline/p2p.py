@@ -1,8 +1,8 @@
 """Transfers between pipeline ranks: spikes as bits, counts as bytes, all other tensors dense.
 
 Both ends know every boundary tensor's shape, type, content and gradient from the dry run. So receives are posted
-early, and no host waits for another. Channels are last in memory and on the wire, as between all layers
-(megasnn/layers/shape_inference.py), so a pipeline changes no bit.
+early, and no host waits for another. Channels are last on the wire, too (megasnn/layers/shape_inference.py), so a
+pipeline changes no bit.
 
 A link is first in, first out. `megasnn/schedule/receives.py` decides which receives are posted before which action.
 A sender notes values that do not fit the packing (megasnn/common/checks.py); the note is read with the loss.
@@ -67,6 +67,7 @@ class TensorSpec:
                 return bits
         values = tensor.detach()
         if values.ndim > 3:
+            # Channels are last in memory and on the wire, as between all layers.
             values = values.movedim(2, -1)
         flat = values.reshape(-1)
         return flat if self.content is Content.DENSE else encode(flat, self.content, check=True)
@@ -88,8 +89,7 @@ class Boundaries:
     """This rank's part of the tensors between stages. Both ends have the same part.
 
     Args:
-        context: this rank's build context.
-        built: its layers, with dry-run outputs.
+        built: this rank's layers, with dry-run outputs.
     """
 
     def __init__(self, description: ModelDescription, context: BuildContext, built: Sequence[Built]) -> None:
@@ -173,6 +173,7 @@ class Link:
 
     def post(self, spec: TensorSpec) -> None:
         """Posts the next message's receive."""
+        # A new tensor each time: Gloo's receives do not raise version counters (findings/gloo_version_counter.sh).
         buffer = spec.buffer(self._device)
         work = dist.irecv(buffer, self.peer, group=self.inward.handle)
         assert work is not None
@@ -200,12 +201,7 @@ Message = tuple[Link, dict[int, tuple[TensorSpec, str]]]
 
 
 class Transfers:
-    """This rank's links, used action by action.
-
-    Args:
-        segments: this rank's segments by number.
-        placement: every segment's pipeline rank.
-    """
+    """This rank's links, used action by action."""
 
     def __init__(
         self,

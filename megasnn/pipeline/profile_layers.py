@@ -137,8 +137,6 @@ class _Trial:
 
     Args:
         entering: received tensors; the first chunk uses the micro-batch.
-    Attributes:
-        output: tensors for the next chunk, with their bits.
     """
 
     def __init__(

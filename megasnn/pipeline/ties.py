@@ -162,12 +162,14 @@ class Ties:
         pipeline = self._pipeline
         if pipeline.rank == source:
             for tensor in outgoing:
+                # Gloo's send refuses other strides (findings/gloo_memory_order.sh).
                 message = tensor.detach().contiguous()
                 traffic.record("ties", message.nbytes)
                 dist.send(message, pipeline.ranks[target], group=pipeline.handle)
         moved: list[Tensor] = []
         if pipeline.rank == target:
             for tensor in like:
+                # A new tensor: Gloo's receives do not raise version counters (findings/gloo_version_counter.sh).
                 message = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
                 dist.recv(message, pipeline.ranks[source], group=pipeline.handle)
                 moved.append(message)

@@ -88,6 +88,7 @@ def decide_start(config: PretrainConfig) -> tuple[Start, FolderLock | None]:
     try:
         start = _choose(config, lock.resumes)
         mark = f".shared_{secrets.token_hex()}"
+        # A random name, so that no file from before is taken for it.
         (folder / mark).touch()
     except Exception:
         lock.release()
