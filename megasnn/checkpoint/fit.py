@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a run: model, optimizer, and every tensor by name, shape and type."""
+"""Whether a checkpoint's model, optimizer and tensors fit a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model_differences(metadata: Metadata, model: str | None, config: Mapping[str
 
 
 def optimizer_differences(metadata: Metadata, optimizer: str | None) -> Iterator[str]:
-    """Why an optimizer, by class name, cannot take the saved state; nothing without an optimizer."""
+    """Why an optimizer, by class name, cannot take the saved state."""
     if optimizer is None or metadata.optimizer == optimizer:
         return
     if metadata.optimizer is None:
@@ -77,8 +77,8 @@ def compare_tensors(
 
 
 def _keeps_values(source: torch.dtype, target: torch.dtype, rounds: bool) -> bool:
-    """Exact, or may round: floating point becomes integer for counts only."""
     if rounds:
+        # Floating point becomes integer for counts only.
         return source.is_floating_point == target.is_floating_point or target == torch.int64
     return torch.promote_types(source, target) == target
 
@@ -89,7 +89,7 @@ def require_fit(
     """Raises CheckpointError for any rank's problem, and for saved tensors that no rank uses.
 
     Args:
-        optional: name prefixes that need no use.
+        optional: prefixes that need no use.
     """
     problems = list[str]()
     used = 0

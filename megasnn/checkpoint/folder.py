@@ -53,11 +53,7 @@ def require_empty(folder: Path) -> None:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Makes an empty folder, until `commit_folder`.
-
-    Raises:
-        CheckpointError: the folder around it cannot be made.
-    """
+    """Makes an empty folder, until `commit_folder`. Raises CheckpointError if it cannot."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -205,7 +201,7 @@ def choose_older(damaged: ChosenCheckpoint, error: DamagedError) -> ChosenCheckp
     """Chooses the next older checkpoint with an intact description.
 
     Raises:
-        DamagedError: the same `error` where the damaged one was asked for by iteration; or no other is intact.
+        DamagedError: the same `error` where the step was asked for; or no other is intact.
     """
     if damaged.by_step:
         raise error

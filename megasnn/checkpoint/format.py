@@ -187,7 +187,6 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _file_problems(metadata: Metadata) -> Iterator[str]:
-    """Files not listed, or smaller than their tensors."""
     needed = Counter[str]()
     for saved in metadata.tensors.values():
         for box in saved.boxes:

@@ -1,6 +1,6 @@
 """Loads a checkpoint from any layout; reads only boxes that the rank needs.
 
-All ranks refuse a misfit or damaged checkpoint with the same words, before model or optimizer change.
+All ranks refuse a misfit or damaged one with the same words, before anything changes.
 """
 
 from __future__ import annotations
@@ -165,10 +165,10 @@ def _load(
 
 
 def _used_names(saved: Mapping[str, SavedTensor], wanted: Iterable[ShardedTensor], state: LocalState) -> set[str]:
-    """Saved tensors that this rank uses; frozen parameters' optimizer state is ignored."""
     frozen = {entry.name for entry in state.tensors if entry.is_parameter and not entry.tensor.requires_grad}
     used = {entry.name for entry in wanted}
     for kind, name in state_names(saved):
+        # Frozen parameters' optimizer state is ignored.
         if name in frozen:
             used.add(f"{OPTIMIZER}{kind}.{name}")
     return used
@@ -189,7 +189,7 @@ def load_global_tensors(
 ) -> dict[str, Tensor]:
     """Full tensors by global name, on the CPU, in one process.
 
-    Warns when a damaged latest checkpoint is passed over. Raises CheckpointError as `load_checkpoint`.
+    Warns of damaged newer checkpoints. Raises CheckpointError as `load_checkpoint`.
 
     Args:
         with_optimizer: adds optimizer state and averages.

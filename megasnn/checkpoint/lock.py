@@ -84,7 +84,7 @@ class FolderLock:
 
 
 def _read(file: Path) -> tuple[str, str]:
-    """Last holder, and torchrun's job name; empty where nothing in the folder is its own."""
+    """Last holder, and torchrun's job name; empty without one."""
     try:
         holder, job = read_regular(file).decode().splitlines()
         return holder, job

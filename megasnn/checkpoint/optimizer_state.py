@@ -1,7 +1,6 @@
 """One rank's optimizer state as global tensors: moments are cut like their parameter.
 
-`exp_avg` for `head.weight` becomes `optimizer.exp_avg.head.weight`. A single number (`step`) is a whole tensor on
-every tensor parallel rank.
+`exp_avg` for `head.weight` becomes `optimizer.exp_avg.head.weight`. Every tensor parallel rank has `step` whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rewrites a checkpoint for another grid, so that each rank reads one file.
-
-A rank's part follows from the checkpoint's model description. The model is not built.
-"""
+"""Rewrites a checkpoint for another grid, so that each rank reads one file. The model is not built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves model, optimizer and progress, as global tensors that any layout can load.
+"""Saves global tensors that any layout can load.
 
 Functions with a `process_group` are collective over it (all ranks; None for a single process).
 """
@@ -48,11 +48,7 @@ def save_checkpoint(
 def save_global_tensors(
     folder: PathLike, tensors: Mapping[str, Tensor], *, iteration: int = 0, **progress: Any
 ) -> Path:
-    """Writes full tensors, in one process, as weights only; load them with --finetune.
-
-    Args:
-        progress: further fields for `Progress`.
-    """
+    """Writes full tensors, in one process, as weights only; load them with --finetune."""
     full = [ShardedTensor(name, value, Shard(tuple(value.shape)), False) for name, value in tensors.items()]
     return save_checkpoint(folder, Progress(iteration, **progress), LocalState(full))
 

@@ -1,6 +1,6 @@
 """A checkpoint or a weight file as tensors by name.
 
-A weight file holds a state_dict from torch.save or safetensors, bare or inside a training program's dictionaries.
+Weight files are torch.save's or safetensors, bare or inside a training program's dictionaries.
 """
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-"""A checkpoint's safetensors files: written tensor by tensor, checked as a whole, read by boxes."""
-
 from __future__ import annotations
 
 import json
@@ -78,7 +76,7 @@ def write_safetensors(path: Path, content: FileContent) -> SavedFile:
 
 
 def _write(handle: int, memory: memoryview, crc32: int, thread: Executor) -> int:
-    """Appends to a file with this CRC-32; returns the new one."""
+    """Returns the file's CRC-32 after this memory."""
     checksum = thread.submit(zlib.crc32, memory, crc32) if len(memory) >= _THREADED_BYTES else None
     begin = os.lseek(handle, 0, os.SEEK_CUR)
     rest = memory
@@ -167,7 +165,7 @@ def read_boxes(path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[S
 
 @contextmanager
 def _utf8_name(folder: Path) -> Iterator[Path]:
-    """The folder's name in UTF-8, the only encoding that the safetensors library can open."""
+    """The safetensors library can open no other names."""
     if os.fsencode(folder) == str(folder).encode(errors="replace"):
         yield folder
         return
@@ -180,12 +178,7 @@ def _utf8_name(folder: Path) -> Iterator[Path]:
 
 
 class _Overlap(NamedTuple):
-    """Common part of a saved box and this rank's memory.
-
-    Attributes:
-        dtype: safetensors name.
-        slices: in the box.
-    """
+    """Common part of a saved box and this rank's memory. `dtype` is safetensors' name; `slices` are in the box."""
 
     box: Box
     dtype: str
@@ -223,7 +216,7 @@ def _overlaps(saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor]
 
 
 def _common_spans(box: Box, piece: Piece) -> list[tuple[int, int]]:
-    """First and last index (exclusive) by dimension, in the global tensor."""
+    """First and last index (exclusive) by dimension, global."""
     spans = []
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         begin = piece.global_offset[dim]

@@ -1,4 +1,4 @@
-"""A run's saves, one after the other: at once, or by a thread from a copy."""
+"""A run's saves, one after the other: at once, or by a thread."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Writer:
     def save(self, progress: Progress, state: LocalState, best: bool = False) -> None:
         """Saves, unless this iteration is saved already and has not become the best since.
 
-        Tensors may change after it returns. A failure is reported and remembered; the next save tries again.
+        Tensors may change after it returns. After a reported failure, the next save tries again.
         """
         if self.busy:
             self._tell("the checkpoint before is still being written: waiting for it")
@@ -130,7 +130,7 @@ class Writer:
         return self._planned
 
     def _staged(self, state: LocalState) -> FileContent:
-        """`_content` copied to CPU memory (pinned for a GPU), which the next save reuses."""
+        """Copied to CPU memory (pinned for a GPU), which the next save reuses."""
         content = self._content(state)
         values = [value for _, _, value in content]
         layout = [(each.shape, each.dtype, each.stride()) for each in values]

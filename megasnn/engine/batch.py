@@ -23,13 +23,11 @@ from megasnn.pipeline.microbatch_state import MicroBatchInput
 
 
 class BatchError(ValueError):
-    """A batch refused on all ranks, with nothing changed."""
+    """Refused on all ranks, with nothing changed."""
 
 
 class Batches:
     """Cuts whole batches, the same on every rank, into this rank's micro-batches. Construction is collective.
-
-    Ranks that share a micro-batch take their own samples, after mixing.
 
     Args:
         mixing: mixup or CutMix within each training micro-batch; None for neither.
@@ -109,7 +107,6 @@ class Batches:
             raise BatchError(f"ranks have different numbers of samples (0 after the last batch): {of_ranks}")
 
     def _problem(self, inputs: Any, targets: Any, trains: bool, predicts: bool) -> str | None:
-        """Checks values on ranks that use them, sizes on all."""
         task = self._task
         if not isinstance(inputs, Mapping) or inputs.keys() != task.inputs.keys():
             found = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
@@ -253,7 +250,7 @@ class Batches:
     def _mixed(
         self, mixing: Mixing, inputs: dict[str, Tensor] | None, targets: Tensor | None, samples: range
     ) -> tuple[dict[str, Tensor] | None, Tensor | None, range]:
-        """Mixes a whole micro-batch, alike on all ranks that share it, and returns this rank's samples."""
+        """Mixes the whole micro-batch, alike on all its ranks; returns this rank's samples."""
         own = own_span(len(samples), self._samples.sizes, self._samples.rank)
         part = slice(own.start, own.stop)
         if inputs is not None:

@@ -135,7 +135,7 @@ def capture_on(device: torch.device) -> Capture:
 def build_model(
     config: PretrainConfig, description: ModelDescription, state: ParallelState, wants_to_stop: Callable[[], bool]
 ) -> DistributedModel:
-    """Collective."""
+    """Plans the pipeline first. Collective."""
     training = config.training
     graphs = capture_on(state.device) if training.cuda_graphs == "on" else None
     context = BuildContext(

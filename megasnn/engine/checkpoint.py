@@ -17,7 +17,11 @@ from megasnn.pipeline.cost_model import layers_per_chunk
 
 
 class Checkpoints:
-    """Contents of an Engine's checkpoints. Raises ValueError for a layer name that checkpoints use for other tensors."""
+    """Contents of an Engine's checkpoints.
+
+    Raises:
+        ValueError: a layer name that checkpoints use for other tensors.
+    """
 
     def __init__(self, config: PretrainConfig, step: TrainStep) -> None:
         self._config = config

@@ -124,7 +124,7 @@ class Engine:
 
     @property
     def iteration(self) -> int:
-        """Optimizer steps done, before a resume too."""
+        """Optimizer steps done, with earlier runs'."""
         return self.step.iteration
 
     @property
@@ -232,7 +232,7 @@ class Engine:
         return self.checkpoints.full_tensors()
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Loads unsharded weights and buffers by global name, from `state_dict` or `Model.from_spikingjelly`.
+        """Loads unsharded weights and buffers by global name.
 
         Keeps optimizer state and iteration, and restarts the weights' moving average.
 

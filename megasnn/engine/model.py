@@ -41,7 +41,6 @@ class DistributedModel:
         reports: True on the first rank with the same logits.
         copies: tied tensors owned by other layers.
         owned: parts of `tensors` that this rank updates and saves: shards with ZeRO-1, otherwise all.
-        wants_to_stop: called in each training step and evaluation batch.
         stop_votes: ranks with a true `wants_to_stop` in the last call, the same on every rank.
     """
 

@@ -111,7 +111,6 @@ def build_replica(
 def _segments(
     chunks: Mapping[int, PipelineChunk], plan: PipelinePlan, first: Sequence[int]
 ) -> dict[int, PipelineChunk]:
-    """This rank's layers by segment number, in a refined schedule."""
     segments = {}
     for index, chunk in chunks.items():
         for number in range(first[index], first[index + 1]):

@@ -27,14 +27,13 @@ _CHANGED = (
 
 
 class TrainStep:
-    """Optimizer steps for a distributed model.
+    """Takes optimizer steps.
 
     Args:
         rate: step, counted from 0 -> learning rate.
         iterations: training length in steps; a run sets it again after loading a checkpoint.
     Attributes:
         average: moving average of this rank's parameters or shards; None without `ema_decay`.
-        iteration: steps done.
     """
 
     def __init__(

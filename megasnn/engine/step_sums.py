@@ -1,5 +1,3 @@
-"""One all-reduce, and one wait for the device, in a step."""
-
 from __future__ import annotations
 
 import math
@@ -67,7 +65,6 @@ class StepFigures:
 
     Attributes:
         loss: mean over the global batch.
-        is_finite: False for a void step.
     """
 
     loss: float

@@ -182,7 +182,6 @@ class PipelineChunk(nn.Module):
 
 
 def _unpacked(carried: Sequence[Carried], tensors: Sequence[Tensor]) -> dict[int, Bundle]:
-    """Received outputs by layer number."""
     entries: dict[int, dict[EntryKey, Tensor]] = {}
     for each, tensor in zip(carried, tensors, strict=True):
         entries.setdefault(each.layer, {})[each.key] = tensor

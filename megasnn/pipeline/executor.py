@@ -1,7 +1,4 @@
-"""Runs any schedule's actions one by one, with a small method for each kind.
-
-`StepState` holds the tensors between actions.
-"""
+"""Runs any schedule's actions one by one. `StepState` holds the tensors between actions."""
 
 from __future__ import annotations
 
@@ -221,6 +218,6 @@ class PipelineExecutor:
         step.inputs[action.key] = [*transfers.receive(action).values()]
 
     def _receive_backward(self, transfers: Transfers, step: StepState, action: Action) -> None:
-        """Receives gradients for all outputs that may learn; drops them for outputs outside the graph."""
+        """Drops gradients for outputs outside the graph."""
         gradients = transfers.receive(action)
         step.gradients[action.key] = [gradients[index] for index in step.learning.pop(action.key)]

@@ -308,7 +308,7 @@ def why_not(layer: nn.Module) -> str | None:
 
 
 def _leaf(parameter: Tensor, weight_gradients: WeightGradients) -> Tensor:
-    """A leaf on the parameter's memory, or the parameter itself if its layer leaves the weight gradient as a task."""
+    """On the parameter's memory, or the parameter itself if its layer leaves the weight gradient as a task."""
     # Autograd adds a gradient on the stream where the parameter was first used. A forward without graphs still under
     # way would draw its stream into the capture, which the driver refuses.
     return parameter if weight_gradients.takes(parameter) else parameter.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""A rank's memory forecast, for runs that count their tensors and for the planner. Needs no torch."""
+"""A rank's memory forecast, for runs and for the planner. Needs no torch."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def optimizer_bytes(parameters: Iterable[int], config: OptimizerConfig) -> tuple
     """Bytes in the optimizer's state after a step, and in a step's temporary tensors.
 
     Args:
-        parameters: bytes for each trained parameter, or for the rank's shard.
+        parameters: bytes for each trained parameter or shard.
     """
     recipe = OPTIMIZERS[config.optimizer]
     state = 0

@@ -66,8 +66,8 @@ def _packed(tensor: Tensor, carried: Carried) -> Tensor | tuple[TensorSpec, Tens
 
 
 def _with_bits(tensor: Tensor, spec: TensorSpec, message: Tensor) -> Tensor:
-    """The message becomes the tensor's bits if layers would pack in the same order."""
     is_same = spec.content is Content.SPIKES and tensor.ndim > 2 and tensor.movedim(2, -1).is_contiguous()
+    # Only if layers would pack in the same order.
     return remember_bits(tensor, message) if is_same else tensor
 
 

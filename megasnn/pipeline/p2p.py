@@ -144,7 +144,6 @@ class Link:
     """Messages to and from another rank.
 
     Args:
-        outward, inward: groups for sending and for receiving.
         peer: the other end's global rank.
     """
 

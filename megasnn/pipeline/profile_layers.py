@@ -63,10 +63,7 @@ def profile_pipeline(description: ModelDescription, samples: int, context: Build
 def count_memory(
     description: ModelDescription, samples: int, context: BuildContext, device: torch.device
 ) -> PipelineCosts:
-    """Counts bytes only; times are 0.
-
-    Counts up to four samples directly. More are extrapolated from one and two samples.
-    """
+    """Counts bytes only; times are 0. Above four samples, extrapolates from one and two."""
     sizes = TRIAL_SAMPLES if samples > COUNTED_AS_THEY_ARE else (samples,)
     counted = [profile_layers(description, size, context, device, rounds=0) for size in sizes]
     layers = [for_samples(each, samples, sizes) for each in zip(*counted, strict=True)]
@@ -188,7 +185,7 @@ class _Trial:
         )
 
     def _memory(self) -> tuple[dict[str, int], dict[str, int]]:
-        """For each part: peak bytes above the bytes before it, and bytes after it."""
+        """For each part: peak bytes above the bytes before it, and bytes after."""
         counter = AllocationCounter(self._device)
         peaks = dict[str, int]()
         resident = dict[str, int]()
