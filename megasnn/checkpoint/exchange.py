@@ -1,5 +1,3 @@
-"""Exchanges weights with other programs; compares two sources, lists one."""
-
 from __future__ import annotations
 
 import math

@@ -15,7 +15,7 @@ from megasnn.parallel.sharding import ShardedTensor
 
 
 def model_differences(metadata: Metadata, model: str | None, config: Mapping[str, Any] | None) -> Iterator[str]:
-    """Differences between the saved model and this run's, in words.
+    """Differences from this run's model, in words.
 
     Args:
         model: None accepts any.

@@ -90,10 +90,10 @@ def go_back(folder: Path, step: int) -> None:
 
 
 def forget_best_after(folder: Path, step: int, best: int | None) -> None:
-    """When a run continues from here, a later checkpoint is no longer the best.
+    """A run continues from here: a later checkpoint is no longer the best.
 
     Args:
-        best: best iteration so far; named in place if its checkpoint exists.
+        best: best iteration so far; named in place if it exists.
     """
     named = _best(folder)
     if named is None or named <= step:
@@ -141,8 +141,7 @@ def clean(folder: Path) -> None:
 def resolve(folder: Path, step: int | None) -> list[Path]:
     """Checkpoints to try, in this order.
 
-    Iteration `step` alone; or the folder itself, if it is a checkpoint ("checkpoints/iter_0000100"); or all, the latest
-    first.
+    Iteration `step` alone; the folder itself ("checkpoints/iter_0000100"); or all, the latest first.
 
     Raises:
         NoCheckpointError: no checkpoint at all.
@@ -185,11 +184,11 @@ class ChosenCheckpoint:
 
 
 def choose_checkpoint(folder: Path, step: int | None) -> ChosenCheckpoint:
-    """Chooses iteration `step`, or the latest with an intact description.
+    """Iteration `step`, or the latest with an intact description.
 
     Raises:
         NoCheckpointError, CheckpointError: as `resolve`.
-        DamagedError: the description is damaged; without a `step`, all descriptions are.
+        DamagedError: the description is damaged; without a `step`, all are.
     """
     paths = resolve(folder, step)
     if step is not None:

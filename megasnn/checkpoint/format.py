@@ -121,14 +121,12 @@ class Progress:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Metadata(Progress):
-    """`metadata.json`.
+    """Content of `metadata.json`.
 
     Attributes:
         optimizer: class name; None without saved state.
         versions: programs that wrote the checkpoint.
         tensors: by global name; optimizer state is named `optimizer.<state>.<parameter>`.
-        files: by name.
-        format: file format version.
     """
 
     optimizer: str | None = None
@@ -155,7 +153,7 @@ def _ending(text: bytes) -> str:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Reads one checkpoint's description (`.../iter_0000100`), without its files.
+    """Reads one checkpoint's description (`.../iter_0000100`) alone.
 
     Raises:
         DamagedError: it is unreadable, altered, or in another format; its files cannot hold its tensors; or its

@@ -179,7 +179,7 @@ def of_average(tensors: Mapping[str, _T]) -> dict[str, _T]:
 
 
 def averaged_steps(metadata: Metadata) -> int:
-    """Steps that the average has followed; in old checkpoints, the run's steps."""
+    """In old checkpoints, the run's steps."""
     steps = metadata.extra.get(AVERAGED_STEPS)
     return steps if isinstance(steps, int) and steps >= 0 else metadata.iteration
 

@@ -73,7 +73,7 @@ class FolderLock:
         self.notice = "\n".join(notices)
 
     def adopt(self) -> None:
-        """The run has loaded one of the folder's checkpoints, and continues from it if restarted."""
+        """The run has loaded this folder's checkpoint; a restarted job continues from it."""
         self._write_note(self._job)
 
     def release(self) -> None:

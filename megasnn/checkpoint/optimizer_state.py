@@ -85,10 +85,7 @@ def state_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 def allocate(
     tensors: Iterable[ShardedTensor], optimizer: torch.optim.Optimizer, saved: Mapping[str, SavedTensor]
 ) -> OptimizerStates:
-    """Allocates saved state, without values; the optimizer is not touched.
-
-    A parameter without saved state (frozen, or before the first step) gets an empty one.
-    """
+    """Allocates saved state, without values; the optimizer is not touched."""
     kinds_of = defaultdict[str, list[str]](list)
     for kind, name in state_names(saved):
         kinds_of[name].append(kind)
@@ -99,6 +96,7 @@ def allocate(
         step_on_device = bool(group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
             entry = entry_of[id(parameter)]
+            # A parameter without saved state (frozen, or before the first step) gets an empty one.
             states[parameter] = {kind: _empty(entry, kind, saved, step_on_device) for kind in kinds_of[entry.name]}
     return states
 

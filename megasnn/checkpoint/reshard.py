@@ -45,7 +45,7 @@ class Target:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """Each chunk's pipeline rank. Raises ValueError if the placement cannot have this many chunks."""
+        """Each chunk's pipeline rank. Raises ValueError for an impossible number of chunks."""
         sizes = (self.tensor, self.pipeline, self.virtual)
         if min(sizes) < 1:
             raise ValueError(f"every size of the target must be at least 1, got {sizes}")
@@ -106,11 +106,7 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
 
 
 def model_of_checkpoint(source: Source) -> tuple[str, ModelDescription]:
-    """Name and description.
-
-    Raises:
-        CheckpointError: the registry has no such model, or the configuration is missing or invalid.
-    """
+    """Raises CheckpointError: no such model in the registry, or the configuration is missing or invalid."""
     config = source.metadata.config
     model = model_of(source.metadata.model, source.tensors)
     if config is None or model is None:

@@ -55,7 +55,7 @@ class Source:
 
 
 def open_source(path: Path, values: bool = True) -> Source:
-    """Opens a weight file, a run's checkpoint folder, or one checkpoint in it.
+    """Opens a weight file, a run's checkpoint folder, or one checkpoint.
 
     Args:
         values: read and check a checkpoint's files as well.
@@ -96,8 +96,6 @@ def derived(source: Source, recipe: NameMap) -> Source:
 def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Reads a state_dict without running the file's code. Values stay in the file until use.
 
-    Norms without `num_batches_tracked` get a 0.
-
     Raises:
         CheckpointError: no such file, it cannot be read, or holds no state_dict, or several.
     """
@@ -117,7 +115,7 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         if all(name.startswith(prefix) for name in values):
             values = {name.removeprefix(prefix): value for name, value in values.items()}
     for name in list(values):
-        # torch before 0.4.1 wrote no `num_batches_tracked`.
+        # torch before 0.4.1 wrote norms without `num_batches_tracked`: they get a 0.
         if name.endswith("running_mean"):
             values.setdefault(f"{name.removesuffix('running_mean')}num_batches_tracked", torch.tensor(0))
     return values

@@ -105,7 +105,7 @@ def damage(path: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> lis
     """Problems in one checkpoint's files (`.../iter_0000100`), after reading every byte.
 
     Args:
-        part, parts: reads only this part: ranks divide the files.
+        part, parts: ranks divide the files.
     """
     files = metadata.files
 

@@ -114,7 +114,7 @@ class Writer:
             self._thread.join(seconds)
 
     def close(self) -> None:
-        """Frees the saving thread's group. A save in progress is lost."""
+        """A save in progress is lost."""
         if self._background and self._group is not None and not self.busy:
             dist.destroy_process_group(self._group)
             self._group = None
@@ -179,5 +179,5 @@ class Writer:
 
 def _lower_priority() -> None:
     if sys.platform == "linux":  # elsewhere a thread has no priority apart from its process
-        # Leaves the cores to training: this thread, and those that it starts.
+        # Leaves the cores to training: lowers this thread, and any that it starts.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _SAVING_PRIORITY)

@@ -162,7 +162,7 @@ class Batches:
     def share(
         self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int, position: int, evaluates: bool = False
     ) -> GlobalBatch:
-        """This rank's share. In evaluation it may be empty.
+        """This rank's share; may be empty in evaluation.
 
         Args:
             position: the first sample's index in the training.
@@ -250,7 +250,6 @@ class Batches:
     def _mixed(
         self, mixing: Mixing, inputs: dict[str, Tensor] | None, targets: Tensor | None, samples: range
     ) -> tuple[dict[str, Tensor] | None, Tensor | None, range]:
-        """Mixes the whole micro-batch, alike on all its ranks; returns this rank's samples."""
         own = own_span(len(samples), self._samples.sizes, self._samples.rank)
         part = slice(own.start, own.stop)
         if inputs is not None:
@@ -261,6 +260,7 @@ class Batches:
 
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
         """Empty micro-batches, up to the largest number on any replica."""
+        # Ranks that share micro-batches or weights need the same number.
         if self._state.dp_shard.size == self._samples.size == 1:
             return []
         size = min(self._config.training.micro_batch_size, batch.size)

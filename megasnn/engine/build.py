@@ -80,7 +80,7 @@ def run_configuration(
 
 
 def model_problems(config: PretrainConfig) -> list[str]:
-    """Problems with building layers, with their learning rates, and with an explicit cut."""
+    """With layers, their learning rates, and an explicit cut."""
     parallel = config.parallel
     tp = parallel.tensor_model_parallel_size
     cp = parallel.context_parallel_size

@@ -227,7 +227,7 @@ class Engine:
         self.step.exchange_average()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All weights and buffers by global name, as unsharded copies on every rank's CPU."""
+        """Weights and buffers by global name, as unsharded copies on every rank's CPU."""
         self._begin("state_dict")
         return self.checkpoints.full_tensors()
 
@@ -330,8 +330,8 @@ class Engine:
             self.close()
 
     def _begin(self, call: str) -> None:
-        """Raises ValueError on every rank where one calls another method."""
         self._require_open()
+        # Raises ValueError on every rank where one calls another method.
         gather_in_call(self.state.world.handle, call, None)
 
     def _require_open(self) -> None:

@@ -85,7 +85,7 @@ def _in_gradients(distributed: DistributedModel) -> list[Found]:
 
 
 def first_non_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Names the tensor, and counts its nan and infinities; None where all values are finite."""
+    """Names the tensor, and counts such values; None where all are finite."""
     for name, tensor in named:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             nan = int(torch.isnan(tensor).sum())

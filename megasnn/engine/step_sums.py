@@ -17,7 +17,6 @@ class StepSums:
 
     Attributes:
         values: float64, by name in `slices`.
-        norm: gradient norm.
         is_void: the step must change nothing.
     """
 

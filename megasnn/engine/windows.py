@@ -21,7 +21,7 @@ from megasnn.pipeline.microbatch_state import MicroBatchInput
 
 
 def describe_windows(config: PretrainConfig) -> ModelDescription:
-    """The model with one window's time steps. Raises ValueError if a shape depends on the number of time steps."""
+    """One window's model. Raises ValueError if a shape depends on the number of time steps."""
     model: Any = config.model
     whole = describe_model(model, config.neuron.spec)
     steps = config.training.bptt_steps

@@ -84,7 +84,6 @@ class ChunkGraphs:
 
     Args:
         chunk: all modules in the graphs.
-        run: computes the chunk.
     """
 
     def __init__(self, chunk: nn.Module, run: Run, weight_gradients: WeightGradients, capture: Capture) -> None:

@@ -1,5 +1,3 @@
-"""A step's peak memory on each pipeline rank, and recomputation within a memory budget."""
-
 from __future__ import annotations
 
 import math

@@ -254,7 +254,7 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def now(device: torch.device) -> float:
-    """Seconds, after the device has finished its work."""
+    """After the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -129,10 +129,7 @@ class Ties:
                         copy.copy_(value)
 
     def statistics_of_owners(self, found: Sequence[StepStatistics]) -> list[StepStatistics]:
-        """A step's statistics, for norms that own their running statistics.
-
-        A norm's own come first, then its copies' in call order.
-        """
+        """For norms that own their running statistics: their own first, then their copies' in call order."""
         copy_records: dict[ParallelBatchNorm, list[Tensor]] = {norm: [] for norm in self._copied_norms}
         result = []
         for norm, mean, variance in found:

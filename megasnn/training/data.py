@@ -134,7 +134,8 @@ class RunData:
         return int(sum_over_ranks(engine.state.world.handle, [float(samples * counts)])[0])
 
     def loader(self, engine: Engine, training: bool = True) -> BatchLoader:
-        """Reads this rank's shares. All evaluations use the same loader, with its workers."""
+        """Reads this rank's shares."""
+        # All evaluations use the same loader, with its workers.
         if training not in self._loaders:
             config = self._config
             share = engine.batches.trained_share if training else engine.batches.evaluated_share

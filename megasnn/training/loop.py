@@ -244,8 +244,8 @@ class TrainingRun:
         self.reporter.evaluation(replace(record, skipped_samples=skipped), operations)
 
     def _until_asked_to_stop(self, batches: Iterable[GlobalBatch]) -> Iterator[GlobalBatch]:
-        """Yields batches until a stop request, which all ranks see after the same batch: it travels with its sums."""
         for batch in batches:
+            # A request travels with a batch's sums, so all ranks see it after the same batch.
             yield batch
             if self.engine.distributed.stop_votes:
                 return

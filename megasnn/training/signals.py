@@ -47,6 +47,7 @@ class StopSignals:
     ) -> None:
         self._handlers.close()
         if threading.current_thread() is threading.main_thread():
+            # Keeps a finished run's exit status while the interpreter ends.
             atexit.register(_ignore_signals)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -64,6 +65,5 @@ class StopSignals:
 
 
 def _ignore_signals() -> None:
-    """Keeps a finished run's exit status while the interpreter ends."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
