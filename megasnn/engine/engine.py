@@ -232,7 +232,7 @@ class Engine:
         return self.checkpoints.full_tensors()
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Loads unsharded weights and buffers by global name.
+        """Loads unsharded weights and buffers by global name, from `state_dict` or `Model.from_spikingjelly`.
 
         Keeps optimizer state and iteration, and restarts the weights' moving average.
 

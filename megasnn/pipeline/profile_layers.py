@@ -254,7 +254,7 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def now(device: torch.device) -> float:
-    """After the device has finished its work."""
+    """Seconds, after the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
