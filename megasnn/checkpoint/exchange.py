@@ -1,5 +1,3 @@
-"""Exchange of weights with other programs; comparison of two sources, and a listing of one."""
-
 from __future__ import annotations
 
 import math
@@ -32,7 +30,7 @@ def weights_as(source: Source, names: Names, averaged: bool = False) -> Source:
     """The model's tensors, without optimizer state, under another program's names.
 
     Args:
-        averaged: take the moving average of the weights.
+        averaged: take the weights' moving average.
     Raises:
         CheckpointError: the program has no such model, tensors are missing or unexpected, or there is no average.
     """
@@ -49,7 +47,6 @@ def weights_as(source: Source, names: Names, averaged: bool = False) -> Source:
 
 
 def has_average(source: Source) -> bool:
-    """Whether a source holds the moving average of its weights."""
     return any(name.startswith(AVERAGE) for name in source.tensors)
 
 
@@ -57,7 +54,7 @@ def export_weights(source: Source, output: Path, names: Names, averaged: bool = 
     """Writes the model's tensors, or their averages, to a new file, and returns them.
 
     Args:
-        output: a name with the ending .safetensors makes that format, any other a state_dict of torch.save.
+        output: the ending .safetensors selects that format, any other torch.save.
     Raises:
         CheckpointError: as `weights_as`; or the file exists already.
     """
@@ -65,6 +62,7 @@ def export_weights(source: Source, output: Path, names: Names, averaged: bool = 
     if output.exists():
         raise CheckpointError(f"{output} exists already; remove it or give another --output")
     output.parent.mkdir(parents=True, exist_ok=True)
+    # Written aside, synced and renamed: no other program sees half a file.
     aside = output.with_name(f"{output.name}.tmp")
     tensors = {name: value.clone() for name, value in weights.tensors.items()}
     try:
@@ -81,10 +79,10 @@ def export_weights(source: Source, output: Path, names: Names, averaged: bool = 
 
 
 def import_weights(source: Source, save: Path) -> tuple[Path, str]:
-    """Writes weights as a checkpoint of iteration 0 without optimizer state and configuration, for --finetune.
+    """Writes weights as a checkpoint at iteration 0 without optimizer state and configuration, for --finetune.
 
     Returns:
-        the checkpoint, and the program that the names of the weights come from.
+        the checkpoint, and the program whose names the weights had.
     Raises:
         CheckpointError: model or program are unknown, or `save` holds checkpoints already.
     """
@@ -97,7 +95,6 @@ def import_weights(source: Source, save: Path) -> tuple[Path, str]:
 
 
 def as_text(source: Source) -> str:
-    """Listing of a source: progress, tensors with type, size, shape and files, and totals."""
     metadata = source.metadata
     title = "checkpoint" if source.is_checkpoint else "state_dict"
     if metadata.model:
@@ -124,7 +121,6 @@ def as_text(source: Source) -> str:
 
 
 def _prefix(name: str) -> str:
-    """Prefix of a tensor beside the model; empty for a tensor of the model."""
     return next(filter(name.startswith, BESIDE), "")
 
 
@@ -141,10 +137,7 @@ def size_text(count: float) -> str:
 
 
 class Difference(NamedTuple):
-    """Largest difference of two elements of a tensor in two sources.
-
-    Infinite if the tensors cannot be compared; `note` says why.
-    """
+    """Largest difference between elements; infinite if tensors cannot be compared, and `note` says why."""
 
     name: str
     largest: float
@@ -152,7 +145,6 @@ class Difference(NamedTuple):
 
 
 def tensor_differences(first: Source, second: Source, model_only: bool) -> Iterator[Difference]:
-    """Compares all tensors of two sources by name."""
     for name in sorted({*first.tensors, *second.tensors}):
         if model_only and _prefix(name):
             continue
@@ -170,7 +162,7 @@ def tensor_differences(first: Source, second: Source, model_only: bool) -> Itera
 
 
 def largest_difference(one: Tensor, other: Tensor) -> float:
-    """Largest difference of two elements. Two nans are equal; the difference of a nan and a number is infinite."""
+    """Two nans are equal; a nan and a number differ infinitely."""
     if not one.numel():
         return 0.0
     a = one.double()

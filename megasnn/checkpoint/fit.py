@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a run: its model, its optimizer, and every tensor by name, shape and type."""
+"""Whether a checkpoint's model, optimizer and tensors fit a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megasnn.parallel.sharding import ShardedTensor
 
 
 def model_differences(metadata: Metadata, model: str | None, config: Mapping[str, Any] | None) -> Iterator[str]:
-    """Differences between the saved model and that of this run, in words.
+    """Differences from this run's model, in words.
 
     Args:
-        model: its name; None accepts any.
-        config: its dimensions and neuron; None accepts any model whose tensors fit (--finetune).
+        model: None accepts any.
+        config: dimensions and neuron; None accepts any model whose tensors fit (--finetune).
     """
     if model is not None and metadata.model not in (None, model):
         yield f"it is a checkpoint of the model {metadata.model}, and this run trains {model}"
@@ -33,7 +33,7 @@ def model_differences(metadata: Metadata, model: str | None, config: Mapping[str
 
 
 def optimizer_differences(metadata: Metadata, optimizer: str | None) -> Iterator[str]:
-    """Reason why an optimizer, by its class name, cannot take the saved state; nothing without an optimizer."""
+    """Why an optimizer, by class name, cannot take the saved state."""
     if optimizer is None or metadata.optimizer == optimizer:
         return
     if metadata.optimizer is None:
@@ -44,11 +44,11 @@ def optimizer_differences(metadata: Metadata, optimizer: str | None) -> Iterator
 
 @dataclass(frozen=True)
 class RankFit:
-    """Comparison of saved tensors with those of one rank.
+    """Saved tensors compared with one rank's.
 
     Attributes:
-        problems: one line for each tensor of the rank that cannot be loaded.
-        used: bit n is set where the rank uses the n-th saved tensor. The names, of thousands of ranks, would be long.
+        problems: one line for each tensor that cannot be loaded.
+        used: bit n is set where the rank uses the n-th saved tensor.
     """
 
     problems: Sequence[str]
@@ -58,7 +58,7 @@ class RankFit:
 def compare_tensors(
     saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor], used: Collection[str], rounds: bool = False
 ) -> RankFit:
-    """Compares saved tensors with this rank's. A type that would lose digits is a problem, unless it `rounds`."""
+    """A type that would lose digits is a problem, unless it `rounds`."""
     problems = []
     for entry in entries:
         described = saved.get(entry.name)
@@ -72,12 +72,13 @@ def compare_tensors(
             able = [name for name, precision in PRECISIONS.items() if precision.weights == described.dtype]
             advice = f"; load it with --precision {' or '.join(able)}" if able else ""
             problems.append(f"{entry.name}: saved as {described.dtype}, {entry.tensor.dtype} cannot hold it{advice}")
+    # Bits, because names from thousands of ranks would be long.
     return RankFit(problems, sum(1 << bit for bit, name in enumerate(saved) if name in used))
 
 
 def _keeps_values(source: torch.dtype, target: torch.dtype, rounds: bool) -> bool:
-    """Whether a conversion is exact, or may round: floating point becomes integer for counts only."""
     if rounds:
+        # Floating point becomes integer for counts only.
         return source.is_floating_point == target.is_floating_point or target == torch.int64
     return torch.promote_types(source, target) == target
 
@@ -85,10 +86,10 @@ def _keeps_values(source: torch.dtype, target: torch.dtype, rounds: bool) -> boo
 def require_fit(
     saved: Mapping[str, SavedTensor], fits: Iterable[RankFit], optional: tuple[str, ...], title: str
 ) -> None:
-    """Raises CheckpointError for any problem of any rank, and for saved tensors without use on every rank.
+    """Raises CheckpointError for any rank's problem, and for saved tensors that no rank uses.
 
     Args:
-        optional: beginnings of names of tensors that need no use.
+        optional: prefixes that need no use.
     """
     problems = list[str]()
     used = 0

@@ -1,16 +1,14 @@
-"""The folder of a run's checkpoints, in Megatron's shape. Nothing here knows tensors.
+"""A run's checkpoints, in Megatron's shape. Nothing here knows tensors.
 
     checkpoints/
         latest_checkpointed_iteration.txt      "200", for people
         best_checkpointed_iteration.txt        "100": the best by validation, with --keep-best
         iter_0000100/
         iter_0000200/                          metadata.json and a safetensors file for each rank that writes
-        iter_0000300.given_up/                 a later checkpoint than the one a run went back to, or a replaced one
+        iter_0000300.given_up/                 later than the one a run went back to, or replaced
         iter_0000300.tmp/                      being written, or left by a killed run: never loaded
 
-A checkpoint is written aside, synced to disk and renamed. Before, checkpoints of the same and later iterations get
-another name. So every iter_NNNNNNN is this run's, and the highest is the latest. A checkpoint to be removed is renamed
-first: half of it is never taken for a checkpoint.
+A checkpoint is written aside, synced to disk and renamed. The highest iter_NNNNNNN is the latest.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """All checkpoints in a folder by iteration, ascending; empty without such a folder."""
+    """Ascending; empty without such a folder."""
     found = {}
     for path in folder.glob("iter_*"):
         match = STEP_FOLDER.fullmatch(path.name)
@@ -44,22 +42,18 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[int]:
-    """Iterations of all checkpoints in a folder, ascending; empty without such a folder."""
+    """Ascending; empty without such a folder."""
     return list(checkpoints(Path(folder)))
 
 
 def require_empty(folder: Path) -> None:
-    """Raises CheckpointError for a folder that holds checkpoints."""
+    """Raises CheckpointError for a folder with checkpoints."""
     if there := list_checkpoints(folder):
         raise CheckpointError(f"{folder} holds checkpoints up to iteration {there[-1]}; give another --save")
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Makes the empty folder that the checkpoint of this iteration is written into, until `commit_folder`.
-
-    Raises:
-        CheckpointError: the folder around it cannot be made.
-    """
+    """Makes an empty folder, until `commit_folder`. Raises CheckpointError if it cannot."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -75,29 +69,31 @@ def _aside(folder: Path, step: int) -> Path:
 
 
 def commit_folder(folder: Path, metadata: Metadata) -> Path:
-    """Makes the files written since `begin` the checkpoint of their iteration, and the latest."""
+    """Makes the files written since `begin` the latest checkpoint."""
     step = metadata.iteration
     aside = _aside(folder, step)
     final = step_folder(folder, step)
     write_whole(aside / METADATA, to_text(metadata))
+    # The files must be on disk before their name is.
     sync(aside)
     _give_up(folder, step)
+    # Later ones are renamed before: so every iter_NNNNNNN is this run's.
     aside.rename(final)
     _name(folder, LATEST, step)
     return final
 
 
 def go_back(folder: Path, step: int) -> None:
-    """Makes the checkpoint of this iteration the latest. Later ones are given up."""
+    """Makes this checkpoint the latest. Later ones are given up."""
     _give_up(folder, step + 1)
     _name(folder, LATEST, step)
 
 
 def forget_best_after(folder: Path, step: int, best: int | None) -> None:
-    """Stops naming a checkpoint after this iteration the best, when a run continues from here.
+    """A run continues from here: a later checkpoint is no longer the best.
 
     Args:
-        best: iteration of the best so far. Its checkpoint is named in place, if it is still there.
+        best: best iteration so far; named in place if it exists.
     """
     named = _best(folder)
     if named is None or named <= step:
@@ -109,7 +105,7 @@ def forget_best_after(folder: Path, step: int, best: int | None) -> None:
 
 
 def name_best(folder: Path, step: int) -> None:
-    """Names the checkpoint of this iteration the best by validation; `prune` keeps it."""
+    """`prune` keeps it."""
     _name(folder, BEST, step)
 
 
@@ -120,11 +116,12 @@ def _name(folder: Path, file: str, step: int) -> None:
 
 
 def _give_up(folder: Path, step: int) -> None:
-    """Renames checkpoints from this iteration on: the run has left their course."""
     for other, path in checkpoints(folder).items():
+        # The run has left their course.
         if other >= step:
             given_up = path.with_name(f"{path.name}.given_up")
             number = 0
+            # A run may go back more than once.
             while given_up.exists():
                 number += 1
                 given_up = path.with_name(f"{path.name}.given_up{number}")
@@ -132,12 +129,11 @@ def _give_up(folder: Path, step: int) -> None:
 
 
 def discard(folder: Path, step: int) -> None:
-    """Removes files written since `begin`."""
     shutil.rmtree(_aside(folder, step), ignore_errors=True)
 
 
 def clean(folder: Path) -> None:
-    """Removes half-written checkpoints of killed runs. Only the run that holds the folder's lock may call this."""
+    """Only the lock's holder may call this: others' half-written checkpoints would go."""
     for path in folder.glob("iter_*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -145,12 +141,11 @@ def clean(folder: Path) -> None:
 def resolve(folder: Path, step: int | None) -> list[Path]:
     """Checkpoints to try, in this order.
 
-    Only the one of iteration `step`; or the folder itself, if it is a checkpoint ("checkpoints/iter_0000100"); or all
-    of the folder, the latest first.
+    Iteration `step` alone; the folder itself ("checkpoints/iter_0000100"); or all, the latest first.
 
     Raises:
-        NoCheckpointError: there is no checkpoint at all.
-        CheckpointError: there is none of this iteration; lists the others.
+        NoCheckpointError: no checkpoint at all.
+        CheckpointError: none at this iteration; lists the others.
     """
     if not folder.is_dir():
         raise NoCheckpointError(f"there is no folder {folder} to load a checkpoint from; check its path (--load)")
@@ -175,10 +170,9 @@ class ChosenCheckpoint:
     """A checkpoint to load, with its description.
 
     Attributes:
-        folder: where it was looked for.
-        older: checkpoints to try in this order where files of this one are damaged.
-        remarks: for the user: newer checkpoints that were passed over, and why.
-        by_step: it was asked for by its iteration, so that no other one may take its place.
+        older: next to try where files are damaged, in order.
+        remarks: for the user: newer checkpoints passed over, and why.
+        by_step: asked for by iteration, so no other may replace it.
     """
 
     folder: Path
@@ -190,11 +184,11 @@ class ChosenCheckpoint:
 
 
 def choose_checkpoint(folder: Path, step: int | None) -> ChosenCheckpoint:
-    """Chooses the checkpoint of iteration `step`, or the latest one with an intact description.
+    """Iteration `step`, or the latest with an intact description.
 
     Raises:
         NoCheckpointError, CheckpointError: as `resolve`.
-        DamagedError: the description is damaged; without a `step`, all descriptions are.
+        DamagedError: the description is damaged; without a `step`, all are.
     """
     paths = resolve(folder, step)
     if step is not None:
@@ -206,7 +200,7 @@ def choose_older(damaged: ChosenCheckpoint, error: DamagedError) -> ChosenCheckp
     """Chooses the next older checkpoint with an intact description.
 
     Raises:
-        DamagedError: the same `error` where the damaged one was asked for by its iteration; or no other one is intact.
+        DamagedError: the same `error` where the step was asked for; or no other is intact.
     """
     if damaged.by_step:
         raise error
@@ -230,11 +224,10 @@ def _passed_over(path: Path, error: DamagedError) -> str:
 
 
 def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[Path]:
-    """Removes checkpoints, the oldest first, and yields the path of each removed one.
+    """Removes checkpoints, oldest first, and yields each removed path.
 
     Keeps the `last` newest (None: all), iterations divisible by `every`, and the best by validation. A checkpoint with
-    missing or cut files is neither removed nor counted. A checkpoint saved after skipped steps counts separately: the
-    weights may have gone bad before the first step that was not finite, so it does not push out one without.
+    missing or cut files is neither removed nor counted. One saved after skipped steps does not push out a sound one.
     """
     if last is None:
         return
@@ -246,6 +239,7 @@ def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[
             if not any(size_problem(path / name, saved) for name, saved in metadata.files.items()):
                 found[path] = metadata
     newest_first = [*reversed(found)]
+    # After skipped steps, weights may have gone bad before the first step that was not finite.
     sound = [path for path in newest_first if not found[path].skipped_steps]
     kept = {*newest_first[:last], *sound[:last]}
     for path, metadata in found.items():
@@ -255,13 +249,13 @@ def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[
         if path not in kept:
             aside = path.with_name(f"{path.name}.removed.tmp")
             shutil.rmtree(aside, ignore_errors=True)
+            # Half a checkpoint is never taken for one.
             path.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
             yield path
 
 
 def _best(folder: Path) -> int | None:
-    """Iteration in the file `BEST`; None without one."""
     with suppress(OSError, ValueError):
         return int(read_regular(folder / BEST))
     return None

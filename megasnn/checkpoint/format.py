@@ -1,7 +1,7 @@
-"""`metadata.json`: progress of the run, and the file of each box of each tensor.
+"""`metadata.json`: a run's progress, and each tensor box's file.
 
-A tensor is saved as boxes: offsets and sizes, one number per dimension. Each box has its own name in a safetensors
-file. The last line of the text is a checksum of the lines before it. Each file has a checksum as well.
+Boxes have offsets and sizes, one number per dimension, and a name in a safetensors file. The text's last line is a
+checksum over the lines before it. Each file has a checksum as well.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Dtype = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Box:
-    """Part of a tensor, stored under `name` in `file`. An equal box in another file is a copy."""
+    """Part of a tensor, under `name` in `file`. An equal box in another file is a copy."""
 
     file: SafetensorsName
     name: str
@@ -75,7 +75,7 @@ class Box:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class SavedTensor:
-    """A global tensor and its boxes."""
+    """A global tensor."""
 
     shape: StoredCounts
     dtype: Dtype
@@ -89,7 +89,7 @@ class SavedTensor:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class SavedFile:
-    """Size of a file, and its CRC-32."""
+    """Bytes and CRC-32."""
 
     bytes: StoredCount
     crc32: Annotated[str, Field(pattern="^[0-9a-f]{8}$")]
@@ -98,15 +98,15 @@ class SavedFile:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Progress:
-    """State of a run beside its tensors.
+    """A run's state beside its tensors.
 
     Attributes:
         iteration, consumed_samples: completed steps, and their training samples.
-        model: name in the registry of models; None if unknown.
-        config: dimensions and neuron, {"model": {...}, "neuron": {...}}; None for weights of another program.
+        model: registry name; None if unknown.
+        config: dimensions and neuron, {"model": {...}, "neuron": {...}}; None for another program's weights.
         layout: process grid, for people only: loading does not depend on it.
-        extra: further entries of the training loop (recipe, data position, ...).
-        skipped_steps: skipped steps (not finite, so without effect) since the previous save.
+        extra: the training loop's entries (recipe, data position, ...).
+        skipped_steps: not finite, so without effect, since the previous save.
     """
 
     iteration: StoredCount = 0
@@ -124,11 +124,9 @@ class Metadata(Progress):
     """Content of `metadata.json`.
 
     Attributes:
-        optimizer: class name of the optimizer with saved state; None without one.
-        versions: versions of the programs that wrote the checkpoint.
+        optimizer: class name; None without saved state.
+        versions: programs that wrote the checkpoint.
         tensors: by global name; optimizer state is named `optimizer.<state>.<parameter>`.
-        files: by name.
-        format: version number of this file format.
     """
 
     optimizer: str | None = None
@@ -139,7 +137,7 @@ class Metadata(Progress):
 
 
 def to_text(metadata: Metadata) -> str:
-    """Text of `metadata.json`, with its checksum. Raises TypeError or ValueError for a value that JSON lacks."""
+    """Includes its checksum. Raises TypeError or ValueError for a value that JSON lacks."""
     text = json.dumps(metadata, default=_fields, allow_nan=False)[:-1]
     return text + _ending(text.encode())
 
@@ -155,10 +153,10 @@ def _ending(text: bytes) -> str:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Reads the description of one checkpoint (`.../iter_0000100`), without its files.
+    """Reads one checkpoint's description (`.../iter_0000100`) alone.
 
     Raises:
-        DamagedError: it is unreadable, altered, or of another format; its files cannot hold its tensors; or its
+        DamagedError: it is unreadable, altered, or in another format; its files cannot hold its tensors; or its
             iteration differs from the folder's name.
     """
     file = path / METADATA
@@ -166,6 +164,7 @@ def read_metadata(path: Path) -> Metadata:
         content = read_regular(file)
     except OSError as error:
         raise DamagedError(f"cannot read {file}: {error.strerror}") from None
+    # Every ending has the same length: the checksum has 8 digits.
     text = content[: -len(_ending(b""))]
     if content != text + _ending(text).encode():
         raise DamagedError(f"{file} is cut or was altered: its checksum differs")
@@ -186,7 +185,6 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _file_problems(metadata: Metadata) -> Iterator[str]:
-    """Yields one line for each file that is not listed, or smaller than its tensors."""
     needed = Counter[str]()
     for saved in metadata.tensors.values():
         for box in saved.boxes:
@@ -206,7 +204,7 @@ def _tensor_problems(metadata: Metadata) -> Iterator[str]:
 
 
 def uncovered(saved: SavedTensor) -> str | None:
-    """Problem of a tensor whose boxes do not hold each element once; None without one. Copies count once."""
+    """Problem if boxes do not hold each element once, or None. Copies count once."""
     boxes = {(box.offsets, box.sizes) for box in saved.boxes}
     elements = sum(prod(sizes) for _, sizes in boxes)
     if elements == prod(saved.shape) and covers_once(saved.shape, boxes):
@@ -215,7 +213,7 @@ def uncovered(saved: SavedTensor) -> str | None:
 
 
 def size_problem(path: Path, saved: SavedFile) -> str | None:
-    """Problem of a file that is missing or has another size than it was written with; None without one."""
+    """Problem if a file is missing or has another size than written, or None."""
     try:
         size = os.stat(path).st_size
     except OSError as error:
@@ -224,7 +222,7 @@ def size_problem(path: Path, saved: SavedFile) -> str | None:
 
 
 def config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yields one line for each field whose value differs, such as `neuron.tau`, with both values."""
+    """One line for each differing field, such as `neuron.tau`, with both values."""
     before = _by_field(saved)
     after = _by_field(json.loads(json.dumps(now)))  # as if saved: JSON has lists for tuples
     for name in sorted(before.keys() | after.keys()):
@@ -243,10 +241,7 @@ def _by_field(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether boxes (offsets, sizes) hold each element of a shape exactly once.
-
-    Counts on a grid with lines at the edges of all boxes: every element of a cell lies in the same boxes.
-    """
+    """Whether boxes (offsets, sizes) hold each element exactly once."""
     boxes = list(boxes)
     if boxes == [((0,) * len(shape), tuple(shape))]:  # nearly always
         return True
@@ -263,6 +258,7 @@ def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Seque
         spans.append((offsets, ends))
         for dim, lines in enumerate(edges):
             lines.update((offsets[dim], ends[dim]))
+    # A grid with lines at all box edges: a cell's elements lie in the same boxes.
     grid = [sorted(lines) for lines in edges]
     counts = np.zeros([len(lines) - 1 for lines in grid], dtype=np.int32)
     for first, last in spans:

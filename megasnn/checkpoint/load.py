@@ -1,8 +1,6 @@
-"""Loading a checkpoint of any layout into this rank's tensors; only the boxes that the rank needs are read.
+"""Loads a checkpoint from any layout; reads only boxes that the rank needs.
 
-A checkpoint that does not fit or is damaged is refused on all ranks, with the same words, before anything of the model
-or the optimizer has changed. The newest intact one takes the place of a damaged one, unless that was asked for by its
-iteration.
+All ranks refuse a misfit or damaged one with the same words, before anything changes.
 """
 
 from __future__ import annotations
@@ -34,13 +32,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class LoadedState:
-    """Progress of the loaded run: completed iterations, samples seen, and `extra` as it was saved.
+    """Progress and `extra` as saved.
 
     Attributes:
-        path: the checkpoint that was loaded.
-        remarks: for the user: newer checkpoints that were passed over, and why.
+        remarks: for the user: newer checkpoints passed over, and why.
         averaged_steps: steps that the loaded averages have followed; None where none were loaded.
-        left: names of tensors that have kept their values.
+        left: tensors that kept their values.
     """
 
     iteration: int
@@ -66,12 +63,12 @@ def load_checkpoint(
     leave: Callable[[Metadata], Collection[str]] = _no_problems,
     average: bool = False,
 ) -> LoadedState:
-    """Loads the checkpoint of iteration `step`, or the latest that is intact, into this rank's tensors and optimizer.
+    """Loads iteration `step`, or the latest intact one, from any layout.
 
-    It may come from any layout. The first rank's folder and step count. For the other arguments see `load_chosen`.
+    The first rank's folder and step count. For the other arguments see `load_chosen`.
 
     Raises:
-        NoCheckpointError: on every rank, when there is no checkpoint at all.
+        NoCheckpointError: on every rank, without any checkpoint.
         CheckpointError: on every rank, when this step does not exist; and as `load_chosen`.
     """
     chosen = broadcast_result(process_group, lambda: choose_checkpoint(Path(folder), step))
@@ -87,22 +84,22 @@ def load_chosen(
     leave: Callable[[Metadata], Collection[str]] = _no_problems,
     average: bool = False,
 ) -> LoadedState:
-    """Loads a checkpoint, or where it is damaged the next older one, into this rank's tensors and optimizer.
+    """Loads a checkpoint, or the next older one if it is damaged.
 
-    The optimizer's state is replaced; its hyperparameters are not touched. Collective over `process_group`, the group
-    of all ranks (None for a process on its own).
+    Replaces the optimizer's state, not its hyperparameters. Collective over `process_group` (all ranks; None for a
+    single process).
 
     Args:
         chosen: the same on every rank.
-        state: without an optimizer or averages, those of the checkpoint are ignored (--finetune). Averages are loaded
-            if the checkpoint has them.
-        check: further problems of a checkpoint, such as `model_differences`.
-        leave: names of tensors that keep their values; the same on every rank.
-        average: load the average of the weights in their place if there is one; without an optimizer.
+        state: without an optimizer or averages, the checkpoint's are ignored (--finetune).
+        check: further problems, such as `model_differences`.
+        leave: tensors that keep their values; the same on every rank.
+        average: load the weights' average in their place, if any; without an optimizer.
     Raises:
-        DamagedError: on every rank, when files of the checkpoint of one step, or of all, are missing, cut or altered.
-        CheckpointError: on every rank, when `check` finds something, tensors do not fit, or the optimizer is of another
-            kind. Nothing has changed then.
+        DamagedError: on every rank, when files are missing, cut or altered, in all older checkpoints too unless a step
+            was asked for.
+        CheckpointError: on every rank, with nothing changed: `check` finds something, tensors do not fit, or another
+            kind of optimizer.
     """
     load = partial(_load, state=state, group=process_group, check=check, leave=leave, average=average)
     return _first_intact(chosen, process_group, load)
@@ -111,9 +108,9 @@ def load_chosen(
 def _first_intact(
     chosen: ChosenCheckpoint, group: dist.ProcessGroup | None, load: Callable[[ChosenCheckpoint], _T]
 ) -> _T:
-    """Result of `load` for the first checkpoint that is not damaged. It raises DamagedError on all ranks or on none."""
     while True:
         try:
+            # `load` raises DamagedError on all ranks or on none, so all choose again together.
             return load(chosen)
         except DamagedError as error:
             chosen = broadcast_result(group, partial(choose_older, chosen, error))
@@ -127,7 +124,6 @@ def _load(
     leave: Callable[[Metadata], Collection[str]],
     average: bool,
 ) -> LoadedState:
-    """Loads one checkpoint. Ranks agree twice: before anything changes, and after all of them have read."""
     path = chosen.path
     metadata = chosen.metadata
     left = frozenset(leave(metadata))
@@ -154,6 +150,7 @@ def _load(
         return (wanted, states), (fit, damaged)
 
     title = f"the checkpoint {path} does not fit this run:"
+    # Ranks agree twice: here before anything changes, and below after all have read.
     (wanted, states), reports = run_and_gather(group, examine, title)
     ignored = (OPTIMIZER,) * (state.optimizer is None) + (AVERAGE,) * (state.averages is None)
     require_fit(saved, [fit for fit, _ in reports], ignored, title)
@@ -161,28 +158,28 @@ def _load(
     raise_problems(f"cannot load {path}:", damaged, DamagedError)
     run_on_all_ranks(group, lambda: read_boxes(path, saved, wanted), f"cannot load {path}:")
     if state.optimizer is not None:
+        # Only now: a rank that failed to read has ended the call on all ranks.
         state.optimizer.state.update(states)
     steps = averaged_steps(metadata) if continues_average or takes_average else None
     return LoadedState(metadata.iteration, metadata.consumed_samples, metadata.extra, path, chosen.remarks, steps, left)
 
 
 def _used_names(saved: Mapping[str, SavedTensor], wanted: Iterable[ShardedTensor], state: LocalState) -> set[str]:
-    """Saved tensors that this rank has a use for; the optimizer's state of its frozen parameters is ignored."""
     frozen = {entry.name for entry in state.tensors if entry.is_parameter and not entry.tensor.requires_grad}
     used = {entry.name for entry in wanted}
     for kind, name in state_names(saved):
+        # Frozen parameters' optimizer state is ignored.
         if name in frozen:
             used.add(f"{OPTIMIZER}{kind}.{name}")
     return used
 
 
 def of_average(tensors: Mapping[str, _T]) -> dict[str, _T]:
-    """The averages of the weights, by the names of the weights."""
     return {name.removeprefix(AVERAGE): value for name, value in tensors.items() if name.startswith(AVERAGE)}
 
 
 def averaged_steps(metadata: Metadata) -> int:
-    """Steps that the average in a checkpoint has followed; in old ones, those of the run."""
+    """In old checkpoints, the run's steps."""
     steps = metadata.extra.get(AVERAGED_STEPS)
     return steps if isinstance(steps, int) and steps >= 0 else metadata.iteration
 
@@ -190,12 +187,12 @@ def averaged_steps(metadata: Metadata) -> int:
 def load_global_tensors(
     folder: PathLike, step: int | None = None, *, with_optimizer: bool = False
 ) -> dict[str, Tensor]:
-    """Full tensors of a checkpoint by global name, on the CPU, in one process.
+    """Full tensors by global name, on the CPU, in one process.
 
-    Warns when they are not of the latest, because that one is damaged. Raises CheckpointError as `load_checkpoint`.
+    Warns of damaged newer checkpoints. Raises CheckpointError as `load_checkpoint`.
 
     Args:
-        with_optimizer: the optimizer's state and the average of the weights too.
+        with_optimizer: adds optimizer state and averages.
     """
 
     def load(chosen: ChosenCheckpoint) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -211,12 +208,11 @@ def load_global_tensors(
 def load_globals_into(
     tensors: Iterable[ShardedTensor], values: Mapping[str, Tensor], process_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Copies this rank's part of every global tensor into the model, converted to the model's dtype.
+    """Copies this rank's part of every global tensor, converted to the model's dtype.
 
-    Collective over `process_group`, the group of all ranks (None for a process on its own): together they
-    must take exactly these tensors.
+    Collective over `process_group` (all ranks; None for a single process): together the ranks take exactly `values`.
 
-    Raises CheckpointError on every rank, before anything is changed, where one is missing or of another shape.
+    Raises CheckpointError on every rank, before any change, if one is missing or has another shape.
     """
     entries = list(tensors)
     global_tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}

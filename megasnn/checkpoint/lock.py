@@ -1,8 +1,7 @@
-"""Lock of a folder of checkpoints, and the note of the job that wrote them.
+"""Locks a checkpoint folder, and notes the job that wrote it.
 
-The note tells a restarted job that checkpoints in the folder are its own. torchrun starts all ranks anew when one is
-lost (--max-restarts) or when nodes come and go, with the same command line. The job then continues from its own
-checkpoints, not from the one of --load.
+torchrun starts all ranks anew when one is lost (--max-restarts) or when nodes come and go, with the same command
+line. By the note, the job then continues from its own checkpoints, not from --load.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ _PATIENCE_SECONDS = 20.0  # a restarted run may be faster than the end of the on
 
 
 class FolderLock:
-    """Lock of a folder of checkpoints by the first rank of a run, until `release` or the end of the process.
+    """Held by a run's first rank, until `release` or the process ends.
 
     Args:
-        continues: the run loads a checkpoint of this folder.
+        continues: the run loads a checkpoint from this folder.
     Attributes:
-        resumes: the folder holds checkpoints of this job from before a restart.
+        resumes: the folder holds this job's checkpoints from before a restart.
         notice: for the user; may be empty.
     Raises:
-        CheckpointError: another run holds the lock (names its process), the folder cannot be written, or it holds
-            checkpoints of other runs and this run does not continue them.
+        CheckpointError: another run (named) holds the lock, the folder cannot be written, or it holds other runs'
+            checkpoints and this run does not continue them.
     """
 
     def __init__(self, folder: Path, continues: bool = True) -> None:
@@ -74,7 +73,7 @@ class FolderLock:
         self.notice = "\n".join(notices)
 
     def adopt(self) -> None:
-        """Makes the checkpoints of the folder this job's own: it has loaded one, and continues from it if restarted."""
+        """The run has loaded this folder's checkpoint; a restarted job continues from it."""
         self._write_note(self._job)
 
     def release(self) -> None:
@@ -85,7 +84,7 @@ class FolderLock:
 
 
 def _read(file: Path) -> tuple[str, str]:
-    """Last holder of the lock, and torchrun's name of the job; empty where nothing in the folder is its own."""
+    """Last holder, and torchrun's job name; empty without one."""
     try:
         holder, job = read_regular(file).decode().splitlines()
         return holder, job

@@ -1,7 +1,6 @@
-"""Optimizer state of one rank as global tensors: moments are cut like their parameter.
+"""One rank's optimizer state as global tensors: moments are cut like their parameter.
 
-The state `exp_avg` of the parameter `head.weight` becomes `optimizer.exp_avg.head.weight`. A single number (`step`) is
-a whole tensor on every tensor parallel rank.
+`exp_avg` for `head.weight` becomes `optimizer.exp_avg.head.weight`. Every tensor parallel rank has `step` whole.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ OptimizerStates = dict[Tensor, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class LocalState:
-    """Tensors of a run on one rank.
+    """A run's tensors on one rank.
 
     Attributes:
         tensors: parameters and buffers.
         optimizer: None if its state is neither saved nor loaded.
-        owned: the optimizer's share of the tensors under ZeRO; None: the tensors themselves.
-        averages: moving average of the owned tensors; None without one.
+        owned: the optimizer's share under ZeRO; None: `tensors`.
+        averages: the owned tensors' moving average, if any.
     """
 
     tensors: Sequence[ShardedTensor]
@@ -39,11 +38,10 @@ class LocalState:
 
     @property
     def stepped(self) -> Sequence[ShardedTensor]:
-        """The optimizer's share of the tensors."""
         return self.tensors if self.owned is None else self.owned
 
     def entries(self) -> list[ShardedTensor]:
-        """All tensors of this rank in a checkpoint. Raises CheckpointError as `describe_states`."""
+        """All this rank's tensors in a checkpoint. Raises CheckpointError as `describe_states`."""
         states = {} if self.optimizer is None else self.optimizer.state
         return [*self.stepped, *(self.averages or ()), *describe_states(self.stepped, states)]
 
@@ -51,12 +49,10 @@ class LocalState:
 def describe_states(
     tensors: Iterable[ShardedTensor], states: Mapping[Tensor, Mapping[str, Any]]
 ) -> list[ShardedTensor]:
-    """An optimizer's `state`, by parameter, as tensors with a name and a shard.
-
-    A state of None, as in SGD without momentum, is not stored.
+    """An optimizer's `state`, by parameter, as named shards. None, as in SGD without momentum, is not stored.
 
     Raises:
-        CheckpointError: a value is neither a tensor of the parameter's local shape nor one of a single number.
+        CheckpointError: a value is neither a tensor in the parameter's local shape nor a single number.
     """
     entry_of = {id(entry.tensor): entry for entry in tensors}
     found = []
@@ -79,7 +75,7 @@ def describe_states(
 
 
 def state_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yields kind of state and parameter name for each name of optimizer state."""
+    """Yields (state, parameter name)."""
     for name in names:
         if name.startswith(OPTIMIZER):
             kind, _, parameter = name.removeprefix(OPTIMIZER).partition(".")
@@ -89,10 +85,7 @@ def state_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 def allocate(
     tensors: Iterable[ShardedTensor], optimizer: torch.optim.Optimizer, saved: Mapping[str, SavedTensor]
 ) -> OptimizerStates:
-    """Allocates memory, without values, for the saved state of this rank's parameters.
-
-    The optimizer is not touched. A parameter without saved state (frozen, or before the first step) gets an empty one.
-    """
+    """Allocates saved state, without values; the optimizer is not touched."""
     kinds_of = defaultdict[str, list[str]](list)
     for kind, name in state_names(saved):
         kinds_of[name].append(kind)
@@ -103,6 +96,7 @@ def allocate(
         step_on_device = bool(group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
             entry = entry_of[id(parameter)]
+            # A parameter without saved state (frozen, or before the first step) gets an empty one.
             states[parameter] = {kind: _empty(entry, kind, saved, step_on_device) for kind in kinds_of[entry.name]}
     return states
 

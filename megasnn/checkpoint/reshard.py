@@ -1,7 +1,4 @@
-"""Rewriting of a checkpoint for the ranks of another grid, so that each of them reads one file.
-
-A rank's part follows from the model description in the checkpoint's configuration. The model is not built.
-"""
+"""Rewrites a checkpoint for another grid, so that each rank reads one file. The model is not built."""
 
 from __future__ import annotations
 
@@ -32,13 +29,12 @@ from megasnn.schedule.partition import PLACEMENTS, layout_to_bounds, parse_layou
 
 @dataclass(frozen=True)
 class Target:
-    """Grid of the ranks that will load the checkpoint.
+    """Grid that will load the checkpoint.
 
     Attributes:
-        tensor, pipeline, virtual: sizes of the grid.
-        layout: layer groups or layers of each chunk, as for `--pipeline-model-parallel-layout`. None: the layout of
-            the checkpoint, or chunks of even operations if their number has changed.
-        shape: placement of chunks on pipeline ranks, by its name in PLACEMENTS.
+        layout: layer groups or layers in each chunk, as for `--pipeline-model-parallel-layout`. None: the checkpoint's
+            layout, or chunks with even operations if their number has changed.
+        shape: name in PLACEMENTS.
     """
 
     tensor: int = 1
@@ -49,17 +45,17 @@ class Target:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """Pipeline rank of each chunk. Raises ValueError if the placement cannot have this many chunks."""
+        """Each chunk's pipeline rank. Raises ValueError for an impossible number of chunks."""
         sizes = (self.tensor, self.pipeline, self.virtual)
         if min(sizes) < 1:
             raise ValueError(f"every size of the target must be at least 1, got {sizes}")
         return PLACEMENTS[self.shape](self.pipeline, self.virtual)
 
     def bounds(self, description: ModelDescription, saved: str) -> list[range]:
-        """Layers of each chunk. Raises ValueError for a layout that does not fit, or more chunks than layers.
+        """Each chunk's layers. Raises ValueError for a layout that does not fit, or more chunks than layers.
 
         Args:
-            saved: layout of the checkpoint, as layers in each chunk.
+            saved: the checkpoint's layout, as layers in each chunk.
         """
         layers = description.layers
         chunks = len(self.placement)
@@ -72,10 +68,10 @@ class Target:
 
 
 def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
-    """Writes the source's checkpoint to `<save>/iter_<iteration>` with a file for each rank of the target.
+    """Writes `<save>/iter_<iteration>` with a file for each target rank.
 
-    Iteration, data position and optimizer state stay: a run continues from it as from the source. Each file holds all
-    tensors of its rank, those replicated over the tensor parallel group too.
+    A run continues as from the source. Each file holds all its rank's tensors, with those replicated over the tensor
+    parallel group.
 
     Args:
         source: opened without values.
@@ -83,13 +79,14 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
         the new checkpoint, and its layers per chunk for `--pipeline-model-parallel-layout`.
     Raises:
         CheckpointError: the model is unknown, the source is damaged, or `save` holds checkpoints already.
-        ValueError: the model cannot be cut like this. Nothing is left behind then, nor when writing fails.
+        ValueError: the model cannot be cut like this. No files stay then, nor when writing fails.
     """
     folders.require_empty(save)
     saved = source.metadata
     name, description = model_of_checkpoint(source)
     bounds = target.bounds(description, str((saved.layout or {}).get("bounds", "")))
     ranks = target_ranks(description, source.tensors, target, bounds)
+    # After the fit, which needs no values: checksums read every byte.
     require_intact(source.path, saved)
     layout = "|".join(str(len(span)) for span in bounds)
     sizes = {"tp": target.tensor, "pp": target.pipeline, "dp": 1, "virtual": target.virtual}
@@ -102,17 +99,14 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
             read_boxes(source.path, saved.tensors, filled)
             written.append(write_file(aside, rank, boxes_of(filled, file_name(rank))))
         return commit_checkpoint(save, metadata, written), layout
+    # Ctrl-C leaves nothing behind either.
     except BaseException:
         folders.discard(save, saved.iteration)
         raise
 
 
 def model_of_checkpoint(source: Source) -> tuple[str, ModelDescription]:
-    """Name and description of the model of a checkpoint.
-
-    Raises:
-        CheckpointError: the registry has no such model, or the configuration is missing or invalid.
-    """
+    """Raises CheckpointError: no such model in the registry, or the configuration is missing or invalid."""
     config = source.metadata.config
     model = model_of(source.metadata.model, source.tensors)
     if config is None or model is None:
@@ -126,7 +120,7 @@ def model_of_checkpoint(source: Source) -> tuple[str, ModelDescription]:
 def target_ranks(
     description: ModelDescription, tensors: Mapping[str, Tensor], target: Target, bounds: Sequence[range]
 ) -> list[list[ShardedTensor]]:
-    """Tensors of each rank of the target, without memory, pipeline stage by pipeline stage.
+    """Each target rank's tensors, without memory, stage by stage.
 
     Raises:
         ValueError: the model cannot be cut like this, or the checkpoint does not hold exactly its tensors.
@@ -156,7 +150,7 @@ def target_ranks(
 
 
 def _as_saved(entry: ShardedTensor, tensors: Mapping[str, Tensor]) -> Iterator[ShardedTensor]:
-    """Yields a tensor of the model in its saved type, its average and its optimizer state."""
+    """In its saved type, with its average and optimizer state."""
     prefixes = ["", AVERAGE]
     if entry.is_parameter:
         prefixes += sorted({f"{OPTIMIZER}{kind}." for kind, _ in state_names(tensors)})

@@ -1,7 +1,6 @@
-"""Saving a run: model, optimizer and progress, as global tensors that any layout can load.
+"""Saves global tensors that any layout can load.
 
-Functions with a `process_group` are collective over it (all ranks; None for a process on its own). Every rank passes
-its own part.
+Functions with a `process_group` are collective over it (all ranks; None for a single process).
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ def save_checkpoint(
     The first rank's progress is written.
 
     Raises:
-        CheckpointError: on every rank: a tensor cannot be described, the ranks do not hold each element of it, or
-            writing fails (names rank and cause). Earlier checkpoints stay.
+        CheckpointError: on every rank: a tensor cannot be described, the ranks do not hold each element, or writing
+            fails (names rank and cause). Earlier checkpoints stay.
     """
     kind = kind_of(state.optimizer)
     return write_checkpoint(folder, progress, kind, lambda: file_content(state.entries(), process_group), process_group)
@@ -49,17 +48,13 @@ def save_checkpoint(
 def save_global_tensors(
     folder: PathLike, tensors: Mapping[str, Tensor], *, iteration: int = 0, **progress: Any
 ) -> Path:
-    """Writes full tensors, in one process, as a checkpoint of weights only; load it with --finetune.
-
-    Args:
-        progress: further fields of `Progress`.
-    """
+    """Writes full tensors, in one process, as weights only; load them with --finetune."""
     full = [ShardedTensor(name, value, Shard(tuple(value.shape)), False) for name, value in tensors.items()]
     return save_checkpoint(folder, Progress(iteration, **progress), LocalState(full))
 
 
 def file_content(entries: Iterable[ShardedTensor], process_group: dist.ProcessGroup | None) -> FileContent:
-    """Content of this rank's file. One of several ranks with the same part writes it."""
+    # If several ranks have the same part, one writes it.
     mine = [entry for entry in entries if entry.shard.is_primary()]
     return boxes_of(mine, file_name(rank_in(process_group)))
 
@@ -71,9 +66,10 @@ def write_checkpoint(
     make: Callable[[], FileContent],
     process_group: dist.ProcessGroup | None,
 ) -> Path:
-    """`save_checkpoint` of the content that `make` returns, which may be empty."""
+    """As `save_checkpoint`, with content from `make`, which may be empty."""
     root = Path(folder)
     rank = rank_in(process_group)
+    # No folder before all ranks can describe their tensors.
     content = run_on_all_ranks(process_group, make, "this run cannot be saved:")
     versions = {"megasnn": VERSION, "torch": str(torch.__version__), "python": platform.python_version()}
     metadata = Metadata(**vars(progress), optimizer=optimizer, versions=versions)
@@ -92,13 +88,14 @@ def write_checkpoint(
         files = [each for each in written if each is not None]
         return broadcast_result(process_group, lambda: _on_disk(lambda: commit_checkpoint(root, metadata, files)))
     except Exception:
+        # The failure is every rank's; the folder is one.
         if rank == 0:
             folders.discard(root, progress.iteration)
         raise
 
 
 def _on_disk(work: Callable[[], Path]) -> Path:
-    """Result of `work`. Raises CheckpointError if the file system refuses, or JSON lacks a value."""
+    """Raises CheckpointError if the file system refuses, or JSON lacks a value."""
     try:
         return work()
     except CheckpointError:
@@ -108,14 +105,13 @@ def _on_disk(work: Callable[[], Path]) -> Path:
 
 
 def write_file(aside: Path, rank: int, content: FileContent) -> Written:
-    """Writes the file of a rank. Raises OSError."""
     file = file_name(rank)
     boxes = [(name, saved) for name, saved, _ in content]
     return file, write_safetensors(aside / file, content), boxes
 
 
 def commit_checkpoint(root: Path, metadata: Metadata, written: Sequence[Written]) -> Path:
-    """Makes a checkpoint of the files of all ranks. Equal boxes in several files are copies.
+    """Joins all ranks' files. Equal boxes in several files are copies.
 
     Args:
         metadata: without tensors and files.

@@ -1,6 +1,6 @@
-"""A checkpoint or a file of weights as tensors by name.
+"""A checkpoint or a weight file as tensors by name.
 
-A file of weights holds a state_dict of torch.save or safetensors, bare or inside a training program's dictionaries.
+Weight files are torch.save's or safetensors, bare or inside a training program's dictionaries.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ class Source:
     """Tensors by name.
 
     Attributes:
-        path: file or folder.
         tensors: complete, on the CPU; on the meta device for a checkpoint opened without values.
         metadata: empty for a file.
-        is_checkpoint: False for a file.
     """
 
     path: Path
@@ -51,16 +49,16 @@ class Source:
 
     @property
     def dimensions(self) -> dict[str, Any] | None:
-        """The model's dimensions; None if unknown."""
+        """The model's; None if unknown."""
         found = (self.metadata.config or {}).get("model")
         return found if isinstance(found, dict) else None
 
 
 def open_source(path: Path, values: bool = True) -> Source:
-    """Opens a file of torch.save or safetensors, a run's folder of checkpoints, or one checkpoint in it.
+    """Opens a weight file, a run's checkpoint folder, or one checkpoint.
 
     Args:
-        values: read and check the files of a checkpoint as well.
+        values: read and check a checkpoint's files as well.
     Raises:
         CheckpointError: it is missing or cannot be read.
     """
@@ -80,14 +78,14 @@ def open_source(path: Path, values: bool = True) -> Source:
 
 
 def in_our_names(source: Source) -> Source:
-    """The same tensors under our global names. Raises CheckpointError if no known program uses their names."""
+    """Raises CheckpointError if no known program uses their names."""
     if source.metadata.model or source.metadata.config is not None or model_of(None, source.tensors):
         return source
     return derived(source, dialect_of(source.tensors).to_ours(source.tensors))
 
 
 def derived(source: Source, recipe: NameMap) -> Source:
-    """Tensors made from another source. Raises CheckpointError if they do not fit together."""
+    """Raises CheckpointError if the tensors do not fit together."""
     tensors = {}
     for name, made in recipe.items():
         parts = [source.tensors[part] for part in made.sources]
@@ -96,9 +94,7 @@ def derived(source: Source, recipe: NameMap) -> Source:
 
 
 def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Reads a state_dict without running code from the file. Values stay in the file until they are used.
-
-    torch before 0.4.1 wrote norms without `num_batches_tracked`: they get a 0.
+    """Reads a state_dict without running the file's code. Values stay in the file until use.
 
     Raises:
         CheckpointError: no such file, it cannot be read, or holds no state_dict, or several.
@@ -119,13 +115,14 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         if all(name.startswith(prefix) for name in values):
             values = {name.removeprefix(prefix): value for name, value in values.items()}
     for name in list(values):
+        # torch before 0.4.1 wrote norms without `num_batches_tracked`: they get a 0.
         if name.endswith("running_mean"):
             values.setdefault(f"{name.removesuffix('running_mean')}num_batches_tracked", torch.tensor(0))
     return values
 
 
 def _only_state_dict(path: Path, content: Any) -> Mapping[str, Tensor]:
-    """The state_dict in the content of a file. Raises CheckpointError for none, or several under unusual keys."""
+    """Raises CheckpointError for none, or several under unusual keys."""
     found = dict(_state_dicts(content))
     if not found:
         others = type(content).__name__
@@ -158,7 +155,7 @@ def _load(path: Path) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Description of an error of `_load`: torch's messages advise to let the file run code."""
+    # torch's messages advise to let the file run code.
     text = str(error)
     if isinstance(error, OSError | SafetensorError):
         return text
@@ -170,11 +167,11 @@ def _reason(error: Exception) -> str:
 
 
 def _state_dicts(content: Any) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """Yields key and content of each dictionary of tensors by name. Optimizers have numbers for names: not these."""
     waiting = deque([("", content)])
     opened = set[int]()
     while waiting:
         key, found = waiting.popleft()
+        # Optimizers have numbers for names: they are no weights.
         if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
             continue
         if found and all(isinstance(value, Tensor) for value in found.values()):

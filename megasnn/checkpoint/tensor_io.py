@@ -1,5 +1,3 @@
-"""Safetensors files of a checkpoint: written tensor by tensor, checked as a whole, read by boxes."""
-
 from __future__ import annotations
 
 import json
@@ -35,10 +33,7 @@ def dtype_name(value: Tensor) -> str:
 
 
 def boxes_of(entries: Iterable[ShardedTensor], file: str) -> FileContent:
-    """Boxes of a rank's tensors for its file, the largest type first, so that all values are aligned.
-
-    A box with a complete tensor has the tensor's name: other programs find it under that.
-    """
+    """A rank's boxes for its file, the largest type first."""
     found: FileContent = []
     for entry in entries:
         dtype = dtype_name(entry.tensor)
@@ -46,19 +41,18 @@ def boxes_of(entries: Iterable[ShardedTensor], file: str) -> FileContent:
             raise CheckpointError(f"{entry.name}: {entry.tensor.dtype} cannot be saved; known: {', '.join(DTYPES)}")
         shape = entry.shard.global_shape
         for piece in entry.shard.pieces():
+            # Other programs find a complete tensor by its own name.
             name = entry.name
             if piece.sizes != shape:
                 name = f"{entry.name}@{','.join(map(str, piece.global_offset))}"
             saved = SavedTensor(shape, dtype, (Box(file, name, piece.global_offset, piece.sizes),))
             found.append((entry.name, saved, piece.of_local(entry.tensor.detach())))
+    # Largest type first, so that all values are aligned.
     return sorted(found, key=lambda each: -DTYPES[each[1].dtype][1])
 
 
 def write_safetensors(path: Path, content: FileContent) -> SavedFile:
-    """Writes a file one tensor after the other, and syncs it: `save_file` would need copies of all in memory.
-
-    The format is the length of the header (8 bytes, little endian), the header of JSON, and the values in its order.
-    """
+    """Header length (8 bytes, little endian), JSON header, then values in its order. Synced."""
     header = {}
     end = 0
     for _, saved, _ in content:
@@ -68,9 +62,11 @@ def write_safetensors(path: Path, content: FileContent) -> SavedFile:
         end += prod(box.sizes) * item_bytes
         header[box.name] = {"dtype": kind, "shape": box.sizes, "data_offsets": [begin, end]}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    # The header's length takes 8 bytes: values begin at a multiple of 8.
     text += b" " * (-len(text) % 8)
     with open(path, "wb", buffering=0) as stream, ThreadPoolExecutor(1) as thread:
         crc32 = _write(stream.fileno(), memoryview(len(text).to_bytes(8, "little") + text), 0, thread)
+        # Tensor by tensor: `save_file` would need copies of all in memory.
         for _, _, value in content:
             flat = value.cpu().contiguous().view(-1)
             if flat.numel():
@@ -80,7 +76,7 @@ def write_safetensors(path: Path, content: FileContent) -> SavedFile:
 
 
 def _write(handle: int, memory: memoryview, crc32: int, thread: Executor) -> int:
-    """Appends to a file with this CRC-32; returns the new one."""
+    """Returns the file's CRC-32 after this memory."""
     checksum = thread.submit(zlib.crc32, memory, crc32) if len(memory) >= _THREADED_BYTES else None
     begin = os.lseek(handle, 0, os.SEEK_CUR)
     rest = memory
@@ -95,7 +91,7 @@ def _write(handle: int, memory: memoryview, crc32: int, thread: Executor) -> int
 
 
 def file_checksum(path: Path) -> str:
-    """CRC-32 of a file, 8 hexadecimal digits. Raises OSError."""
+    """CRC-32, 8 hexadecimal digits. Raises OSError."""
     require_regular(path)
     crc32 = 0
     memory = memoryview(bytearray(_READ_BYTES))
@@ -106,10 +102,10 @@ def file_checksum(path: Path) -> str:
 
 
 def damage(path: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> list[str]:
-    """Problems of one checkpoint's files (`.../iter_0000100`), after reading every byte.
+    """Problems in one checkpoint's files (`.../iter_0000100`), after reading every byte.
 
     Args:
-        part, parts: reads only this part of the files: ranks divide them.
+        part, parts: ranks divide the files.
     """
     files = metadata.files
 
@@ -129,13 +125,13 @@ def damage(path: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> lis
 
 
 def require_intact(path: Path, metadata: Metadata) -> None:
-    """Raises DamagedError, which names all damaged files of one checkpoint; see `damage`."""
+    """Raises DamagedError with all damaged files; see `damage`."""
     if problems := damage(path, metadata):
         raise DamagedError(*problems)
 
 
 def read_full(path: Path, metadata: Metadata, names: Iterable[str]) -> dict[str, Tensor]:
-    """Reads whole tensors of one checkpoint, on the CPU. Raises DamagedError if any file is damaged."""
+    """Reads whole tensors, on the CPU. Raises DamagedError if any file is damaged."""
     require_intact(path, metadata)
     saved = metadata.tensors
     tensors = {name: torch.empty(saved[name].shape, dtype=getattr(torch, saved[name].dtype)) for name in names}
@@ -145,7 +141,7 @@ def read_full(path: Path, metadata: Metadata, names: Iterable[str]) -> dict[str,
 
 
 def read_boxes(path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor]) -> None:
-    """Copies this rank's parts of saved tensors into its memory. Other boxes are not read.
+    """Copies this rank's parts into its memory. Other boxes are not read.
 
     Raises:
         DamagedError: a file cannot be read, or differs from its description.
@@ -169,10 +165,11 @@ def read_boxes(path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[S
 
 @contextmanager
 def _utf8_name(folder: Path) -> Iterator[Path]:
-    """A name of the folder in UTF-8, the only encoding that the safetensors library can open."""
+    """The safetensors library can open no other names."""
     if os.fsencode(folder) == str(folder).encode(errors="replace"):
         yield folder
         return
+    # /proc gives the open folder a name in ASCII.
     handle = os.open(folder, os.O_RDONLY)
     try:
         yield Path(f"/proc/self/fd/{handle}")
@@ -181,13 +178,7 @@ def _utf8_name(folder: Path) -> Iterator[Path]:
 
 
 class _Overlap(NamedTuple):
-    """Common part of a saved box and this rank's memory.
-
-    Attributes:
-        dtype: the type's name in safetensors.
-        slices: of the box.
-        target: memory of the rank.
-    """
+    """Common part of a saved box and this rank's memory. `dtype` is safetensors' name; `slices` are in the box."""
 
     box: Box
     dtype: str
@@ -195,7 +186,7 @@ class _Overlap(NamedTuple):
     target: Tensor
 
     def read(self, content: Any) -> None:
-        """Copies the part from an open safetensors file. Raises ValueError if its box differs from the description."""
+        """Raises ValueError if the box differs from its description."""
         stored = content.get_slice(self.box.name)
         if (stored.get_dtype(), tuple(stored.get_shape())) != (self.dtype, self.box.sizes):
             raise ValueError(
@@ -206,7 +197,7 @@ class _Overlap(NamedTuple):
 
 
 def _overlaps(saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor]) -> Iterator[dict[str, _Overlap]]:
-    """Yields each common part of entries and saved boxes, by file: equal boxes in several files are copies."""
+    """By file: equal boxes in several files are copies."""
     for entry in entries:
         dtype = DTYPES[saved[entry.name].dtype][0]
         for piece in entry.shard.pieces():
@@ -225,7 +216,7 @@ def _overlaps(saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor]
 
 
 def _common_spans(box: Box, piece: Piece) -> list[tuple[int, int]]:
-    """First and last index (exclusive) of the common part of a box and a piece, by dimension, in the global tensor."""
+    """First and last index (exclusive) by dimension, global."""
     spans = []
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         begin = piece.global_offset[dim]

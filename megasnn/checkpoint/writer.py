@@ -1,4 +1,4 @@
-"""Saves of a run, one after the other: at once, or by a thread from a copy. A failed save does not end the run."""
+"""A run's saves, one after the other: at once, or by a thread."""
 
 from __future__ import annotations
 
@@ -31,17 +31,16 @@ _SAVING_PRIORITY = 10
 
 
 class Writer:
-    """Writes a run's checkpoints, on one rank. The constructor, `save` and `finish` are collective.
+    """Writes checkpoints, on one rank. The constructor, `save` and `finish` are collective.
 
     Args:
-        process_group: all ranks; None for a process on its own.
-        background: a thread writes a copy of the tensors, in memory of the CPU, while training continues.
-        keep_last, keep_every: checkpoints to keep; see `prune`.
+        process_group: all ranks; None for a single process.
+        background: a thread writes a copy from CPU memory while training continues.
+        keep_last, keep_every: see `prune`.
         report: receives lines for the user, on the first rank, maybe from another thread.
-        complete: receives iteration and path of each complete checkpoint, like `report`.
-        saved: iteration of a checkpoint in the folder with the current state.
+        complete: receives each complete checkpoint's iteration and path, like `report`.
     Attributes:
-        saved: iteration of the last save; None before the first.
+        saved: iteration in the folder with the current state; None before the first save.
         failed: whether the last save failed. The same on every rank after `finish`.
     """
 
@@ -81,7 +80,7 @@ class Writer:
     def save(self, progress: Progress, state: LocalState, best: bool = False) -> None:
         """Saves, unless this iteration is saved already and has not become the best since.
 
-        Tensors may change after it returns. A failure is reported and remembered; the next save tries again.
+        Tensors may change after it returns. After a reported failure, the next save tries again.
         """
         if self.busy:
             self._tell("the checkpoint before is still being written: waiting for it")
@@ -107,23 +106,22 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Whether a save in the background is not complete."""
         return self._thread.is_alive()
 
     def finish(self, seconds: float | None = None) -> None:
-        """Waits for a save in the background, at most the given time."""
+        """At most the given time."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
 
     def close(self) -> None:
-        """Frees the group of the saving thread. A save in progress is lost."""
+        """A save in progress is lost."""
         if self._background and self._group is not None and not self.busy:
             dist.destroy_process_group(self._group)
             self._group = None
 
     def _content(self, state: LocalState) -> FileContent:
-        """Content of this rank's file. It is reused while the tensors are the same objects in the same memory."""
         entries = state.entries()
+        # The plan holds while tensors are the same objects in the same memory.
         tensors = [(id(each.tensor), each.tensor.data_ptr()) for each in entries]
         if tensors != self._tensors:
             self._planned = file_content(entries, self._group)
@@ -132,10 +130,7 @@ class Writer:
         return self._planned
 
     def _staged(self, state: LocalState) -> FileContent:
-        """`_content` with copies of the values in memory of the CPU, which the next save reuses.
-
-        Copies from a GPU are pinned.
-        """
+        """Copied to CPU memory (pinned for a GPU), which the next save reuses."""
         content = self._content(state)
         values = [value for _, _, value in content]
         layout = [(each.shape, each.dtype, each.stride()) for each in values]
@@ -183,6 +178,6 @@ class Writer:
 
 
 def _lower_priority() -> None:
-    """Leaves the cores to training: lowers the priority of this thread and of those that it starts."""
     if sys.platform == "linux":  # elsewhere a thread has no priority apart from its process
+        # Leaves the cores to training: lowers this thread, and any that it starts.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _SAVING_PRIORITY)

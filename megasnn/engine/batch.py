@@ -1,5 +1,3 @@
-"""From whole batches, checked, to the micro-batches of this rank's chunks."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,19 +23,14 @@ from megasnn.pipeline.microbatch_state import MicroBatchInput
 
 
 class BatchError(ValueError):
-    """A batch refused on all ranks, with nothing changed."""
+    """Refused on all ranks, with nothing changed."""
 
 
 class Batches:
     """Cuts whole batches, the same on every rank, into this rank's micro-batches. Construction is collective.
 
-    Ranks that share a micro-batch by samples take their own samples, after mixing.
-
     Args:
-        mixing: mixup or CutMix within each micro-batch in training; None for neither.
-    Attributes:
-        trained_share: this rank's share in training batches.
-        evaluated_share: this rank's share in evaluation batches.
+        mixing: mixup or CutMix within each training micro-batch; None for neither.
     """
 
     def __init__(self, config: PretrainConfig, distributed: DistributedModel, mixing: Mixing | None) -> None:
@@ -72,13 +65,13 @@ class Batches:
     def checked(
         self, inputs: Any, targets: Any = None, trains: bool = False, predicts: bool = False, problem: str | None = None
     ) -> tuple[Mapping[str, Tensor], Tensor, int]:
-        """Returns a valid batch's inputs by name, targets, and number of samples. Collective.
+        """Returns a valid batch's inputs by name, targets, and sample number. Collective.
 
         Args:
-            predicts: True for a batch without targets.
+            predicts: the batch has no targets.
             problem: the caller's own error on this rank.
         Raises:
-            BatchError: on every rank, for a problem on any rank, or different numbers of samples.
+            BatchError: on every rank, for a problem on any, or different sample numbers.
         """
         names = list(self._task.inputs)
         named = inputs
@@ -97,12 +90,13 @@ class Batches:
         return named, targets, samples
 
     def _agree(self, call: str, found: str | int) -> None:
-        """Raises BatchError on every rank for a problem on any. A single rank would leave the others waiting.
+        """Raises BatchError on every rank for a problem on any.
 
         Args:
-            found: this rank's problem, or its number of samples, 0 after the last batch.
+            found: this rank's problem, or its sample number, 0 after the last batch.
         """
         try:
+            # A single rank's error would leave the others waiting.
             of_ranks = gather_in_call(self._state.world.handle, call, found)
         except ValueError as error:
             raise BatchError(str(error)) from None
@@ -113,7 +107,6 @@ class Batches:
             raise BatchError(f"ranks have different numbers of samples (0 after the last batch): {of_ranks}")
 
     def _problem(self, inputs: Any, targets: Any, trains: bool, predicts: bool) -> str | None:
-        """Returns a batch's first problem. Checks values on ranks that use them, sizes on all."""
         task = self._task
         if not isinstance(inputs, Mapping) or inputs.keys() != task.inputs.keys():
             found = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
@@ -136,6 +129,7 @@ class Batches:
                 if problem:
                     return problem
         if not trains:
+            # In training, loss or gradient show nan and infinities.
             return self._first_not_finite(inputs)
         if not torch.is_grad_enabled():
             return "a step needs gradients: call it outside of torch.no_grad() and torch.inference_mode()"
@@ -147,7 +141,6 @@ class Batches:
         return self._size_problem(samples, sizes)
 
     def _first_not_finite(self, inputs: Mapping[str, Tensor]) -> str | None:
-        """The first input with nan or infinities. In training, loss or gradient show them."""
         if not self._takes_images:
             return None
         for name, values in inputs.items():
@@ -169,10 +162,10 @@ class Batches:
     def share(
         self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int, position: int, evaluates: bool = False
     ) -> GlobalBatch:
-        """Returns this rank's share in a global batch. In evaluation it may be empty.
+        """This rank's share; may be empty in evaluation.
 
         Args:
-            position: index of the batch's first sample in the training.
+            position: the first sample's index in the training.
         """
         # Autograd cannot save tensors made under torch.inference_mode() for backward, but it can save copies.
         inputs = {name: x.clone() if x.is_inference() else x for name, x in inputs.items()}
@@ -198,14 +191,13 @@ class Batches:
         return GlobalBatch(micro_batches, samples, position + samples)
 
     def evaluated(self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int) -> Iterator[GlobalBatch]:
-        """Yields this rank's shares in batches of up to `global_batch_size` samples."""
+        """In batches up to `global_batch_size`."""
         most = self._config.training.global_batch_size
         for start in range(0, samples, most):
             part = {name: each[start : start + most] for name, each in inputs.items()}
             yield self.share(part, targets[start : start + most], min(most, samples - start), start, evaluates=True)
 
     def evaluated_pairs(self, pairs: Iterable[Any]) -> Iterator[GlobalBatch]:
-        """Yields `evaluated` for each (inputs, targets), or for inputs alone."""
         for pair in pairs:
             inputs = pair
             targets = None
@@ -217,7 +209,7 @@ class Batches:
     def inputs(self, batch: GlobalBatch, trains: bool) -> list[MicroBatchInput]:
         """Moves a batch to this rank's device, in the model's types, and cuts it into windows.
 
-        Training mixes samples. Evaluation pads the batch where ranks need the same number of micro-batches.
+        Training mixes samples. Evaluation pads where ranks need equally many micro-batches.
 
         Raises:
             BatchError: on every rank, in evaluation, for a micro-batch without samples on some rank, where norms need
@@ -258,7 +250,6 @@ class Batches:
     def _mixed(
         self, mixing: Mixing, inputs: dict[str, Tensor] | None, targets: Tensor | None, samples: range
     ) -> tuple[dict[str, Tensor] | None, Tensor | None, range]:
-        """Mixes a whole micro-batch, alike on all ranks that share it, and returns this rank's samples."""
         own = own_span(len(samples), self._samples.sizes, self._samples.rank)
         part = slice(own.start, own.stop)
         if inputs is not None:
@@ -268,10 +259,8 @@ class Batches:
         return inputs, targets, samples[part]
 
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """Empty micro-batches, up to the largest number on any replica.
-
-        Ranks that share micro-batches or weights need the same number.
-        """
+        """Empty micro-batches, up to the largest number on any replica."""
+        # Ranks that share micro-batches or weights need the same number.
         if self._state.dp_shard.size == self._samples.size == 1:
             return []
         size = min(self._config.training.micro_batch_size, batch.size)

@@ -1,5 +1,3 @@
-"""From a model and flags to the configuration, the layer context, the pipeline plan and the chunks."""
-
 from __future__ import annotations
 
 import os
@@ -39,7 +37,7 @@ _PER_HOST = ("data", "checkpoint", "logging")  # configuration that may differ b
 def run_configuration(
     model: Model | PretrainConfig, flags: Mapping[str, Any], has_schedule: bool = False
 ) -> PretrainConfig:
-    """Returns the validated configuration of a model's training. A `PretrainConfig` is returned as it is.
+    """Returns the validated configuration. A `PretrainConfig` is returned as it is.
 
     Args:
         has_schedule: True where the user's function sets the learning rate.
@@ -82,7 +80,7 @@ def run_configuration(
 
 
 def model_problems(config: PretrainConfig) -> list[str]:
-    """Returns problems with building the model's layers, with their learning rates, and with an explicit cut."""
+    """With layers, their learning rates, and an explicit cut."""
     parallel = config.parallel
     tp = parallel.tensor_model_parallel_size
     cp = parallel.context_parallel_size
@@ -95,7 +93,7 @@ def model_problems(config: PretrainConfig) -> list[str]:
 
 
 def require_alike(config: PretrainConfig, world: Group) -> None:
-    """Raises ValueError on every rank where one has another model or other flags than the first. Collective."""
+    """Raises ValueError on every rank where one has another model or flags than the first. Collective."""
     mine = {"model": config.model.name}
     for part, values in to_dict(config).items():
         if part not in _PER_HOST:
@@ -116,7 +114,7 @@ def require_kernels(config: PretrainConfig, device: torch.device) -> None:
 
 
 def mixing_of(config: PretrainConfig, epoch_samples: int) -> Mixing | None:
-    """Returns the mixing of samples by mixup or CutMix; None for neither."""
+    """None for neither mixup nor CutMix."""
     data = config.data
     if not data.mixes:
         return None
@@ -128,7 +126,7 @@ def mixing_of(config: PretrainConfig, epoch_samples: int) -> Mixing | None:
 
 
 def capture_on(device: torch.device) -> Capture:
-    """Returns the capture of CUDA graphs on a device. Raises ValueError for other devices than GPUs."""
+    """Raises ValueError for other devices than GPUs."""
     if device.type != "cuda":
         raise ValueError(f"--cuda-graphs on: this rank computes on a {device.type.upper()}; use off")
     return CudaCapture(device)
@@ -137,7 +135,7 @@ def capture_on(device: torch.device) -> Capture:
 def build_model(
     config: PretrainConfig, description: ModelDescription, state: ParallelState, wants_to_stop: Callable[[], bool]
 ) -> DistributedModel:
-    """Plans the pipeline and builds this rank's part of the model. Collective."""
+    """Plans the pipeline first. Collective."""
     training = config.training
     graphs = capture_on(state.device) if training.cuda_graphs == "on" else None
     context = BuildContext(

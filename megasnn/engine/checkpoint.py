@@ -1,5 +1,3 @@
-"""Contents of an Engine's checkpoints, for any layout, and its unsharded weights."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -21,10 +19,8 @@ from megasnn.pipeline.cost_model import layers_per_chunk
 class Checkpoints:
     """Contents of an Engine's checkpoints.
 
-    Attributes:
-        state: this rank's tensors and optimizer state.
     Raises:
-        ValueError: a layer with a name that checkpoints use for other tensors.
+        ValueError: a layer name that checkpoints use for other tensors.
     """
 
     def __init__(self, config: PretrainConfig, step: TrainStep) -> None:
@@ -40,12 +36,12 @@ class Checkpoints:
         self.state = LocalState(self._distributed.tensors, step.optimizer, self._distributed.owned, averages)
 
     def entries(self) -> list[ShardedTensor]:
-        """This rank's tensors in a checkpoint, optimizer state included, with parameters unsharded."""
+        """This rank's tensors and optimizer state, with parameters unsharded."""
         whole = {entry.name: entry for entry in self._distributed.tensors}
         return [whole.get(entry.name, entry) for entry in self.state.entries()]
 
     def progress(self, extra: Mapping[str, object], skipped_steps: int = 0) -> Progress:
-        """Returns the metadata beside the tensors: position, model, layout for readers, and `extra`."""
+        """Position, model, layout for readers, and `extra`."""
         grid = self._distributed.state.grid
         layout = {
             "tp": grid.tp,

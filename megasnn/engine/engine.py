@@ -1,5 +1,3 @@
-"""A model in training from Python: steps, evaluations, predictions, weights and checkpoints, on any layout."""
-
 from __future__ import annotations
 
 import os
@@ -60,22 +58,21 @@ class Engine:
             print(result.loss, engine.evaluate(test_images, test_labels).top1)
             engine.save("checkpoints")
 
-    A step equals that of `megasnn.pretrain` bit for bit. All methods are collective: every rank calls them in the same
-    order with the whole batch, and takes its share. Where `takes_images` is False, a rank uses only the inputs' length,
-    and without `takes_labels` only the targets' length: tensors on the meta device suffice. A process has one open
-    Engine at a time.
+    A step equals `megasnn.pretrain`'s bit for bit. All methods are collective: every rank calls them in the same order
+    with the whole batch, and takes its share. Where `takes_images` is False, a rank uses only the inputs' length, and
+    without `takes_labels` only the targets' length: meta tensors suffice. A process has one open Engine at a time.
 
     Wrong arguments on any rank, or another method, are a ValueError on all ranks, and change nothing. Any other error
     in a step, evaluation or prediction, Ctrl-C included, ends the Engine: its methods then raise RuntimeError.
 
     Args:
-        model: instance of a model class, or a validated configuration.
+        model: model class instance, or a validated configuration.
         lr_schedule: step, counted from 0 -> learning rate; replaces the learning rate flags.
         length: training length; by default `train_iters` or `train_samples`.
         wants_to_stop: called on every rank in each training step and evaluation batch (`distributed.stop_votes`).
         flags: command line flags, with underscores.
     Attributes:
-        optimizer: optimizer over this rank's parameters or shards.
+        optimizer: over this rank's parameters or shards.
         takes_images: True where this rank needs input values.
         takes_labels: True where this rank needs target values.
     Raises:
@@ -127,12 +124,12 @@ class Engine:
 
     @property
     def iteration(self) -> int:
-        """Optimizer steps done, before a resume too."""
+        """Optimizer steps done, with earlier runs'."""
         return self.step.iteration
 
     @property
     def consumed_samples(self) -> int:
-        """Training samples used, the position in the data."""
+        """The position in the training data."""
         return self.step.consumed_samples
 
     def train_step(self, inputs: Tensor | Mapping[str, Tensor], targets: Tensor | None = None) -> StepResult:
@@ -141,7 +138,7 @@ class Engine:
         Args:
             inputs: tensors by name, or the only one: images `[N, C, H, W]`, or event frames `[N, T, C, H, W]`.
             targets: class indices `[N]`, probabilities `[N, classes]`, or the model's own `target`; None where the
-                target is an input. Tensors on the CPU are checked without waiting for a GPU.
+                target is an input. CPU tensors are checked without waiting for a GPU.
         Returns:
             loss, metrics, gradient norm and rate, the same on every rank. A step that is not finite is marked as
             skipped, and changes nothing.
@@ -155,16 +152,16 @@ class Engine:
             return self.step(self.batches.inputs(batch, trains=True), batch)
 
     def train_on(self, batch: GlobalBatch) -> StepResult:
-        """Takes a step on this rank's share of a global batch, from `megasnn.data.BatchLoader`."""
+        """Takes a step on this rank's share, from `megasnn.data.BatchLoader`."""
         with self._running():
             return self.step(self.batches.inputs(batch, trains=True), batch)
 
     def evaluate(
         self, inputs: Tensor | Mapping[str, Tensor] | Iterable[Any], targets: Tensor | None = None
     ) -> EvaluationRecord:
-        """Computes metrics, and the loss without label smoothing, over any number of samples.
+        """Metrics, and the loss without label smoothing, over any number of samples.
 
-        Takes inputs and targets, or an iterable with such pairs (or with inputs, where one is the target). Uses the
+        Takes inputs and targets, or an iterable with such pairs (or with inputs, where one is the target). Uses
         averaged weights with `ema_decay`. Raises as `train_step`, and ValueError without samples.
         """
         is_batch = targets is not None or isinstance(inputs, (Tensor, Mapping)) or not isinstance(inputs, Iterable)
@@ -172,7 +169,7 @@ class Engine:
         return self.evaluate_on(self.batches.evaluated_pairs(pairs))
 
     def evaluate_on(self, batches: Iterable[GlobalBatch]) -> EvaluationRecord:
-        """Evaluates on this rank's shares of global batches, from `megasnn.data.BatchLoader`."""
+        """Evaluates this rank's shares, from `megasnn.data.BatchLoader`."""
         distributed = self.distributed
         task = distributed.description.task
         # Loss, samples and metrics. On the device, so that the host waits only at the end.
@@ -193,9 +190,9 @@ class Engine:
         return EvaluationRecord(self.iteration, self.consumed_samples, int(samples), loss / samples, metrics)
 
     def predict(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
-        """Predicts any number of samples, and returns their answers in order on the CPU of every rank.
+        """Answers for any number of samples, in order, on every rank's CPU.
 
-        The model's `predict` defines answers, by default the logits' mean over time, `[N, classes]`. Uses the averaged
+        The model's `predict` defines answers, by default the logits' mean over time, `[N, classes]`. Uses averaged
         weights with `ema_decay`.
         """
         distributed = self.distributed
@@ -217,7 +214,6 @@ class Engine:
 
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:
-        """Uses the moving average of the weights inside the block, if there is one."""
         if self.step.average is None:
             yield
             return
@@ -231,14 +227,14 @@ class Engine:
         self.step.exchange_average()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns all weights and buffers by global name, as unsharded copies on every rank's CPU."""
+        """Weights and buffers by global name, as unsharded copies on every rank's CPU."""
         self._begin("state_dict")
         return self.checkpoints.full_tensors()
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Loads unsharded weights and buffers by global name, from `state_dict` or `Model.from_spikingjelly`.
 
-        Keeps optimizer state and iteration, and restarts the moving average of the weights.
+        Keeps optimizer state and iteration, and restarts the weights' moving average.
 
         Raises:
             CheckpointError: on every rank, with nothing changed: other names, shapes or types than the model's.
@@ -263,16 +259,16 @@ class Engine:
     def load(
         self, folder: str | os.PathLike[str], step: int | None = None, weights_only: bool = False, ema: bool = True
     ) -> None:
-        """Continues from a checkpoint of an Engine or a run, saved on any layout.
+        """Continues from an Engine's or a run's checkpoint, saved on any layout.
 
-        All ranks use the first rank's folder. Warns of changed flags.
+        All ranks use the first rank's folder. Warns about changed flags.
 
         Args:
-            step: iteration of the checkpoint; by default the latest intact one.
-            weights_only: load weights and buffers alone, from a checkpoint with any optimizer; the iteration stays.
-            ema: with `weights_only`, load the moving average of the weights, if the checkpoint has one.
+            step: iteration; by default the latest intact checkpoint.
+            weights_only: load weights and buffers alone, with any optimizer; the iteration stays.
+            ema: with `weights_only`, load the weights' moving average, if the checkpoint has one.
         Raises:
-            CheckpointError: on every rank, for no checkpoint, or one of another model.
+            CheckpointError: on every rank, for no checkpoint, or another model's.
         """
         self._begin("load")
         world, config = self.state.world.handle, self.config
@@ -292,23 +288,22 @@ class Engine:
             warnings.warn(remark, stacklevel=2)
 
     def _follow_position(self) -> None:
-        """Ends the training after `train_samples`, whatever batch size the checkpoint's steps had."""
         training = self.config.training
         if training.train_samples is not None:
+            # The checkpoint's steps may have had another batch size.
             self.length = training.length(training.global_batch_size, self.iteration, self.consumed_samples)
             self.step.iterations = self.length.iterations
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Ends the Engine at an error in the block, because ranks may be at different actions.
-
-        Other ranks end with the same error instead of waiting. All ranks raise a BatchError together, and go on.
-        """
+        """Ends the Engine at an error in the block."""
         self._require_open()
         try:
             yield
         except BatchError:
+            # Raised by all ranks together: the Engine goes on.
             raise
+        # Ranks may be at different actions: the others end with the same error instead of waiting.
         except BaseException as error:
             if not self._failure:
                 text = (str(error).splitlines() or [""])[0]
@@ -335,8 +330,8 @@ class Engine:
             self.close()
 
     def _begin(self, call: str) -> None:
-        """Begins a collective method. Raises ValueError on every rank where one calls another method."""
         self._require_open()
+        # Raises ValueError on every rank where one calls another method.
         gather_in_call(self.state.world.handle, call, None)
 
     def _require_open(self) -> None:

@@ -1,5 +1,3 @@
-"""Loss and metrics of a training step's micro-batches."""
-
 from __future__ import annotations
 
 from functools import partial
@@ -15,11 +13,10 @@ from megasnn.models.task import Task
 
 
 class MicroBatchLoss:
-    """A micro-batch's part in the global batch's mean loss, and sums of its metrics.
+    """A micro-batch's part in the global batch's mean loss, and its metric sums.
 
     Args:
         counts: True on the first rank with these logits. On others loss and gradient are 0.
-        device: the logits' device.
     Attributes:
         of_samples: (model output, targets) -> summed loss.
         of_evaluation: the same without label smoothing, as in published logs.
@@ -40,12 +37,11 @@ class MicroBatchLoss:
         self._windows = config.windows
 
     def begin(self, global_batch_size: int) -> None:
-        """Begins a step on a global batch of this size."""
         self._parts = global_batch_size * self._windows
         self.metrics.zero_()
 
     def __call__(self, output: Bundle, targets: Tensor, again: bool) -> Tensor:
-        """Loss of a micro-batch or one of its windows. Adds no metrics when computed `again`."""
+        """For a micro-batch or one of its windows. Adds no metrics when computed `again`."""
         loss = self.of_samples(output, targets) / self._parts
         if not again:
             whole = output if self.windows is None else self.windows.complete(output)

@@ -1,5 +1,3 @@
-"""This rank's part of a distributed model: its chunks, and their runs over micro-batches."""
-
 from __future__ import annotations
 
 import math
@@ -35,16 +33,14 @@ from megasnn.pipeline.ties import Ties
 
 @dataclass(kw_only=True)
 class DistributedModel:
-    """A model's chunks on one rank, with gradients reduced over the replicas. Made by `build_replica`.
+    """One rank's chunks, with gradients reduced over the replicas. Made by `build_replica`.
 
     Attributes:
         takes_images: True in the first stage.
         gives_logits: True in the last stage, which computes the loss.
         reports: True on the first rank with the same logits.
-        tensors: parameters and buffers of this rank's chunks.
         copies: tied tensors owned by other layers.
         owned: parts of `tensors` that this rank updates and saves: shards with ZeRO-1, otherwise all.
-        wants_to_stop: called in each training step and evaluation batch.
         stop_votes: ranks with a true `wants_to_stop` in the last call, the same on every rank.
     """
 
@@ -70,21 +66,18 @@ class DistributedModel:
 
     @property
     def state(self) -> ParallelState:
-        """Grid of ranks and process groups."""
         return self.context.state
 
     @property
     def parameters(self) -> int:
-        """Number of the whole model's parameters."""
         return parameter_count(self.description.tensors)
 
     @property
     def trained_parameters(self) -> int:
-        """Number of the whole model's trained parameters."""
         return parameter_count(entry for entry in self.description.tensors if entry.tensor.requires_grad)
 
     def neurons(self) -> list[tuple[str, NeuronLayer]]:
-        """(global name, layer) of this rank's neurons, in model order."""
+        """This rank's neurons by global name, in model order."""
         found = []
         for chunk in self.chunks.values():
             for name, layer in chunk.named_layers():
@@ -94,7 +87,7 @@ class DistributedModel:
         return found
 
     def run(self, micro_batches: Sequence[MicroBatchInput], global_batch_size: int) -> StepSums:
-        """Runs forward and backward of this replica's micro-batches, and sums the step over all ranks. Collective.
+        """Forward and backward for this replica's micro-batches; sums the step over all ranks. Collective.
 
         Reduces gradients over the replicas. The host does not wait for the device. Norms record statistics for
         `merge_statistics`.
@@ -121,7 +114,6 @@ class DistributedModel:
         return StepSums.over_ranks(parts, largest, self.context.state.world)
 
     def _overflows(self, largest: float, like: Tensor) -> Tensor:
-        """Number of recorded statistics that overflow running statistics in the weights' type, `[1]`."""
         recorded = [value for norm in self.norms for record in norm.pending for value in record[:2]]
         if not recorded:
             return torch.zeros_like(like)
@@ -132,7 +124,7 @@ class DistributedModel:
         return (~(found <= largest / 2)).sum(0, keepdim=True, dtype=torch.float64)
 
     def check(self, sums: StepSums) -> StepFigures:
-        """Reads a step's sums. Raises ValueError on every rank for findings on any."""
+        """Raises ValueError on every rank for findings on any."""
         figures = sums.read()
         (self.stop_votes,) = figures.values["stop_votes"]
         if figures.values["findings"][0]:
@@ -151,16 +143,16 @@ class DistributedModel:
         merge_running_statistics(self.norms, self.context.state.dp, most_micro_batches, of_owners)
 
     def refresh_copies(self) -> None:
-        """Copies changed values from their owners to replicas and tied layers. Collective."""
+        """Copies changed values to replicas and tied layers. Collective."""
         self.gradient_buckets.all_gather_params()
         if self.ties is not None:
             self.ties.refresh()
 
     def evaluate(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
-        """Computes outputs without gradients. Raises ValueError on every rank for findings on any. Collective.
+        """Raises ValueError on every rank for findings on any. Collective.
 
         Args:
-            consume: called in the last stage with the output for all time steps, and the targets.
+            consume: called in the last stage with all time steps' output, and the targets.
         """
         if micro_batches:
             schedule = self.plan.schedules.evaluation(len(micro_batches))
@@ -176,7 +168,7 @@ class DistributedModel:
             self._raise_findings()
 
     def run_again(self, micro_batches: Sequence[MicroBatchInput]) -> None:
-        """Repeats the last step's forward, and changes no state of the training. Collective."""
+        """Repeats the last step's forward; training state stays. Collective."""
         for norm in self.norms:
             norm.record_statistics(False)
         # Collected and dropped: the step has reported these findings.
@@ -186,7 +178,7 @@ class DistributedModel:
 
     @contextmanager
     def _mode(self, trains: bool) -> Iterator[None]:
-        """Training or evaluation mode inside the block. At its end, windows leave no state."""
+        """At the block's end, windows leave no state."""
         for chunk in self.chunks.values():
             chunk.train(trains)
         for norm in self.norms:
@@ -199,7 +191,6 @@ class DistributedModel:
                 chunk.forget()
 
     def _raise_findings(self) -> None:
-        """Raises ValueError with the first finding of all ranks, on every rank."""
         findings: list[Finding] = []
         for of_rank in gather(self.context.state.world.handle, self.checks.findings()):
             findings += of_rank
@@ -209,7 +200,7 @@ class DistributedModel:
             raise ValueError(first.text + others)
 
     def of_all_replicas(self, values: Tensor) -> Tensor:
-        """Sums a tensor over the ranks with `reports`. May change it in place. Collective."""
+        """Sums over the ranks with `reports`. May change the tensor in place. Collective."""
         if not self.reports:
             values = torch.zeros_like(values)
         return all_reduce_sum(values, self.context.state.world)

@@ -1,5 +1,3 @@
-"""The first layer or gradient in a step with nan or infinities."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -19,12 +17,9 @@ Found = tuple[int, int, str]
 
 
 def first_not_finite(distributed: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> str | None:
-    """Finds the last step's first output with nan or infinities, or else the first such gradient. Collective.
+    """The last step's first output with nan or infinities, or else the first such gradient. Collective.
 
-    Runs the forward again, and changes no state of the training.
-
-    Returns:
-        text with layer or gradient, the same on every rank; None where all values are finite.
+    Runs the forward again; training state stays. The same text on every rank; None where all values are finite.
     """
     for where, found in (
         ("forward, first in", _in_forward(distributed, micro_batches)),
@@ -40,7 +35,7 @@ def first_not_finite(distributed: DistributedModel, micro_batches: Sequence[Micr
 
 
 def _in_forward(distributed: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> list[Found]:
-    """Layers with such outputs in a repeated forward, lowest chunk first. Collective."""
+    """Lowest chunk first. Collective."""
     found: list[Found] = []
     paths = _paths(distributed)
 
@@ -63,18 +58,19 @@ def _in_forward(distributed: DistributedModel, micro_batches: Sequence[MicroBatc
 
 
 def _paths(distributed: DistributedModel) -> dict[nn.Module, tuple[int, str]]:
-    """Chunk and name of every module. Outer modules do not suffice: nan crosses no threshold, so neurons hide it."""
+    """Every module's chunk and name."""
     paths = {}
     # In reverse, so that a module in two places gets the first.
     for index, chunk in reversed([*distributed.chunks.items()]):
         for name, layer in reversed([*chunk.named_layers()]):
+            # Outer modules do not suffice: nan crosses no threshold, so neurons hide it.
             for path, module in layer.named_modules(prefix=name):
                 paths[module] = index, path
     return paths
 
 
 def _in_gradients(distributed: DistributedModel) -> list[Found]:
-    """The first such gradient of each chunk in the order of backward."""
+    """Each chunk's first in backward order."""
     found: list[Found] = []
     for index, chunk in reversed([*distributed.chunks.items()]):
         gradients = []
@@ -89,7 +85,7 @@ def _in_gradients(distributed: DistributedModel) -> list[Found]:
 
 
 def first_non_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Text with the first tensor with nan or infinities, and their numbers; None where all values are finite."""
+    """Names the tensor, and counts such values; None where all are finite."""
     for name, tensor in named:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             nan = int(torch.isnan(tensor).sum())

@@ -1,5 +1,3 @@
-"""Builds this rank's part of a model: chunks, gradient buckets, ties and the executor."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,10 +32,10 @@ def build_replica(
     plan: PipelinePlan,
     wants_to_stop: Callable[[], bool],
 ) -> DistributedModel:
-    """Builds this rank's part of a model. Collective.
+    """Builds this rank's part. Collective.
 
     Args:
-        built: all layers of the model in this context, without memory. Only this rank's get memory.
+        built: all layers in this context, without memory. Only this rank's get memory.
     """
     state = context.state
     schedules = plan.schedules
@@ -113,7 +111,6 @@ def build_replica(
 def _segments(
     chunks: Mapping[int, PipelineChunk], plan: PipelinePlan, first: Sequence[int]
 ) -> dict[int, PipelineChunk]:
-    """This rank's segments by number, in a refined schedule: the layers of its chunks."""
     segments = {}
     for index, chunk in chunks.items():
         for number in range(first[index], first[index + 1]):

@@ -1,5 +1,3 @@
-"""The training step: from micro-batches to new weights."""
-
 from __future__ import annotations
 
 import math
@@ -29,16 +27,13 @@ _CHANGED = (
 
 
 class TrainStep:
-    """Optimizer steps of a distributed model.
+    """Takes optimizer steps.
 
     Args:
         rate: step, counted from 0 -> learning rate.
-        iterations: length of the training in steps; a run sets it again after loading a checkpoint.
+        iterations: training length in steps; a run sets it again after loading a checkpoint.
     Attributes:
-        optimizer: optimizer over this rank's parameters or shards.
-        average: their moving average; None without `ema_decay`.
-        iteration: steps done.
-        consumed_samples: samples used in these steps.
+        average: moving average of this rank's parameters or shards; None without `ema_decay`.
     """
 
     def __init__(
@@ -67,11 +62,11 @@ class TrainStep:
     def __call__(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
         """Takes one step on this replica's micro-batches. Collective.
 
-        A step that is not finite changes nothing but the position.
+        A step that is not finite changes only the position.
 
         Raises:
-            BatchError: all steps of the training are done.
-            ValueError: a negative or infinite learning rate, or findings of the checks on any rank.
+            BatchError: all steps are done.
+            ValueError: a negative or infinite learning rate, or findings on any rank.
         """
         if self.iteration >= self.iterations:
             raise BatchError(f"all {self.iterations} steps are done (train_iters); make an Engine with more")
@@ -116,7 +111,6 @@ class TrainStep:
         )
 
     def _update(self, rate: float, norm: float | Tensor, is_void: Tensor | None = None) -> None:
-        """Clips the gradients by their norm and steps the optimizer, except where `is_void` on the device."""
         self.distributed.gradient_norm.clip(norm, self._config.optimizer.clip_grad, is_void)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]
@@ -127,7 +121,7 @@ class TrainStep:
         self.optimizer.step()
 
     def problem(self) -> str | None:
-        """Returns an error text where the optimizer's rates or parameters were changed from outside."""
+        """Error text where the optimizer's rates or parameters were changed from outside."""
         return None if self._groups() == self._groups_set else _CHANGED
 
     def _groups(self) -> list[tuple[object, ...]]:
@@ -138,7 +132,7 @@ class TrainStep:
 
         Args:
             position: loaded iteration and consumed samples; None keeps the current ones.
-            averaged_steps: steps of a loaded moving average; None restarts it.
+            averaged_steps: a loaded moving average's steps; None restarts it.
         """
         self.distributed.refresh_copies()
         if self.average is not None and averaged_steps is None:
@@ -149,7 +143,7 @@ class TrainStep:
             self.iteration, self.consumed_samples = position
 
     def exchange_average(self) -> None:
-        """Swaps the weights and their moving average. Collective."""
+        """Swaps weights and their moving average. Collective."""
         assert self.average is not None
         self.average.exchange()
         self.distributed.refresh_copies()

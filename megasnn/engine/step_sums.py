@@ -1,5 +1,3 @@
-"""Sums of a training step over all ranks: one all-reduce, and one wait for the device."""
-
 from __future__ import annotations
 
 import math
@@ -15,13 +13,11 @@ from megasnn.parallel_state import Group
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sums of a step over all ranks, on the device.
+    """A step's sums over all ranks, on the device.
 
     Attributes:
-        values: all sums, float64.
-        slices: slices in `values` by name.
-        norm: gradient norm.
-        is_void: True where the step must change nothing.
+        values: float64, by name in `slices`.
+        is_void: the step must change nothing.
     """
 
     values: Tensor
@@ -31,7 +27,7 @@ class StepSums:
 
     @classmethod
     def over_ranks(cls, parts: Mapping[str, Tensor], largest: float, world: Group) -> StepSums:
-        """Sums this rank's parts over all ranks, in one all-reduce. Collective.
+        """Sums this rank's parts in one all-reduce. Collective.
 
         Args:
             parts: float64 vectors by name. `loss`, `findings`, `overflows` (statistics too large for their type) and
@@ -52,7 +48,7 @@ class StepSums:
         return cls(values, slices, squares.sqrt(), is_void)
 
     def read(self) -> StepFigures:
-        """Reads all sums. Only here does the host wait for the device in a step."""
+        # Only here does the host wait for the device in a step.
         # One copy to the host for all of them.
         is_void, *numbers = torch.cat([self.is_void.to(self.values.dtype).reshape(1), self.values]).tolist()
         values = {name: numbers[part] for name, part in self.slices.items()}
@@ -64,12 +60,10 @@ class StepSums:
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Sums of a step on the host, the same on every rank.
+    """A step's sums on the host, the same on every rank.
 
     Attributes:
         loss: mean over the global batch.
-        is_finite: False for a void step.
-        values: all sums by name.
     """
 
     loss: float

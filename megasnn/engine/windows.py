@@ -1,7 +1,6 @@
-"""Windows of time steps for truncated backpropagation (--bptt-steps): their model, inputs and outputs.
+"""Time windows for truncated backpropagation (--bptt-steps).
 
-A micro-batch is cut into windows along time, each run as a micro-batch. Neurons keep their state from one window to the
-next; gradients stop between windows.
+Each window runs as a micro-batch. Neurons keep their state between windows; gradients stop.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ from megasnn.pipeline.microbatch_state import MicroBatchInput
 
 
 def describe_windows(config: PretrainConfig) -> ModelDescription:
-    """Describes the model with the time steps of one window.
-
-    Raises:
-        ValueError: a tensor's shape depends on the number of time steps.
-    """
+    """One window's model. Raises ValueError if a shape depends on the number of time steps."""
     model: Any = config.model
     whole = describe_model(model, config.neuron.spec)
     steps = config.training.bptt_steps
@@ -45,7 +40,7 @@ def describe_windows(config: PretrainConfig) -> ModelDescription:
 
 
 def windows_of(micro: MicroBatchInput, task: Task, windows: int, steps: int) -> list[MicroBatchInput]:
-    """Cuts a micro-batch into windows of `steps` time steps. Images without time are repeated."""
+    """Images without time are repeated."""
     cut = []
     for number in range(windows):
         inputs = micro.inputs
@@ -57,18 +52,14 @@ def windows_of(micro: MicroBatchInput, task: Task, windows: int, steps: int) -> 
 
 
 class WindowOutputs:
-    """Outputs of a micro-batch's windows, joined after the last window.
-
-    Args:
-        windows: number of windows of a micro-batch.
-    """
+    """Outputs, joined after a micro-batch's last window."""
 
     def __init__(self, windows: int) -> None:
         self._windows = windows
         self._outputs: list[dict[EntryKey, Tensor]] = []
 
     def complete(self, output: Bundle) -> Bundle | None:
-        """Adds the next window's output. After the last window returns the output for all time steps, detached."""
+        """Adds the next window's output. After the last, returns all time steps, detached."""
         self._outputs.append({key: entry.detach() for key, entry in entries_of(output).items()})
         if len(self._outputs) < self._windows:
             return None
@@ -79,5 +70,4 @@ class WindowOutputs:
         return bundle_of(whole)
 
     def clear(self) -> None:
-        """Drops the windows of an unfinished micro-batch."""
         self._outputs.clear()

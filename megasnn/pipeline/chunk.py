@@ -29,18 +29,14 @@ from megasnn.telemetry.timers import named
 class PipelineChunk(nn.Module):
     """Consecutive layers of a model.
 
-    Receives the earlier outputs that this or a later chunk uses; passes on the outputs for later chunks. A chunk
-    without layers (in an explicit layout) passes its input on.
+    Receives earlier outputs that this or a later chunk uses; passes on outputs for later chunks. Without layers
+    (explicit layout) it passes its input on.
 
     Args:
-        bounds: layers of each chunk.
-        index: position among all chunks of the pipeline, from input to loss.
-        layers: modules of this chunk.
-        context: build context of the layers.
+        bounds: each chunk's layers.
+        index: position among all chunks, from input to loss.
     Attributes:
-        is_first, is_last: the chunk starts with the model's inputs; it ends with the model's output.
         receives, hands_on: tensors at the boundaries before and after the chunk.
-        weight_gradients: queue of weight gradients.
         graphs: CUDA graphs for training, or None.
     """
 
@@ -88,7 +84,7 @@ class PipelineChunk(nn.Module):
             self.graphs = ChunkGraphs(self.layers, self._run, self.weight_gradients, capture)
 
     def part(self, bounds: Sequence[range], index: int) -> PipelineChunk:
-        """Chunk of a finer division of the layers, inside this chunk. Shares its layers."""
+        """Chunk from a finer division, inside this chunk. Shares its layers."""
         first = self._span.start
         layers = [self.layers[number - first] for number in bounds[index]]
         return PipelineChunk(self._description, bounds, index, layers, self._context)
@@ -103,13 +99,13 @@ class PipelineChunk(nn.Module):
         """Computes the layers for one micro-batch.
 
         Args:
-            x: tensors of `receives` in a list, which is emptied to free each tensor after its last use. For the first
-                chunk: the model's inputs by name, or a single input.
+            x: list with tensors for `receives`, emptied to free each tensor after its last use. First chunk: inputs by
+                name, or a single input.
             samples: positions in the whole training, for dropout.
-            goes_on: a later window of the last forward's samples (--bptt-steps).
+            goes_on: a later window with the last forward's samples (--bptt-steps).
             micro_batch: number in the step.
         Returns:
-            Tensors of `hands_on`; from the last chunk, the output of the model.
+            Tensors for `hands_on`; the last chunk returns the model's output.
         """
         if not goes_on and self._stateful:
             self.forget()
@@ -154,16 +150,16 @@ class PipelineChunk(nn.Module):
         return [entries_of(outputs[each.layer])[each.key] for each in self.hands_on]
 
     def forget(self) -> None:
-        """Resets stateful neurons, and the time steps of dropout."""
+        """Resets stateful neurons and dropout's time steps."""
         for layer in self._stateful:
             layer.forget()
 
     @contextmanager
     def only_graph(self) -> Iterator[None]:
-        """Surrounds the recomputation of a forward for its graph.
+        """Surrounds the recomputation for a backward.
 
-        The last neurons need not fire, because their spikes have left the chunk. Raises ValueError for a layer with
-        another result than in the first forward.
+        The last neurons need not fire: their spikes have left the chunk. Raises ValueError for a layer with another
+        result than in the first forward.
         """
         last = self.layers[-1] if len(self.layers) else None
         without_spikes: AbstractContextManager[None] = nullcontext()
@@ -186,7 +182,6 @@ class PipelineChunk(nn.Module):
 
 
 def _unpacked(carried: Sequence[Carried], tensors: Sequence[Tensor]) -> dict[int, Bundle]:
-    """Received outputs by the number of their layer."""
     entries: dict[int, dict[EntryKey, Tensor]] = {}
     for each, tensor in zip(carried, tensors, strict=True):
         entries.setdefault(each.layer, {})[each.key] = tensor
@@ -194,16 +189,14 @@ def _unpacked(carried: Sequence[Carried], tensors: Sequence[Tensor]) -> dict[int
 
 
 def _with_own_edges(y: Bundle, inputs: Sequence[Bundle]) -> Bundle:
-    """The output, with new edges in autograd's graph for inputs that the layer returns as they are.
-
-    Autograd then sums their gradients separately from the input's, as at a boundary between chunks. So the order of the
-    sums does not depend on the division into chunks.
-    """
+    """The output, with new autograd edges for inputs that the layer returns unchanged."""
     seen = set()
     for x in inputs:
         seen |= {id(entry) for entry in entries_of(x).values()}
 
     def apart(entry: Tensor) -> Tensor:
+        # Autograd then sums its gradients separately from the input's, as at a chunk boundary. So the order of sums
+        # does not depend on the division into chunks.
         made = entry.view_as(entry) if id(entry) in seen and entry.requires_grad else entry
         seen.add(id(entry))
         return made
@@ -221,10 +214,10 @@ def build_chunks(
     built: Sequence[Built] | None = None,
     shard: tuple[Sequence[range], Callable[[int, Sequence[nn.Module]], None]] | None = None,
 ) -> dict[int, PipelineChunk]:
-    """Builds a rank's chunks, with memory and keyed initial values for their layers only.
+    """Builds a rank's chunks; only their layers get memory and keyed initial values.
 
     Args:
-        indices: numbers of the rank's chunks.
+        indices: the rank's chunks.
         built: all layers for this rank; None to build them.
         shard: layers in each segment, and a function called with a segment's number and layers after their
             initialisation. It shards weights, so one segment at a time is whole.

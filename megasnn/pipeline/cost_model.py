@@ -1,4 +1,4 @@
-"""Costs of layers and of links between ranks, as numbers; `profile_layers` measures them."""
+"""Numeric costs: layers, and links between ranks. `profile_layers` measures them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ _IN_BYTES = "held", "message", "gradient", "found", "deferred", "output", "excha
 
 @dataclass(frozen=True)
 class LinkCost:
-    """Latency and inverse bandwidth: a message with b bytes takes `latency + b * per_byte` seconds."""
+    """A message with b bytes takes `latency + b * per_byte` seconds."""
 
     latency: float = 0.0
     per_byte: float = 0.0
 
     def message(self, size: float) -> float:
-        """Seconds for a message."""
         return self.latency + self.per_byte * size
 
     def exchange(self, ranks: int, size: float) -> float:
@@ -34,12 +33,10 @@ class LinkCost:
         return (ranks - 1) * self.message(size)
 
     def all_reduce(self, ranks: int, size: float, on_gpu: bool) -> float:
-        """Seconds for an all-reduce with `size` bytes, in Gloo's ring or NCCL's double tree (paper as in `exchange`).
-
-        NCCL selects the faster algorithm for a size; the tree has fewer steps.
-        """
+        """Seconds for `size` bytes, in Gloo's ring or NCCL's double tree (paper as in `exchange`)."""
         if ranks == 1:
             return 0.0
+        # NCCL selects the faster algorithm for a size; the tree has fewer steps.
         steps = math.ceil(math.log2(ranks)) if on_gpu else ranks - 1
         return 2 * (steps * self.latency + self.per_byte * size * (ranks - 1) / ranks)
 
@@ -49,14 +46,14 @@ class LayerCost:
     """Seconds and bytes for one layer and one micro-batch.
 
     Attributes:
-        held: bytes from forward to the end of the weight gradient.
+        held: bytes from forward to the weight gradient's end.
         working: peak bytes in forward, input gradient and weight gradient, above the bytes before each.
-        message, gradient: packed bytes at the boundary after the layer, and bytes of the gradients.
-        output: unpacked bytes at the boundary.
+        message, gradient: packed bytes at the boundary after the layer; gradient bytes.
+        output: unpacked bytes there.
         deferred: bytes from input gradient to weight gradient.
-        collectives, exchanged: number of collectives, and bytes received in them.
-        found: bytes stored for a recomputation beside the input: norm statistics, received tensors.
-        cast: bytes of cast weights, stored during a step.
+        collectives, exchanged: number; received bytes.
+        found: bytes for a recomputation beside the input: norm statistics, received tensors.
+        cast: cast weight bytes, stored during a step.
     """
 
     forward: float = 0.0
@@ -81,7 +78,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class PipelineCosts:
-    """Costs of all layers for one micro-batch, and of links between ranks.
+    """Costs for one micro-batch.
 
     Attributes:
         link: between two stages; with a single stage, between replicas that shard weights.
@@ -91,10 +88,10 @@ class PipelineCosts:
     link: LinkCost
 
     def of_chunks(self, bounds: Sequence[range], placement: Sequence[int], recomputes: bool = False) -> list[ChunkCost]:
-        """Costs of chunks for the simulator, in seconds. Activations are relative to a stage's micro-batch.
+        """Simulator costs in seconds. Activations are relative to a stage's micro-batch.
 
         Args:
-            bounds, placement: layers and pipeline rank of each chunk.
+            bounds, placement: each chunk's layers and pipeline rank.
             recomputes: backwards include the recomputation.
         """
         costs = []
@@ -115,7 +112,7 @@ class PipelineCosts:
         return costs
 
     def with_unshards(self, costs: Sequence[ChunkCost], segment_bytes: Sequence[int], ranks: int) -> list[ChunkCost]:
-        """Segment costs with the times of UNSHARD and REDUCE_SCATTER, for weights sharded by `ranks` replicas."""
+        """Adds UNSHARD and REDUCE_SCATTER times, for weights sharded by `ranks` replicas."""
         result = []
         for cost, size in zip(costs, segment_bytes, strict=True):
             seconds = self.link.exchange(ranks, size / ranks) if size else 0.0
@@ -124,10 +121,10 @@ class PipelineCosts:
 
 
 def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]) -> LayerCost:
-    """Bytes of a layer for `samples` samples, extrapolated linearly from the two nearest counts.
+    """A layer's bytes, extrapolated linearly from the two nearest counts.
 
     Args:
-        sizes: ascending numbers of samples, one for each count. A single one equals `samples`.
+        sizes: ascending sample numbers, one for each count. A single one equals `samples`.
     """
     upper = min(max(bisect_left(sizes, samples), 1), len(sizes) - 1)
     lower = max(0, upper - 1)
@@ -144,5 +141,5 @@ def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]
 
 
 def layers_per_chunk(bounds: Sequence[range]) -> str:
-    """Layers of each chunk in the format of --pipeline-model-parallel-layout."""
+    """In the format of --pipeline-model-parallel-layout."""
     return "|".join(str(len(span)) for span in bounds)

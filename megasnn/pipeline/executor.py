@@ -1,7 +1,4 @@
-"""Executor of schedules: runs their actions one by one, with a small method for each kind.
-
-It is independent of the schedule. `StepState` holds the tensors between actions.
-"""
+"""Runs any schedule's actions one by one. `StepState` holds the tensors between actions."""
 
 from __future__ import annotations
 
@@ -37,12 +34,12 @@ MOST_GRAPHED = 2
 
 
 class PipelineExecutor:
-    """Executor of any schedule. Errors name rank, stage, action and micro-batch.
+    """Errors name rank, stage, action and micro-batch.
 
     Args:
-        segments: this rank's segments by their number in the schedule.
+        segments: this rank's segments by schedule number.
         transfers: None for a single stage.
-        loss: called on the rank of the last segment, in each forward of a training step.
+        loss: called on the last segment's rank, in each training forward.
         weights: sharded weights, gathered before use (UNSHARD, RESHARD); None for whole weights.
     """
 
@@ -93,10 +90,9 @@ class PipelineExecutor:
         """Runs a schedule on all micro-batches; accumulates and reduces gradients.
 
         Args:
-            consume: in an evaluation, called with outputs and targets on the rank of the last segment; None in
-                training.
+            consume: in an evaluation, called with outputs and targets on the last segment's rank; None in training.
         Returns:
-            The sum of the losses, float64 scalar; zero on ranks without the last segment, and in an evaluation.
+            Summed loss, float64 scalar; zero without the last segment, and in an evaluation.
         """
         actions = schedule.actions[self._state.pp.rank]
         sizes = tuple(micro.size for micro in micro_batches)
@@ -126,7 +122,6 @@ class PipelineExecutor:
         return total
 
     def _begin_graphs(self, graphs: Sequence[ChunkGraphs], sizes: tuple[int, ...]) -> None:
-        """Begins a step with CUDA graphs, if these sizes had a step before: the first one compiles kernels."""
         is_observed = any(neuron.is_observed for neuron in self._neurons)
         has_graphs = sizes in self._sizes[:MOST_GRAPHED] and not is_observed
         if sizes not in self._sizes:
@@ -135,7 +130,6 @@ class PipelineExecutor:
             each.begin(has_graphs)
 
     def _prepare(self, action: Action) -> None:
-        """Posts receives ahead of a computation, and waits for the gathered weights of the action."""
         if self._transfers is not None and action.kind in COMPUTE:
             self._transfers.announce(action)
         if self._weights is not None and action.kind in USES_WEIGHTS:
@@ -144,7 +138,6 @@ class PipelineExecutor:
             self._gradient_buckets.begin(action.segment, first_part=action.kind is Kind.INPUT_GRADIENT)
 
     def _end_graphs(self, action: Action) -> None:
-        """Frees the slot of a micro-batch after its last action."""
         graphs = self._segments[action.segment].graphs
         if graphs is not None:
             graphs.done(action.key[1])
@@ -155,7 +148,6 @@ class PipelineExecutor:
         return f"rank {state.rank}, pipeline stage {state.pp.rank}, action {action}{micro}"
 
     def _forward(self, step: StepState, action: Action) -> None:
-        """Computes a segment; its output goes to the next segment, the loss, or the consumer of an evaluation."""
         key = action.key
         segment = self._segments[action.segment]
         micro = step.micro_batches[key[1]]
@@ -192,7 +184,6 @@ class PipelineExecutor:
             del step.backwards[key]
 
     def _forward_again(self, step: StepState, action: Action) -> None:
-        """Recomputes a forward, for the graph of its backward."""
         key = action.key
         segment = self._segments[action.segment]
         micro = step.micro_batches[key[1]]
@@ -227,6 +218,6 @@ class PipelineExecutor:
         step.inputs[action.key] = [*transfers.receive(action).values()]
 
     def _receive_backward(self, transfers: Transfers, step: StepState, action: Action) -> None:
-        """Receives gradients of all outputs that may learn, and drops those of outputs outside the graph."""
+        """Drops gradients for outputs outside the graph."""
         gradients = transfers.receive(action)
         step.gradients[action.key] = [gradients[index] for index in step.learning.pop(action.key)]

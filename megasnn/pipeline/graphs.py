@@ -1,15 +1,15 @@
-"""CUDA graphs of a chunk: forward, input gradients and weight gradients.
+"""A chunk's CUDA graphs: forward, input gradients and weight gradients.
 
-A graph computes at fixed addresses, with fixed numbers of the host. Therefore:
+A graph computes at fixed addresses, with fixed host numbers. Therefore:
 
-- Micro-batches in flight at the same time have slots, and every slot has its own graphs.
-- Inputs and output gradients are first copied to fixed addresses. Outputs and input gradients are copied out, because
-  a message may still be under way when the slot is reused.
-- Each replay copies out norm statistics and check findings. Sample positions, the key of random numbers, are written
-  before it. Graphs add parameter gradients, which are reported after a replay.
+- Micro-batches in flight have slots, and every slot has its own graphs.
+- Inputs and output gradients are copied in. Outputs and input gradients are copied out: a message may still be under
+  way when the slot is reused.
+- Each replay copies out norm statistics and check findings. Sample positions, the random numbers' key, are written
+  before it. Graphs add parameter gradients, reported after a replay.
 
-The first training step of a size runs without graphs, because it compiles and selects kernels. The second one captures
-the graphs. All outputs, gradients and saved tensors stay in memory, for every slot.
+A size's first training step compiles and selects kernels without graphs. The second one captures them. All outputs,
+gradients and saved tensors stay in memory, for every slot.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ Run = Callable[[list[Tensor], range | None], Any]
 class Capture(Protocol):
     """Maker of graphs in memory pools.
 
-    A later capture may reuse memory freed by an earlier capture in the same pool. So graphs in one pool are replayed in
-    capture order, or keep no tensors in the pool.
+    A later capture may reuse memory freed by an earlier one in the same pool. So graphs in one pool are replayed in
+    capture order, or keep no tensors there.
     """
 
     def pool(self) -> Any: ...
 
     def __call__(self, work: Callable[[], None], pool: Any) -> Callable[[], None]:
-        """Captures the kernels of `work` without running them. Returns a function that runs them."""
+        """Captures the kernels without running them. Returns a function that runs them."""
 
 
 class CudaCapture:
-    """Maker of CUDA graphs, on a stream of its own: the driver cannot capture the default stream."""
+    """Captures on its own stream: the driver cannot capture the default stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -80,12 +80,10 @@ class CudaCapture:
 
 
 class ChunkGraphs:
-    """Graphs of a chunk, and the slots of its micro-batches.
+    """A chunk's graphs, and its micro-batches' slots.
 
     Args:
         chunk: all modules in the graphs.
-        run: computes the chunk.
-        weight_gradients: queue of weight gradients.
     """
 
     def __init__(self, chunk: nn.Module, run: Run, weight_gradients: WeightGradients, capture: Capture) -> None:
@@ -105,7 +103,7 @@ class ChunkGraphs:
         self._slots = dict[int, int]()
 
     def begin(self, is_on: bool) -> None:
-        """Begins a training step, with or without graphs. Raises RuntimeError for layers with moved tensors."""
+        """Begins a training step. Raises RuntimeError for layers with moved tensors."""
         self._is_on = is_on
         self._slots = {}
         addresses = []
@@ -121,7 +119,7 @@ class ChunkGraphs:
         self._addresses = addresses
 
     def has(self, micro_batch: int) -> bool:
-        """Whether a forward of the micro-batch runs as a graph. Assigns a slot to it."""
+        """Whether the micro-batch's forward runs as a graph. Assigns a slot to it."""
         if not self._is_on:
             return False
         used = self._slots.values()
@@ -131,11 +129,11 @@ class ChunkGraphs:
         return True
 
     def done(self, micro_batch: int) -> None:
-        """Frees the slot of a micro-batch after the last part of its backward."""
+        """Frees the slot, after the backward's last part."""
         self._slots.pop(micro_batch, None)
 
     def apply(self, inputs: Sequence[Tensor], samples: range | None, micro_batch: int) -> Any:
-        """Forward, after a capture if the slot has no graphs yet. Raises RuntimeError for an impossible capture."""
+        """Forward, after a capture for a new slot. Raises RuntimeError for an impossible capture."""
         slot = self._slots[micro_batch]
         key = slot, tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in inputs)
         if key not in self._graphs:
@@ -143,7 +141,7 @@ class ChunkGraphs:
         return self._graphs[key].apply(inputs, samples)
 
     def captured(self, work: Callable[[], None], pool: Any, work_name: str) -> Callable[[], None]:
-        """Captures a graph. Raises RuntimeError with the name of the work and the reason."""
+        """Raises RuntimeError with the work's name and the reason."""
         try:
             return self.capture(work, pool)
         except Exception as error:
@@ -154,11 +152,7 @@ class ChunkGraphs:
 
 
 class _SlotGraphs:
-    """Graphs of a chunk for the micro-batches of one slot.
-
-    Attributes:
-        outputs: tensors at fixed addresses, with the autograd graph for the capture of backward.
-    """
+    """One slot's graphs. `outputs` have fixed addresses, and the autograd graph for capturing backward."""
 
     def __init__(self, owner: ChunkGraphs, inputs: Sequence[Tensor], samples: range | None, pool: Any) -> None:
         self._owner = owner
@@ -223,7 +217,7 @@ class _SlotGraphs:
         return map_entries(copied, self._output)
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Input gradients from output gradients. Leaves the weight gradients as a task."""
+        """Returns input gradients. Leaves the weight gradients as a task."""
         weight_gradients = self._owner.weight_gradients
         if self._output_grads is None:
             self._capture_backward(grads)
@@ -279,7 +273,7 @@ class _SlotGraphs:
 
 
 class _Replayed(torch.autograd.Function):
-    """Copies of the outputs of a replayed chunk, whose backward replays the backward graph."""
+    """Copies a replayed chunk's outputs; its backward replays the backward graph."""
 
     @staticmethod
     def forward(ctx: Any, graphs: _SlotGraphs, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -313,17 +307,13 @@ def why_not(layer: nn.Module) -> str | None:
 
 
 def _leaf(parameter: Tensor, weight_gradients: WeightGradients) -> Tensor:
-    """A leaf on the parameter's memory, or the parameter itself if its layer leaves the weight gradient as a task.
-
-    Autograd adds a gradient on the stream of the parameter's first use. A forward without graphs that is still under
-    way would draw its stream into the capture, which the driver refuses.
-    """
+    """On the parameter's memory, or the parameter itself if its layer leaves the weight gradient as a task."""
+    # Autograd adds a gradient on the stream where the parameter was first used. A forward without graphs still under
+    # way would draw its stream into the capture, which the driver refuses.
     return parameter if weight_gradients.takes(parameter) else parameter.detach().requires_grad_()
 
 
 class _Applied(nn.Module):
-    """The chunk as a module whose forward is `run`."""
-
     def __init__(self, chunk: nn.Module, run: Run) -> None:
         super().__init__()
         self.chunk = chunk

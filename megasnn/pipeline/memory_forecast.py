@@ -1,4 +1,4 @@
-"""The forecast of a rank's memory, for runs that count their tensors and for the planner. Needs no torch."""
+"""A rank's memory forecast, for runs and for the planner. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from megasnn.schedule.passes import SharedWeights
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on a rank that do not depend on the schedule.
+    """A rank's bytes that do not depend on the schedule.
 
     Attributes:
         weights: parameters and buffers, and their moving average.
-        gradients: gradient buckets, and reduced gradients of the rank's shards.
-        optimizer: optimizer state.
-        exchanged: peak of the exchange of gradients and shards between replicas.
-        working: temporary tensors of the optimizer's step.
+        gradients: gradient buckets, and reduced gradients for the rank's shards.
+        exchanged: peak while replicas exchange gradients and shards.
+        working: the optimizer step's temporary tensors.
     """
 
     weights: int
@@ -33,26 +32,24 @@ class StateBytes:
 
     @property
     def resident(self) -> int:
-        """Bytes held throughout the training."""
+        """Bytes throughout the training."""
         return self.weights + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """Peak memory of a rank by parts, in MB (10^6 bytes).
+    """A rank's peak memory by parts, in MB (10^6 bytes).
 
     Attributes:
         program: interpreter, libraries and compiled kernels; on a GPU 0.
-        weights: parameters and buffers, their moving average, and receive buffers of sharded weights.
-        gradients: gradient buckets, and reduced gradients of the rank's shards.
-        optimizer: optimizer state.
-        kept: tensors saved for backward, at the peak of `kept` and `working` together.
-        working: temporary tensors of the layer computed at this peak.
-        messages: transfers between stages; at the end of a step the exchange of gradients, where that is the peak.
+        weights, gradients, optimizer: as in `StateBytes`, with receive buffers for sharded weights.
+        kept: tensors saved for backward, when `kept` and `working` together peak.
+        working: temporary tensors in the layer computed at this peak.
+        messages: transfers between stages; at a step's end the gradient exchange, where that is the peak.
         samples: the current batch, and on a CPU the next one.
-        gathered: peak of the weights gathered from their shards.
-        snapshot: copy for --async-save; on a GPU 0, because it is in host memory.
-        update: temporary tensors of the optimizer's step beyond the memory that forward and backward have freed.
+        gathered: peak of weights gathered from their shards.
+        snapshot: copy for --async-save; on a GPU 0: it is in host memory.
+        update: the optimizer step's temporary tensors beyond memory freed by forward and backward.
     """
 
     program: float
@@ -69,12 +66,11 @@ class MemoryForecast:
 
     @property
     def total(self) -> float:
-        """Predicted peak."""
         return sum(asdict(self).values())
 
     @property
     def parts_text(self) -> str:
-        """The parts as a sum, without those that are 0."""
+        """The parts as a sum, without zeros."""
         names = {
             "program": "program and libraries",
             "optimizer": "optimizer state",
@@ -105,14 +101,14 @@ def forecast(
     samples: int,
     snapshot: int = 0,
 ) -> MemoryForecast:
-    """Sums up the peak memory of a pipeline rank.
+    """Sums up a pipeline rank's peak memory.
 
     Args:
-        peak: moment of the schedule at which the rank needs most.
+        peak: moment at which the rank needs most.
         sharded: weights sharded over replicas; None where every replica holds them.
-        program: bytes of the process without tensors.
-        samples: bytes of batches.
-        snapshot: bytes of the copy for --async-save.
+        program: bytes without tensors.
+        samples: bytes in batches.
+        snapshot: bytes copied for --async-save.
     """
     gathered = 0
     buffers = 0
@@ -136,10 +132,10 @@ def forecast(
 
 
 def optimizer_bytes(parameters: Iterable[int], config: OptimizerConfig) -> tuple[int, int]:
-    """Bytes of the optimizer's state after a step, and of the temporary tensors of a step.
+    """Bytes in the optimizer's state after a step, and in a step's temporary tensors.
 
     Args:
-        parameters: bytes of each trained parameter, or of the rank's shard of it.
+        parameters: bytes for each trained parameter or shard.
     """
     recipe = OPTIMIZERS[config.optimizer]
     state = 0
@@ -152,12 +148,12 @@ def optimizer_bytes(parameters: Iterable[int], config: OptimizerConfig) -> tuple
 
 
 def sample_bytes(config: PretrainConfig, itemsize: int, micro_batches: int, samples: int, on_host: bool) -> int:
-    """Bytes of the current batch, and of the next one where workers read ahead into the rank's memory.
+    """Current batch, and the next one where workers read ahead into the rank's memory.
 
     Args:
-        itemsize: bytes of an input's value.
-        samples: samples that the rank reads for a micro-batch. Mixing reads all of them.
-        on_host: True where the rank computes on its CPU.
+        itemsize: bytes per input value.
+        samples: samples read for a micro-batch. Mixing reads all.
+        on_host: the rank computes on its CPU.
     """
     batches = 2 if on_host and config.data.num_workers else 1
     model = config.model

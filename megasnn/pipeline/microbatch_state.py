@@ -1,4 +1,4 @@
-"""Tensors of one step between its actions, and the packed inputs for recomputation."""
+"""A step's tensors between its actions, and packed inputs for recomputation."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ OutputConsumer = Callable[[Any, Any], None]
 
 
 class PackedInput:
-    """Inputs of a chunk, packed as between stages: spikes as bits, counts as bytes.
-
-    Spikes refer to their bits, so layers do not pack them again.
+    """A chunk's inputs, packed as between stages: spikes as bits, counts as bytes.
 
     Args:
-        tensors: one for each of `carried`.
+        tensors: one for each in `carried`.
     Attributes:
-        collected: results of collectives in the first forward, for the recomputation.
+        collected: collectives' results in the first forward, for the recomputation.
     Raises:
-        ValueError: values that do not fit the packing, outside of a step.
+        ValueError: values that do not fit the packing, outside a step.
     """
 
     def __init__(self, tensors: Sequence[Tensor], carried: Sequence[Carried]) -> None:
@@ -68,8 +66,8 @@ def _packed(tensor: Tensor, carried: Carried) -> Tensor | tuple[TensorSpec, Tens
 
 
 def _with_bits(tensor: Tensor, spec: TensorSpec, message: Tensor) -> Tensor:
-    """The tensor, with the message as its bits if layers would pack it in the same order."""
     is_same = spec.content is Content.SPIKES and tensor.ndim > 2 and tensor.movedim(2, -1).is_contiguous()
+    # Only if layers would pack in the same order.
     return remember_bits(tensor, message) if is_same else tensor
 
 
@@ -78,27 +76,26 @@ class MicroBatchInput:
     """Micro-batch for the executor.
 
     Attributes:
-        inputs: on the first segment's rank: inputs by name, or the single input, `[n, ...]`, `[T, n, ...]` or
-            `[n, T, ...]`.
+        inputs: on the first segment's rank: by name, or the single input, `[n, ...]`, `[T, n, ...]` or `[n, T, ...]`.
         targets: on the last segment's rank: `[n, ...]`, class indices `[n]` or `[n, 1]`, probabilities `[n, classes]`.
         size: n, on every rank.
         samples: positions in the whole training, for dropout.
-        goes_on: a later window of the previous micro-batch's samples; neurons continue from their state. Every schedule
-            runs a segment's forwards in ascending order.
+        goes_on: a later window with the previous micro-batch's samples; neurons continue from their state.
         is_padding: an evaluation drops the output; other replicas have one micro-batch more.
-        left_out: indices of samples not counted by an evaluation.
+        left_out: sample indices that an evaluation does not count.
     """
 
     inputs: Tensor | Mapping[str, Tensor] | None
     targets: Tensor | None
     size: int
     samples: range | None = None
+    # Neurons continue from their state: every schedule runs a segment's forwards in ascending order.
     goes_on: bool = False
     is_padding: bool = False
     left_out: frozenset[int] = frozenset()
 
     def counted(self, output: Bundle) -> tuple[Bundle, Tensor | None]:
-        """Outputs `[T, n, ...]` and targets of the samples that an evaluation counts."""
+        """Outputs `[T, n, ...]` and targets that an evaluation counts."""
         if not self.left_out or self.targets is None:
             return output, self.targets
         indices = [index for index in range(self.size) if index not in self.left_out]
@@ -107,17 +104,15 @@ class MicroBatchInput:
 
 @dataclass
 class StepState:
-    """Tensors of one step by segment and micro-batch, each until its last use.
+    """A step's tensors by segment and micro-batch, each until its last use.
 
     Attributes:
         recomputed: forwards to be recomputed.
         stashed: their packed inputs.
-        consume: receiver of outputs in evaluation; None in training.
-        inputs: for future forwards.
-        outputs: to be sent.
-        learning: indices of a segment's output tensors with a gradient.
+        consume: receives outputs in evaluation; None in training.
+        learning: indices of output tensors with a gradient.
         gradients: for these tensors.
-        backwards: functions that run a backward; None without a gradient.
+        backwards: run a backward; None without a gradient.
         awaited: inputs with a gradient, without values, until the gradient exists.
         weight_gradients: tasks left by input gradients.
     """
@@ -137,7 +132,7 @@ class StepState:
     losses: list[Tensor] = field(default_factory=list)
 
     def entered(self, key: ActionKey) -> list[Tensor]:
-        """Takes the inputs of a segment after the first, and begins its graph with them."""
+        """Takes inputs of a segment after the first, and begins its graph with them."""
         xs = self.inputs.pop(key)
         before = key[0] - 1, key[1]
         learning = [index for index, x in enumerate(xs) if x.requires_grad]
@@ -153,7 +148,7 @@ class StepState:
         return xs
 
     def await_gradients(self, key: ActionKey, y: Sequence[Tensor]) -> None:
-        """Prepares the backward from the edges of the graph, without the output's values."""
+        """Prepares the backward from the graph's edges, without the output's values."""
         learning = [index for index, each in enumerate(y) if each.requires_grad]
         self.learning[key] = learning
         self.backwards[key] = None
@@ -163,7 +158,7 @@ class StepState:
             self.backwards[key] = partial(torch.autograd.backward, get_gradient_edge(end), torch.zeros_like(end))
 
     def backward(self, key: ActionKey) -> None:
-        """Runs the backward of a segment. Its input gradients become `gradients` of the segment before."""
+        """Input gradients become `gradients` of the segment before."""
         backward = self.backwards.pop(key)
         if backward is None:
             self.gradients.pop(key, None)
@@ -177,12 +172,12 @@ class StepState:
 
 
 def without_graph(y: Tensor) -> Tensor:
-    """The output on the same memory, with its bits and `requires_grad`, outside of the graph."""
+    """The output on the same memory, with its bits and `requires_grad`, outside the graph."""
     return remember_bits(y.detach().requires_grad_(y.requires_grad), bits_of(y))
 
 
 class _Entry(torch.autograd.Function):
-    """Start of a segment's graph: returns its inputs. Backward delivers all their gradients, or zeros, at once."""
+    """Starts a segment's graph: returns its inputs. Backward delivers all their gradients, or zeros, at once."""
 
     @staticmethod
     def forward(
@@ -198,7 +193,7 @@ class _Entry(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """End of a segment's graph: a zero. Backward takes the gradients of the outputs."""
+    """Ends a segment's graph: a zero. Backward takes the output gradients."""
 
     @staticmethod
     def forward(ctx: Any, take: Callable[[], Sequence[Tensor]], *ys: Tensor) -> Tensor:

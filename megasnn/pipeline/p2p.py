@@ -1,15 +1,11 @@
 """Transfers between pipeline ranks: spikes as bits, counts as bytes, all other tensors dense.
 
-Both ends know shape, type, content and gradient of every tensor at a boundary from the dry run. So receives are posted
-early, and no host waits for another one. Channels are last in memory and on the wire, as between all layers
-(megasnn/layers/shape_inference.py), so a pipeline changes no bit.
+Both ends know every boundary tensor's shape, type, content and gradient from the dry run. So receives are posted
+early, and no host waits for another. Channels are last on the wire, too (megasnn/layers/shape_inference.py), so a
+pipeline changes no bit.
 
-A link carries messages between two ranks, first in, first out. Each direction has a process group of its own: in one
-queue, a receive that is posted early would hold up the send that its peer waits for. `megasnn/schedule/receives.py`
-decides which receives are posted before which action.
-
-The size of a message does not depend on its values. A sender notes values that do not fit the packing
-(megasnn/common/checks.py); the note is read with the loss.
+A link is first in, first out. `megasnn/schedule/receives.py` decides which receives are posted before which action.
+A sender notes values that do not fit the packing (megasnn/common/checks.py); the note is read with the loss.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ class TensorSpec:
     """A tensor between two stages.
 
     Attributes:
-        content: packing of the message: bits, bytes, or dense values.
+        content: packing: bits, bytes, or dense values.
         learns: the receiver returns a gradient.
     """
 
@@ -61,7 +57,7 @@ class TensorSpec:
         return encoded_like(torch.Size(self.shape).numel(), self.content, self.dtype, device)
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Packs a tensor, or returns the bits of packed spikes.
+        """Returns packed spikes' bits as they are.
 
         Raises ValueError for values that do not fit; a step notes them instead.
         """
@@ -71,12 +67,13 @@ class TensorSpec:
                 return bits
         values = tensor.detach()
         if values.ndim > 3:
+            # Channels are last in memory and on the wire, as between all layers.
             values = values.movedim(2, -1)
         flat = values.reshape(-1)
         return flat if self.content is Content.DENSE else encode(flat, self.content, check=True)
 
     def unpack(self, message: Tensor) -> Tensor:
-        """Unpacks a message; channels last in memory."""
+        """Channels last in memory."""
         values = message
         if self.content is not Content.DENSE:
             values = empty((torch.Size(self.shape).numel(),), self.dtype, message.device)
@@ -89,11 +86,10 @@ class TensorSpec:
 
 
 class Boundaries:
-    """This rank's part of the tensors at boundaries between stages. Both ends of a boundary have the same part.
+    """This rank's part of the tensors between stages. Both ends have the same part.
 
     Args:
-        context: build context of this rank's layers.
-        built: these layers, with outputs of the dry run.
+        built: this rank's layers, with dry-run outputs.
     """
 
     def __init__(self, description: ModelDescription, context: BuildContext, built: Sequence[Built]) -> None:
@@ -119,7 +115,7 @@ class Boundaries:
                 self._add(number, key, TensorSpec(tuple(entry.shape), entry.dtype, content, learning), by_rows[number])
 
     def _add(self, number: int, key: EntryKey, spec: TensorSpec, by_rows: bool) -> None:
-        """Adds this rank's part of a tensor of the dry run, which has whole images."""
+        """Adds this rank's part: a dry-run tensor has whole images."""
         rows = self._context.row_group
         shape = spec.shape
         if rows is not None and len(shape) >= 4:
@@ -129,7 +125,7 @@ class Boundaries:
         self._specs[number, key] = replace(spec, shape=shape)
 
     def spec(self, carried: Carried, samples: int) -> TensorSpec:
-        """The tensor for a micro-batch of `samples` samples. Raises ValueError for an unknown shape."""
+        """The tensor for `samples` samples. Raises ValueError for an unknown shape."""
         spec = self._specs.get((carried.layer, carried.key))
         if spec is None:
             raise ValueError(
@@ -140,7 +136,7 @@ class Boundaries:
 
 
 def linked(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Distinct pairs of pipeline ranks that exchange messages, in ascending order."""
+    """Distinct pairs that exchange messages, ascending."""
     return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
 
 
@@ -148,8 +144,7 @@ class Link:
     """Messages to and from another rank.
 
     Args:
-        outward, inward: groups for sending and for receiving.
-        peer: global rank of the other end.
+        peer: the other end's global rank.
     """
 
     def __init__(self, outward: Group, inward: Group, peer: int, device: torch.device) -> None:
@@ -162,7 +157,6 @@ class Link:
         self.transfers = 0
 
     def send(self, message: Tensor) -> None:
-        """Starts sending. Does not wait for the peer."""
         work = dist.isend(message, self.peer, group=self.outward.handle)
         assert work is not None
         # The transport reads the message until then, so it must stay alive.
@@ -171,20 +165,21 @@ class Link:
             self._in_flight.popleft()
 
     def arrived(self, transfers: int) -> None:
-        """Frees the messages of the step's first transfers, which the peer has received."""
+        """Frees the messages in the step's first transfers, which the peer has received."""
         # Gloo completes a send only when it is waited for.
         while self._in_flight and self._in_flight[0][0] <= transfers:
             self._in_flight.popleft()[1].wait()
 
     def post(self, spec: TensorSpec) -> None:
-        """Posts the receive of the next message."""
+        """Posts the next message's receive."""
+        # A new tensor each time: Gloo's receives do not raise version counters (findings/gloo_version_counter.sh).
         buffer = spec.buffer(self._device)
         work = dist.irecv(buffer, self.peer, group=self.inward.handle)
         assert work is not None
         self._posted.append((work, buffer))
 
     def receive(self, spec: TensorSpec, let_go: Callable[[], None]) -> Tensor:
-        """Waits for the message that was posted first.
+        """Waits for the message posted first.
 
         Args:
             let_go: called before the tensor takes memory.
@@ -195,7 +190,7 @@ class Link:
         return spec.unpack(buffer)
 
     def finish(self) -> None:
-        """Waits at the end of a step until everything sent has left."""
+        """Waits at a step's end until everything sent has left."""
         self.arrived(self.transfers)
         self.transfers = 0
 
@@ -205,12 +200,7 @@ Message = tuple[Link, dict[int, tuple[TensorSpec, str]]]
 
 
 class Transfers:
-    """This rank's links, used action by action.
-
-    Args:
-        segments: this rank's segments by number.
-        placement: pipeline rank of every segment.
-    """
+    """This rank's links, used action by action."""
 
     def __init__(
         self,
@@ -224,6 +214,8 @@ class Transfers:
         self._segments = segments
         self._boundaries = boundaries
         self._rank = state.pp.rank
+        # Each direction has its own process group: in one queue, a receive posted early would hold up the send that its
+        # peer waits for.
         up = state.pp
         down = state.pp_down
         # All ranks start the pairs in one order, upward first: see megasnn/parallel_state.py.
@@ -242,11 +234,6 @@ class Transfers:
         self._messages: dict[Action, Message] = {}
 
     def begin(self, schedule: Schedule, sizes: Sequence[int]) -> None:
-        """Begins a step.
-
-        Args:
-            sizes: samples of each micro-batch.
-        """
         # Reading a large schedule takes a second.
         if schedule is not self._schedule:
             self._schedule = schedule
@@ -261,10 +248,7 @@ class Transfers:
                 self._messages[action] = self._message(action, sizes, schedule.forward_only)
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
-        """Starts sending tensors; does not wait for the peer.
-
-        Raises ValueError with the name of a tensor whose shape, type or values differ from the dry run.
-        """
+        """Raises ValueError with a tensor's name if shape, type or values differ from the dry run."""
         link, carried = self._messages[action]
         link.transfers += 1
         group = "pp" if action.kind is Kind.SEND_FORWARD else "backward"
@@ -281,14 +265,14 @@ class Transfers:
             link.send(message)
 
     def announce(self, action: Action) -> None:
-        """Posts the receives of all messages that are certainly sent by then; before a receive, its own."""
+        """Posts receives for all messages certainly sent by then; before a receive, its own."""
         for receive in self._posts.get(action, ()):
             link, carried = self._messages[receive]
             for spec, _ in carried.values():
                 link.post(spec)
 
     def receive(self, action: Action) -> dict[int, Tensor]:
-        """Waits for the tensors of a transfer, by position in the boundary."""
+        """Waits for a transfer's tensors, by position in the boundary."""
         self.announce(action)
         link, carried = self._messages[action]
         let_go = partial(link.arrived, self._arrivals[action])
@@ -297,12 +281,10 @@ class Transfers:
         return tensors
 
     def wait(self) -> None:
-        """Waits until everything sent has left."""
         for link in self.links.values():
             link.finish()
 
     def _message(self, action: Action, sizes: Sequence[int], forward_only: bool) -> Message:
-        """Link and tensors of a transfer. Only tensors that learn have gradients."""
         segment = self._segments[action.segment]
         forward = action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
         # A forward is received at the start of a segment, a backward at its end.

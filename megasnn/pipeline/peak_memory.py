@@ -1,5 +1,3 @@
-"""Peak memory of a step on each pipeline rank, and recomputation within a memory budget."""
-
 from __future__ import annotations
 
 import math
@@ -22,10 +20,9 @@ class SegmentMemory:
     Attributes:
         resident: from forward to backward.
         entering: the same with recomputation.
-        working: peak during a computation above the memory before it, with its input and output gradient.
+        working: peak during a computation above the memory before it, with input and output gradient.
         deferred: from input gradient to weight gradient.
-        recompute_seconds: duration of the recomputation.
-        transfers: messages with its output and the output's gradient.
+        transfers: messages with output and output gradient.
         cast: cast weights, stored during a step.
     """
 
@@ -39,11 +36,7 @@ class SegmentMemory:
 
 
 def segment_memory(costs: PipelineCosts, segments: Sequence[range]) -> list[SegmentMemory]:
-    """Memory of each segment.
-
-    Args:
-        segments: layers in each segment, one or none.
-    """
+    """`segments` hold one layer or none."""
     memories = []
     layers = costs.layers
     for span in segments:
@@ -76,13 +69,13 @@ def segment_memory(costs: PipelineCosts, segments: Sequence[range]) -> list[Segm
 
 
 class Moment(NamedTuple):
-    """Bytes on a rank during a computation.
+    """A rank's bytes during a computation.
 
     Attributes:
-        stashed: tensors saved for backward, and cast weights.
-        working: other tensors in the computation.
-        messages: one sent and one posted message for each boundary with another rank; after a step, the exchange with
-            other replicas.
+        stashed: saved for backward, and cast weights.
+        working: other tensors.
+        messages: one sent and one posted for each boundary with another rank; after a step, the exchange with other
+            replicas.
     """
 
     action: Action
@@ -96,10 +89,9 @@ class Moment(NamedTuple):
 
 
 def moments(schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], exchanged: int = 0) -> Iterator[Moment]:
-    """Memory during each computation on a rank, and during the gradient exchange after them.
+    """A rank's memory during each computation, then during the gradient exchange.
 
     Args:
-        segments: memory of each segment in the schedule.
         exchanged: bytes sent to and from shard owners, after all computations.
     """
     order = schedule.actions[rank]
@@ -136,10 +128,10 @@ def moments(schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], ex
 def peak_moments(
     schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts, exchanged: Sequence[int] = ()
 ) -> list[Moment]:
-    """Peak moment on each pipeline rank, above weights, gradients and optimizer state.
+    """Each pipeline rank's peak, above weights, gradients and optimizer state.
 
     Args:
-        bounds: layers in each chunk.
+        bounds: each chunk's layers.
         exchanged: bytes sent to and from shard owners, for each rank.
     """
     counts = [max(1, len(span)) for span in bounds]
@@ -163,12 +155,10 @@ def within_budget(
 ) -> frozenset[int]:
     """Chooses segments to recompute, so that every rank keeps the budget.
 
-    Greedy: segments that save most bytes per second come first.
-
     Args:
         schedule: refined to segments, without recomputation.
         budget: bytes on each rank.
-        exchanged: bytes of gradient exchanges with the owners of shards, on each rank.
+        exchanged: bytes exchanged with shard owners, on each rank.
     Raises:
         ValueError: a rank exceeds the budget with all segments recomputed.
     """
@@ -185,6 +175,7 @@ def within_budget(
         added = frozenset[int]()
         size = exchanged[rank] if exchanged else 0
         need = _need(schedule, rank, segments, added, size)
+        # Greedy: the last segment saves most bytes per second.
         while need > budget and useful:
             added |= {useful.pop()}
             need = _need(schedule, rank, segments, added, size)
@@ -202,7 +193,6 @@ def within_budget(
 def _need(
     schedule: Schedule, rank: int, segments: Sequence[SegmentMemory], chosen: Collection[int], exchanged: int
 ) -> int:
-    """Peak bytes on a rank that recomputes the chosen segments."""
     orders = list(schedule.actions)
     orders[rank] = with_recompute(schedule.actions[rank], lambda segment, m: segment in chosen)
     changed = replace(schedule, actions=tuple(orders))

@@ -1,4 +1,4 @@
-"""Pipeline plan: layers and pipeline rank of each chunk, and the schedules. Equal on every rank."""
+"""Pipeline plan: each chunk's layers and pipeline rank, and the schedules. Equal on every rank."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ ExchangedOf = Callable[[Sequence[range]], int]
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Partition and schedules of a run.
+    """A run's partition and schedules.
 
     Attributes:
-        bounds: layers in each chunk.
+        bounds: each chunk's layers.
         schedules: for any number of micro-batches, fixed for training steps.
         micro_batches: in a usual step.
         costs: measured costs; None if no decision needed them.
@@ -49,11 +49,10 @@ class PipelinePlan:
 
     @property
     def segment_bounds(self) -> list[range]:
-        """Layers in each segment."""
         return self.schedules.segment_bounds(self.bounds)
 
     def simulation(self, micro_batches: int) -> Simulation | None:
-        """Simulation of a step, in seconds; None without costs."""
+        """One step, in seconds; None without costs."""
         if self.costs is None:
             return None
         costs = self.costs.of_chunks(self.segment_bounds, self.schedules.segment_placement)
@@ -63,7 +62,6 @@ class PipelinePlan:
         return simulate(self.schedules.training(micro_batches), costs)
 
     def describe(self, asked: ParallelConfig) -> list[str]:
-        """Log lines about a schedule chosen by costs, and about recomputation."""
         lines = []
         count = self.micro_batches
         schedule = self.schedules.training(count)
@@ -89,12 +87,12 @@ def plan_pipeline(
     context: BuildContext,
     built: Sequence[Built],
 ) -> PipelinePlan:
-    """Profiles the layers on all ranks if a decision needs costs; the first rank then decides. Collective.
+    """Profiles the layers on all ranks if a decision needs costs; the first rank decides. Collective.
 
     Args:
         built: all layers for this rank.
     Raises:
-        ValueError: on every rank, for layers that the schedule cannot place, or a budget that it cannot keep.
+        ValueError: on every rank, as `choose`.
     """
     training = config.training
     parallel = config.parallel
@@ -143,13 +141,13 @@ def choose(
     weights_of: WeightsOf | None = None,
     exchanged_of: ExchangedOf | None = None,
 ) -> PipelinePlan:
-    """Chooses the schedule of a run.
+    """Chooses a run's schedule.
 
     Args:
-        counts: possible numbers of micro-batches in a replica's step, the usual one first.
-        bounds: layers in each chunk; None to balance them by cost.
+        counts: possible micro-batches in a replica's step, the usual number first.
+        bounds: each chunk's layers; None to balance them by cost.
         weights_of: weights shared by replicas. Segments are then single layers.
-        exchanged_of: bytes of gradient exchanges between replicas, for a memory budget.
+        exchanged_of: gradient bytes exchanged between replicas, for a memory budget.
     Raises:
         ValueError: layers that the schedule cannot place, or a budget that it cannot keep.
     """
@@ -193,11 +191,11 @@ def choose(
 
 
 def _exchanged_bytes(built: Sequence[Built], spans: Sequence[range], ranks: int, on_gpu: bool) -> int:
-    """Peak bytes of the exchange of gradients between the ranks that own shards.
+    """Peak bytes while shard owners exchange gradients.
 
     Args:
-        spans: layers of each chunk of a pipeline rank.
-        ranks: ranks that own shards of the same parameters; 1 without shards.
+        spans: a pipeline rank's layers, by chunk.
+        ranks: owners of one parameter's shards; 1 without shards.
     """
     exchanges: list[int] = []
     for span in spans:
@@ -215,11 +213,10 @@ def _exchanged_bytes(built: Sequence[Built], spans: Sequence[range], ranks: int,
 def shared_weights(
     layers: Sequence[nn.Module], segments: Sequence[range], ranks: int, scatters: bool = False
 ) -> SharedWeights:
-    """Bytes of shared weights in each segment, to be gathered before use.
+    """Shared weight bytes in each segment, gathered before use.
 
     Args:
         layers: all layers, with or without memory.
-        segments: layers in each segment.
         scatters: scatter gradients after every micro-batch.
     """
     gathered = []

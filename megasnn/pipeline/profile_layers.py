@@ -1,8 +1,7 @@
-"""Profile of a model's layers and links: seconds and bytes of each, in one pass from the first layer to the last.
+"""Profiles a model's layers and links in one pass: seconds and bytes.
 
-Each layer runs as a chunk of its own: once to warm up, once to count allocations, and three times for the median of
-the seconds. Equal layers with equal inputs are profiled once. One layer exists at a time. Values come from keyed
-generators, so the random state of torch does not change.
+Each layer runs as its own chunk: one warm-up, one run to count allocations, three for median seconds. Equal layers
+with equal inputs are profiled once. One layer exists at a time. Keyed generators leave torch's random state alone.
 """
 
 from __future__ import annotations
@@ -42,16 +41,13 @@ SMALL, LARGE = 1 << 10, 1 << 22  # bytes
 
 
 def profile_pipeline(description: ModelDescription, samples: int, context: BuildContext) -> PipelineCosts:
-    """Measures layers and link for a micro-batch size. Collective over the world.
-
-    Returns the first rank's costs on every rank: with different costs, ranks would cut the model differently and wait
-    for each other for ever. All ranks measure at the same time, because all cores are busy in training.
-    """
+    """Measures layers and link. The first rank's costs count on every rank. Collective over the world."""
     state = context.state
     world = state.world
     if world.size > 1:
         # A rank that begins early would measure a quieter machine.
         dist.barrier(group=world.handle)
+    # All ranks at the same time: all cores are busy in training, too.
     layers = profile_layers(description, samples, context, state.device)
     if world.size > 1:
         dist.barrier(group=world.handle)
@@ -60,16 +56,14 @@ def profile_pipeline(description: ModelDescription, samples: int, context: Build
     if group.size > 1:
         start_messages(group, 0, 1, state.device)
         link = measure_link(group, state.device)
+    # With different costs, ranks would cut the model differently and wait for each other for ever.
     return broadcast_result(world.handle, lambda: PipelineCosts(tuple(layers), link))
 
 
 def count_memory(
     description: ModelDescription, samples: int, context: BuildContext, device: torch.device
 ) -> PipelineCosts:
-    """Counts the bytes of each layer for a micro-batch size; times are 0.
-
-    Counts up to four samples directly. More are extrapolated from one and two samples.
-    """
+    """Counts bytes only; times are 0. Above four samples, extrapolates from one and two."""
     sizes = TRIAL_SAMPLES if samples > COUNTED_AS_THEY_ARE else (samples,)
     counted = [profile_layers(description, size, context, device, rounds=0) for size in sizes]
     layers = [for_samples(each, samples, sizes) for each in zip(*counted, strict=True)]
@@ -79,10 +73,10 @@ def count_memory(
 def profile_layers(
     description: ModelDescription, samples: int, context: BuildContext, device: torch.device, rounds: int = ROUNDS
 ) -> list[LayerCost]:
-    """Costs of all layers for a micro-batch. Collective over tensor- and context-parallel ranks.
+    """All layers' costs. Collective over tensor- and context-parallel ranks.
 
     Args:
-        rounds: number of timed runs; 0 for bytes only.
+        rounds: timed runs; 0 for bytes only.
     """
     inputs = {name: x.to(device) for name, x in description.task.examples(samples, context.numerics.dtype).items()}
     micro = MicroBatchInput(inputs, None, samples, range(samples))
@@ -116,7 +110,7 @@ def profile_layers(
 
 
 def _kind(chunk: PipelineChunk, layer: nn.Module, number: int, entering: Sequence[Tensor]) -> Hashable:
-    """Key of equal costs: the layer's structure, its inputs, and the tensors at both boundaries."""
+    """Equal for layers with equal costs."""
     shapes = tuple((x.shape, x.requires_grad) for x in entering)
     boundaries = (*chunk.receives, *chunk.hands_on)
     carried = tuple((each.layer - number, each.key, each.content) for each in boundaries)
@@ -124,7 +118,6 @@ def _kind(chunk: PipelineChunk, layer: nn.Module, number: int, entering: Sequenc
 
 
 def _structure(layer: nn.Module) -> Hashable:
-    """Class, settings and tensor shapes of every module in a layer."""
     found: list[Hashable] = []
     for path, module in layer.named_modules():
         found.append((path, type(module)))
@@ -142,8 +135,6 @@ class _Trial:
 
     Args:
         entering: received tensors; the first chunk uses the micro-batch.
-    Attributes:
-        output: tensors for the next chunk, with their bits.
     """
 
     def __init__(
@@ -170,7 +161,7 @@ class _Trial:
             self._found += sum(part.nbytes for part in parts if part is not None)
 
     def cost(self, rounds: int) -> LayerCost:
-        """Costs of the layer and of the boundary after it. `rounds` as in `profile_layers`."""
+        """Layer and the boundary after it. `rounds` as in `profile_layers`."""
         peaks, resident = self._memory()
         forward, input_gradient, weight_gradient = self._seconds(rounds)
         gradient = sum(each.nbytes for each in self.output if each.requires_grad)
@@ -195,7 +186,7 @@ class _Trial:
         )
 
     def _memory(self) -> tuple[dict[str, int], dict[str, int]]:
-        """For each part of a pass: peak bytes above the bytes before it, and bytes after it."""
+        """For each part: peak bytes above the bytes before it, and bytes after."""
         counter = AllocationCounter(self._device)
         peaks = dict[str, int]()
         resident = dict[str, int]()
@@ -212,7 +203,6 @@ class _Trial:
         return peaks, resident
 
     def _seconds(self, rounds: int) -> list[float]:
-        """Median seconds of forward, input gradient and weight gradient; zeros without rounds."""
         times: dict[str, list[float]] = {part: [] for part in TIMED}
 
         @contextmanager
@@ -265,14 +255,14 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def now(device: torch.device) -> float:
-    """Time in seconds, after the device has finished its work."""
+    """Seconds, after the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def measure_link(group: Group, device: torch.device) -> LinkCost:
-    """Measures messages between the first two ranks of a group; other ranks return zeros. Collective."""
+    """Times messages between a group's first two ranks; other ranks return zeros. Collective."""
     if group.rank > 1 or group.size == 1:
         return LinkCost()
     small = torch.zeros(SMALL, dtype=torch.uint8, device=device)

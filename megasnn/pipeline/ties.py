@@ -1,8 +1,8 @@
-"""Tied tensors: one owner, and copies on the stages of other layers.
+"""Tied tensors: one owner, and copies on other layers' stages.
 
-Each copy has its own gradient. A step adds it to the owner's gradient, copy by copy in the order of the layers, so the
-sum depends neither on the stages nor on the schedule. The owner then sends the new values to the copies. Every rank
-visits the pairs of ranks in the same order, so that messages meet.
+A step adds each copy's gradient to the owner's, in layer order, so the sum depends neither on stages nor on the
+schedule. The owner then sends new values. Every rank visits the pairs of ranks in the same order, so that messages
+meet.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megasnn.pipeline.p2p import linked
 
 @dataclass
 class _Pair:
-    """Tensors of one owning rank with copies on one chunk.
+    """One owning rank's tensors with copies on one chunk.
 
     Attributes:
-        owner, copy: pipeline ranks of the originals and of the copies, possibly the same.
-        originals, copies: the tensors in the same order; empty on other ranks.
-        owning_norms, copied_norms: norms whose running statistics are among the tensors.
+        owner, copy: pipeline ranks, possibly the same.
+        originals, copies: in the same order; empty on other ranks.
+        owning_norms, copied_norms: their running statistics are among the tensors.
     """
 
     owner: int
@@ -46,11 +46,11 @@ class Ties:
     """This rank's tied tensors. All methods are collective over the pipeline.
 
     Args:
-        bounds, placement: layers and pipeline rank of each chunk.
-        pipeline: group of the pipeline. The messages of a step must have arrived before.
-        device: device of the messages.
-        gradient: returns this rank's part of a parameter's gradient, the same part of an owner and of its copies.
-        local_part: returns this rank's part of a tensor, likewise.
+        bounds, placement: each chunk's layers and pipeline rank.
+        pipeline: a step's messages must have arrived before.
+        device: for messages.
+        gradient: returns this rank's part, the same for an owner and its copies.
+        local_part: likewise.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Ties:
             self._copied_norms.update(pair.copied_norms)
 
     def sum_gradients(self) -> None:
-        """Adds the copies' gradients to their owners' gradients. Both are already reduced over the replicas."""
+        """Adds copies' gradients to their owners'. Both are already reduced over the replicas."""
         with torch.no_grad():
             for pair in self._pairs:
                 originals = [self._gradient_of(tensor) for tensor in pair.originals if tensor.requires_grad]
@@ -112,8 +112,8 @@ class Ties:
                     gradient.add_(part)
 
     def _gradient_of(self, tensor: Tensor) -> Tensor:
-        """The gradient, or zeros if a hook removed it: both ranks of a message need the same tensors."""
         gradient = self._gradient(tensor)
+        # A hook may remove it, but both ranks in a message need the same tensors.
         if gradient is None:
             gradient = tensor.grad = torch.zeros_like(tensor)
         return gradient
@@ -129,10 +129,7 @@ class Ties:
                         copy.copy_(value)
 
     def statistics_of_owners(self, found: Sequence[StepStatistics]) -> list[StepStatistics]:
-        """Statistics of a step, for the norms that own their running statistics.
-
-        A norm's own statistics come first, then those of its copies in the order of their calls.
-        """
+        """For norms that own their running statistics: their own first, then their copies' in call order."""
         copy_records: dict[ParallelBatchNorm, list[Tensor]] = {norm: [] for norm in self._copied_norms}
         result = []
         for norm, mean, variance in found:
@@ -152,22 +149,24 @@ class Ties:
         """Moves tensors from pipeline rank `source` to rank `target`.
 
         Args:
-            outgoing: the tensors, on the source.
-            like: tensors of their shapes and types, on the target.
+            outgoing: on the source.
+            like: tensors with their shapes and types, on the target.
         Returns:
-            The tensors on the target; an empty list on other ranks.
+            Moved tensors; an empty list on other ranks.
         """
         if source == target:
             return outgoing
         pipeline = self._pipeline
         if pipeline.rank == source:
             for tensor in outgoing:
+                # Gloo's send refuses other strides (findings/gloo_memory_order.sh).
                 message = tensor.detach().contiguous()
                 traffic.record("ties", message.nbytes)
                 dist.send(message, pipeline.ranks[target], group=pipeline.handle)
         moved: list[Tensor] = []
         if pipeline.rank == target:
             for tensor in like:
+                # A new tensor: Gloo's receives do not raise version counters (findings/gloo_version_counter.sh).
                 message = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
                 dist.recv(message, pipeline.ranks[source], group=pipeline.handle)
                 moved.append(message)

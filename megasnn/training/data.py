@@ -1,4 +1,4 @@
-"""Samples of a run: training and validation data, and this rank's batches of them."""
+"""A run's training and validation data, and this rank's batches."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megasnn.parallel_state import ParallelState
 
 
 def arrays_of(model: Model) -> ArrayFormat | None:
-    """Files of a model's samples in shards; None for images or event frames with a class.
+    """Sample files in shards; None for images or event frames with a class.
 
     Raises:
-        ValueError: an array of the model names no file.
+        ValueError: an array names no file.
     """
     if not {"inputs", "target"} & {*model.own_task()}:
         return None
@@ -48,14 +48,13 @@ def arrays_of(model: Model) -> ArrayFormat | None:
 
 
 class RunData:
-    """Training and validation data of a run, and the length of the run. Making one is collective.
+    """A run's training and validation data, and its length. Making one is collective.
 
     Raises:
         ValueError: some batch would leave a replica without a micro-batch, or a rank without a sample to share.
     Attributes:
-        datasets: for training and for evaluation.
-        length: of the whole training.
-        data_position: identity of the sample order, kept in a checkpoint beside the position: data, frames, seed.
+        length: whole training.
+        data_position: sample order's identity, kept in a checkpoint beside the position: data, frames, seed.
     """
 
     @error_context("while opening the data")
@@ -89,7 +88,7 @@ class RunData:
 
     @property
     def notices(self) -> list[str]:
-        """Lines for the user: shards used twice, classes that the data lack, no validation data."""
+        """For the user: shards used twice, classes that the data lack, no validation data."""
         return [*self.datasets.warnings, self._notice()]
 
     def _notice(self) -> str:
@@ -108,22 +107,22 @@ class RunData:
 
     @property
     def samples_to_evaluate(self) -> int:
-        """Number of samples in a whole evaluation."""
+        """In a whole evaluation."""
         found = len(self.datasets.valid or ())
         limit = self._config.logging.eval_iters
         return found if limit is None else min(found, limit * self._config.training.global_batch_size)
 
     @property
     def evaluation(self) -> dict[str, object]:
-        """Identity of an evaluation: the validation set, the number of samples, and their preprocessing."""
+        """An evaluation's identity: validation set, sample number, and preprocessing."""
         found = "" if self.datasets.valid is None else self.datasets.valid.fingerprint()
         return {"dataset": found, "samples": self.samples_to_evaluate, **samples(self._config)}
 
     def skipped_over_replicas(self, engine: Engine, samples: int, training: bool) -> int:
-        """Number of broken samples that were replaced, over all replicas. Collective.
+        """Broken samples that were replaced, over all replicas. Collective.
 
         Args:
-            samples: number that this rank has replaced.
+            samples: replaced by this rank.
         """
         if not self._config.data.skip_broken_samples:
             return 0
@@ -135,7 +134,8 @@ class RunData:
         return int(sum_over_ranks(engine.state.world.handle, [float(samples * counts)])[0])
 
     def loader(self, engine: Engine, training: bool = True) -> BatchLoader:
-        """Reader of this rank's shares of the global batches. All evaluations use the same one, with its workers."""
+        """Reads this rank's shares."""
+        # All evaluations use the same loader, with its workers.
         if training not in self._loaders:
             config = self._config
             share = engine.batches.trained_share if training else engine.batches.evaluated_share

@@ -1,4 +1,4 @@
-"""The loop of a run: iterations, exit conditions, evaluation, saving."""
+"""A run's loop: iterations, exit conditions, evaluation, saving."""
 
 from __future__ import annotations
 
@@ -34,15 +34,14 @@ from megasnn.training.startup_log import introduce, log_folder
 class TrainingRun:
     """One rank's side of a run.
 
-    The constructor builds the model, loads the state that the run starts from, and introduces the run in the log. Then
-    call `train`, then `close`. All of them are collective.
+    The constructor builds the model, loads the start, and introduces the run in the log. Then call `train`, then
+    `close`. All are collective.
 
     Args:
         stop: signals that ask the run to end.
         callbacks: called on the first rank.
 
     Attributes:
-        engine: the model, its optimizer, and the steps.
         saved: False when the last checkpoint could not be written.
         has_evaluated: False when a stop request interrupted the last evaluation.
     """
@@ -142,7 +141,7 @@ class TrainingRun:
             self._end()
 
     def _iterate(self, batch: GlobalBatch, trace: StepTrace) -> None:
-        """Takes one step and logs it; evaluates, compares replicas and saves if due."""
+        """Takes and logs one step; evaluates, compares replicas and saves if due."""
         number = self.engine.iteration + 1
         logs = self._logs(number)
         self.metrics.spikes.enabled = logs
@@ -163,7 +162,6 @@ class TrainingRun:
             self._between_steps()
 
     def _logs(self, number: int) -> bool:
-        """Whether iteration `number` has a log line."""
         ends = number == self.iterations or _due(number, self.config.training.exit_interval)
         return ends or _due(number, self.config.logging.log_interval)
 
@@ -186,7 +184,7 @@ class TrainingRun:
         self._save_if(saves)
 
     def _end(self) -> None:
-        """Evaluates and saves after the last step, and reports why the run ends."""
+        """Evaluates, saves, and reports why the run ends."""
         if self.has_diverged:
             self.reporter.line(
                 f"WARNING: the last {self._skipped_in_a_row} steps were skipped, since loss or gradient were not "
@@ -207,13 +205,11 @@ class TrainingRun:
         return at_interval or self.engine.distributed.stop_votes > 0 or self.has_diverged
 
     def _wants_to_stop(self) -> bool:
-        """Whether this rank asks for the end: after a signal, a callback's request, or --exit-duration-in-mins.
-
-        The time is that of the first rank, since clocks differ. It does not end an evaluation: a long one would never
-        be finished.
-        """
+        """After a signal, a callback's request, or --exit-duration-in-mins."""
         minutes = self.config.training.exit_duration_in_mins
         late = minutes is not None and time.monotonic() - self._started > 60 * minutes
+        # The first rank's time counts, since clocks differ. A long evaluation would never finish, so time does
+        # not end it.
         late = late and self.state.rank == 0 and not self._in_evaluation
         return self.stop.requested is not None or self.reporter.asked_to_stop or late
 
@@ -248,8 +244,8 @@ class TrainingRun:
         self.reporter.evaluation(replace(record, skipped_samples=skipped), operations)
 
     def _until_asked_to_stop(self, batches: Iterable[GlobalBatch]) -> Iterator[GlobalBatch]:
-        """Yields batches until a stop request, which all ranks see after the same batch: it travels with its sums."""
         for batch in batches:
+            # A request travels with a batch's sums, so all ranks see it after the same batch.
             yield batch
             if self.engine.distributed.stop_votes:
                 return
@@ -265,7 +261,7 @@ class TrainingRun:
         self._skipped_steps = 0
 
     def _require_finite(self) -> None:
-        """Raises ValueError on every rank if a tensor to be saved is not finite on any of them. Collective."""
+        """Raises ValueError on every rank if any rank would save a tensor that is not finite. Collective."""
         if not self.config.checkpoint.save:
             return
         found = first_non_finite((entry.name, entry.tensor) for entry in self.engine.checkpoints.entries())

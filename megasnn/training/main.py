@@ -1,4 +1,4 @@
-"""A training run as a program: ranks join, an error on one ends all of them; errors and results set the exit status."""
+"""A run as a program: ranks join, an error on one ends all; errors and results set the exit status."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ MISTAKES = (ValueError, OSError, CheckpointError, ReplicaError)
 
 
 def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
-    """Runs a whole training as a program; errors go to standard error, or to torchrun.
+    """Runs a whole training; errors go to standard error, or to torchrun.
 
     Returns:
         the exit status:
-        0: the run has reached its end, or a signal has stopped it, and its last checkpoint is saved.
+        0: the run has ended, or a signal has stopped it, and its last checkpoint is saved.
         1: an error.
-        3: the run has reached its end, but the last checkpoint could not be written.
+        3: the run has ended, but the last checkpoint could not be written.
         4: too many steps in a row were skipped (--max-skipped-steps).
         128 + a signal's number: the signal has ended an evaluation on this rank, with nothing else to do (other ranks
         return 1); or Ctrl-C has ended the run before its first step.
 
     Args:
         config: validated (megasnn.config.validate).
-        callbacks: called on the first rank during the run.
+        callbacks: called on the first rank.
     """
     try:
         return _recorded(config, callbacks) or 0
@@ -63,10 +63,10 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
 
 @record
 def _recorded(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
-    """Runs the training; `record` writes the error of the rank that failed first for torchrun, and no later ones."""
     try:
         return _train(config, callbacks)
     except Exception as error:
+        # `record` writes the first failing rank's error for torchrun, and no later ones.
         if not claim_fault(error):
             end_process()
         if isinstance(error, MISTAKES):
@@ -75,7 +75,7 @@ def _recorded(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
 
 
 def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
-    """Joins the ranks, builds, loads, trains, evaluates, saves; returns the exit status."""
+    """Joins, builds, loads, trains, evaluates, saves; returns the exit status."""
     state, leave = join_ranks(config)
     stage = f"pipeline stage {state.pp.rank}"
     is_alone = state.world.size == 1

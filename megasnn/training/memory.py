@@ -1,4 +1,4 @@
-"""Memory of every rank: predicted before the first step, and compared with the measured peak at the end."""
+"""Every rank's memory: predicted before the first step, and compared with the measured peak at the end."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megasnn.telemetry.reporter import Reporter
 
 
 def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) -> list[MemoryForecast]:
-    """Returns the forecasts of all ranks, on every rank; none where a layer's trial step fails. Collective.
+    """All ranks' forecasts, on every rank; none where a layer's trial step fails. Collective.
 
-    Counts the layers' memory where the plan has no costs; see `megasnn.pipeline.profile_layers`.
+    Counts layer memory where the plan has no costs; see `megasnn.pipeline.profile_layers`.
     """
     distributed = engine.distributed
     state = engine.state
@@ -50,7 +50,6 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
 
 
 def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> MemoryForecast:
-    """Returns this rank's forecast."""
     distributed = engine.distributed
     plan = engine.plan
     device = engine.state.device
@@ -84,7 +83,7 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
 
 
 def costs_of_run(config: PretrainConfig, distributed: DistributedModel, plan: PipelinePlan) -> PipelineCosts:
-    """Costs of the plan, or of the layers' memory alone."""
+    """The plan's costs, or layer memory alone."""
     return plan.costs or count_memory(
         distributed.description,
         distributed.context.largest_share(config.training.micro_batch_size),
@@ -94,14 +93,14 @@ def costs_of_run(config: PretrainConfig, distributed: DistributedModel, plan: Pi
 
 
 def peak_of(costs: PipelineCosts, distributed: DistributedModel, plan: PipelinePlan) -> Moment:
-    """Moment of a step at which this rank needs most."""
+    """Moment in a step at which this rank needs most."""
     schedule = plan.schedules.training(plan.micro_batches)
     exchanged = [distributed.gradient_buckets.exchanged_bytes] * schedule.ranks
     return peak_moments(schedule, plan.segment_bounds, costs, exchanged)[distributed.state.pp.rank]
 
 
 def states_of_run(config: PretrainConfig, distributed: DistributedModel) -> StateBytes:
-    """Bytes of this rank's tensors, the optimizer's state after a step included."""
+    """This rank's tensor bytes, with the optimizer's state after a step."""
     # Copies of a tied tensor within a chunk share its memory, and each has a gradient.
     resident = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in (*distributed.copies, *distributed.tensors)}
     weights = sum(resident.values())
@@ -118,7 +117,7 @@ def states_of_run(config: PretrainConfig, distributed: DistributedModel) -> Stat
 
 
 def _snapshot_bytes(config: PretrainConfig, distributed: DistributedModel) -> int:
-    """Bytes of all tensors that this rank writes to a checkpoint."""
+    """All tensors that this rank writes to a checkpoint."""
     written = [entry for entry in distributed.owned if entry.shard.is_primary()]
     values = sum(entry.tensor.nbytes for entry in written)
     if config.optimizer.ema_decay:
@@ -142,7 +141,7 @@ def announce(forecasts: Sequence[MemoryForecast], reporter: Reporter) -> None:
 
 
 def compare(forecasts: Sequence[MemoryForecast], state: ParallelState, reporter: Reporter) -> None:
-    """Logs the measured peak of each rank at the end, beside its forecast if there is one. Collective."""
+    """Logs each rank's measured peak at the end, beside any forecast. Collective."""
     peaks = gather(state.world.handle, peak_memory_mb(state.device))
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     reporter.entry("memory", {"peak_mb": peaks, "predicted_mb": [each.total for each in forecasts]})

@@ -1,4 +1,4 @@
-"""Measurements for the log and TensorBoard: spikes, memory, time, traffic, traces and pictures."""
+"""Measures for log and TensorBoard: spikes, memory, time, traffic, traces and pictures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DRAWN_SAMPLES = 8
 
 @dataclass(frozen=True)
 class _Observer:
-    """Observer of one layer of neurons."""
+    """Observes one neuron layer."""
 
     spikes: SpikeRecorder
     rasters: RasterRecorder
@@ -44,11 +44,11 @@ class _Observer:
 
 
 class Metrics:
-    """Measures spikes, memory, time and traffic of a run.
+    """Measures a run's spikes, memory, time and traffic.
 
     Attributes:
-        spikes: statistics of this rank's neurons, while `spikes.enabled`.
-        rasters: firing times of this rank's neurons, while `rasters.enabled`.
+        spikes: this rank's statistics, while `spikes.enabled`.
+        rasters: this rank's firing times, while `rasters.enabled`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -68,7 +68,7 @@ class Metrics:
             self._groups += ["pp", "backward"]
 
     def since_last(self, iteration: int) -> tuple[dict[str, float], list[LayerSpikes]]:
-        """Scalars since the last call, by name, and the spikes of each layer in the model's order. Collective.
+        """Scalars since the last call, by name, and each layer's spikes in model order. Collective.
 
         Scalars are memory, and time and traffic per iteration.
         """
@@ -90,8 +90,8 @@ class Metrics:
     def _traffic(self, iterations: int) -> dict[str, float]:
         """Received MB per iteration over all ranks, by group, as sent and as if unpacked. Collective.
 
-        "pp" counts activations between stages, "backward" their gradients. "dp" includes the gradient sums over
-        context parallel ranks.
+        "pp" counts activations between stages, "backward" their gradients. "dp" includes gradient sums over context
+        parallel ranks.
         """
         mine = [traffic.by_group[group] for group in self._groups]
         traffic.reset()
@@ -106,12 +106,12 @@ class Metrics:
 
 
 class StepTrace:
-    """torch.profiler trace of the iteration of --profile-step, on the ranks of the first replica.
+    """torch.profiler trace for --profile-step's iteration, on the first replica's ranks.
 
-    An error in it does not end the run.
+    A trace error does not end the run.
 
     Args:
-        span: iterations done before, and iterations of the whole run.
+        span: iterations done before, and in the whole run.
     """
 
     def __init__(self, config: PretrainConfig, state: ParallelState, span: tuple[int, int], reporter: Reporter) -> None:
@@ -128,7 +128,7 @@ class StepTrace:
 
     @contextmanager
     def around(self, number: int) -> Iterator[None]:
-        """Traces the block if `number` is the iteration to trace."""
+        """Traces the block if `number` is due."""
         if number != self._step:
             yield
             return
@@ -144,10 +144,10 @@ class StepTrace:
 
 
 class Pictures:
-    """Pictures of samples and spikes in TensorBoard.
+    """Samples and spikes in TensorBoard.
 
     Args:
-        rasters: firing times of this rank's neurons.
+        rasters: this rank's firing times.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Pictures:
         self._shown = False
 
     def begin(self, batch: GlobalBatch, iteration: int) -> None:
-        """Before a step: draws samples of the run's first batch; observes the neurons if rasters are due.
+        """Before a step: draws samples from the run's first batch; observes neurons if rasters are due.
 
         Args:
             iteration: steps done before this one.
@@ -181,7 +181,7 @@ class Pictures:
         self._shown = True
 
     def end(self, iteration: int) -> None:
-        """After a step: draws rasters if they are due. Collective over the pipeline.
+        """After a step: draws due rasters. Collective over the pipeline.
 
         Args:
             iteration: steps done, this one included.

@@ -1,4 +1,4 @@
-"""Synaptic operations of an evaluation, counted in the convolutions and linear layers of all ranks."""
+"""An evaluation's synaptic operations, counted in all ranks' convolutions and linear layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 class Operations:
-    """Counts the synaptic operations of this rank's layers, inside `counting`."""
+    """Counts inside `counting`, for this rank's layers."""
 
     def __init__(self, distributed: DistributedModel) -> None:
         self._state = distributed.state
@@ -53,7 +53,7 @@ class Operations:
                     module.observer = None
 
     def of_sample(self, samples: int) -> list[LayerOperations]:
-        """Operations of each layer in the model's order: the mean over a number of samples. Collective."""
+        """Mean operations per sample, by layer in model order. Collective."""
         of_ranks = gather(self._state.world.handle, self._counter.take())
         found = add_ranks(of_ranks, samples)
         return sorted(found, key=lambda each: position_in_model(each.name, self._order))
@@ -63,7 +63,7 @@ class Operations:
         self._counter.observe(name, images, layer.times_used, steps, are_spikes)
 
     def _observe_torch(self, name: str, module: Any, inputs: tuple[Tensor, ...]) -> None:
-        """Observes a module of torch, or of SpikingJelly with an input of all time steps."""
+        """For torch modules, or SpikingJelly's with an input for all time steps."""
         x = inputs[0].detach()
         if isinstance(module, nn.Linear):
             rows = x.reshape(-1, x.shape[-1], 1)
@@ -74,7 +74,7 @@ class Operations:
 
 
 def _times_used(module: Convolution, space: Sequence[int]) -> Tensor:
-    """Number of outputs that each input pixel contributes to, in a torch convolution; of shape `space`."""
+    """Number of outputs that each input pixel contributes to, in a torch convolution; shape `space`."""
     kinds: dict[int, Callable[..., Convolution]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
     one_channel = kinds[len(space)](
         1,

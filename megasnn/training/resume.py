@@ -1,4 +1,4 @@
-"""Loading of the state that a run starts from: a checkpoint, the weights of one, or a file of weights."""
+"""Loads a run's start: a checkpoint, its weights, or a weight file."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class LoadedStart:
     """State that a run has loaded.
 
     Attributes:
-        notices: lines for the user.
+        notices: for the user.
         best: best evaluation before.
-        saved: the folder of --save has a checkpoint of this very state.
-        averaged: the weights are the average of those of a checkpoint.
+        saved: the --save folder has a checkpoint with this very state.
+        averaged: the weights are a checkpoint's average.
     """
 
     notices: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class LoadedStart:
 def load_start(
     config: PretrainConfig, engine: Engine, data: RunData, start: Start, lock: FolderLock | None
 ) -> LoadedStart:
-    """Loads the start into the engine; without a checkpoint or weights the initial values stay. Collective.
+    """Loads into the engine; without a checkpoint or weights the initial values stay. Collective.
 
     Raises:
         CheckpointError: on every rank, where a checkpoint is damaged or does not fit; see `load_chosen`.
@@ -108,9 +108,9 @@ def _continue(
 
 
 def _load_weights(config: PretrainConfig, engine: Engine, data: RunData, checkpoint: ChosenCheckpoint) -> LoadedStart:
-    """Loads only the weights, of a model whose tensors fit.
+    """Loads only weights, for a model whose tensors fit.
 
-    A last layer of another shape keeps its initial values, and so does a first convolution of other input channels.
+    A last layer with another shape keeps its initial values, and so does a first convolution with other input channels.
     """
     description = engine.distributed.description
     shapes = {entry.name: entry.shard.global_shape for entry in description.tensors}
@@ -148,12 +148,12 @@ def _load_weights(config: PretrainConfig, engine: Engine, data: RunData, checkpo
 
 
 def _differ_in_channels(before: Sequence[int], now: Sequence[int]) -> bool:
-    """Whether weights of convolutions differ in the number of their input channels alone."""
+    """Whether convolution weights differ in input channels alone."""
     return len(before) == len(now) > 2 and [n for n in range(len(now)) if before[n] != now[n]] == [1]
 
 
 def _problems(config: PretrainConfig, data_position: Mapping[str, object], saved: Metadata) -> Iterator[str]:
-    """Yields differences of the model and the classes; in a training those of the data and their order as well."""
+    """Differences in model and classes; in a training also in the data and their order."""
     yield from model_differences(saved, config.model.name, config_identity(config))
     if different := _class_difference(data_position, saved.extra):
         yield (
@@ -175,7 +175,7 @@ def _problems(config: PretrainConfig, data_position: Mapping[str, object], saved
 
 
 def _class_difference(data_position: Mapping[str, object], saved: Mapping[str, object]) -> str:
-    """First class number whose name differs between a checkpoint and the data; empty if a list is not known."""
+    """First class number with another name in checkpoint and data; empty if a list is unknown."""
     before = saved.get(CLASS_NAMES)
     now = data_position.get(CLASS_NAMES)
     if not isinstance(before, list) or not isinstance(now, list):

@@ -1,4 +1,4 @@
-"""Checkpoints that a run saves, and the best of them by validation."""
+"""A run's saved checkpoints, and their best by validation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Best:
     """Best evaluation so far, as a checkpoint keeps it.
 
     Attributes:
-        evaluation: identity of the evaluation (`RunData.evaluation`). Accuracies of different ones are not compared.
+        evaluation: identity (`RunData.evaluation`). Accuracies with different identities are not compared.
     """
 
     iteration: int
@@ -29,7 +29,7 @@ class Best:
 
     @classmethod
     def read(cls, saved: object) -> Best | None:
-        """Reads the entry of a checkpoint; None without one. Old checkpoints do not identify the evaluation."""
+        """Reads a checkpoint's entry; None without one. Old checkpoints do not identify the evaluation."""
         match saved:
             case {"iteration": int(iteration), "accuracy_top1": float(accuracy), **others}:
                 evaluation = others.get("evaluation")
@@ -38,12 +38,12 @@ class Best:
 
 
 class Saves:
-    """Checkpoints of one run. Making one is collective.
+    """One run's checkpoints. Making one is collective.
 
     Args:
-        lock: of the folder of --save, on the first rank; released at the end.
+        lock: for the --save folder, on the first rank; released at the end.
         best: best evaluation before this run.
-        saved: the folder of --save has a checkpoint of this very state already.
+        saved: the --save folder has a checkpoint with this very state already.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Saves:
         """Saves unless this iteration is saved already. A failure is reported, and the run continues. Collective.
 
         Args:
-            skipped_steps: steps since the last save that were not finite.
+            skipped_steps: not finite, since the last save.
         """
         if self._writer is None:
             return
@@ -93,16 +93,16 @@ class Saves:
         self._writer.save(progress, self._engine.checkpoints.state, is_best)
 
     def found(self, iteration: int, accuracy: float) -> None:
-        """Compares the top-1 accuracy of an evaluation, the same on every rank, with the best so far."""
+        """Compares top-1 accuracy, the same on every rank, with the best so far."""
         if self._keeps_best and (self._best is None or accuracy > self._best.accuracy_top1):
             self._best = Best(iteration, accuracy, self._evaluation)
 
     def at_best(self, iteration: int) -> bool:
-        """Whether this iteration is the best so far, and is to be kept as that."""
+        """Whether to keep this iteration as the best so far."""
         return self._best is not None and self._best.iteration == iteration
 
     def finish(self, seconds: float | None = None) -> bool:
-        """Waits for a save in the background; False when the last save has failed. Collective.
+        """Waits for a background save; False when the last save has failed. Collective.
 
         Args:
             seconds: longest wait, after which nothing more can be saved.

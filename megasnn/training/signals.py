@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop. The first one lets it save and end after its step; a second one ends it at once."""
+"""Signals that ask a run to stop. The first lets it save and end after its step; a second ends it at once."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SAME_REQUEST_SECONDS = 1.0
 class StopSignals:
     """Context manager within which signals ask the run to stop.
 
-    Only the main thread of a program can handle signals; in other threads nothing is ever requested.
+    Only a program's main thread can handle signals; in other threads nothing is ever requested.
 
     Attributes:
-        requested: name of the first signal received; None before.
+        requested: first signal's name; None before.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class StopSignals:
 
     @property
     def status(self) -> int:
-        """Exit status of this rank when the requested stop leaves no result."""
+        """This rank's exit status when the stop leaves no result."""
         return 1 if self.requested is None else 128 + signal.Signals[self.requested]
 
     def __enter__(self) -> StopSignals:
@@ -47,6 +47,7 @@ class StopSignals:
     ) -> None:
         self._handlers.close()
         if threading.current_thread() is threading.main_thread():
+            # Keeps a finished run's exit status while the interpreter ends.
             atexit.register(_ignore_signals)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -64,6 +65,5 @@ class StopSignals:
 
 
 def _ignore_signals() -> None:
-    """Keeps the exit status of a finished run while the interpreter ends."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

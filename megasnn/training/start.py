@@ -1,4 +1,4 @@
-"""Start of a run, as the first rank decides it from files: the folder of --save and the checkpoint to load."""
+"""A run's start, decided by the first rank from files: the --save folder and the checkpoint to load."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _SECONDS_BETWEEN_TRIES = 0.1
 
 @dataclass(frozen=True)
 class Start:
-    """Start of a run, the same on every rank.
+    """The same on every rank.
 
     Attributes:
         checkpoint: to load first; None without one.
-        restarted: the job continues from its own checkpoints in the folder of --save, whatever --load names.
-        mark: file in the folder of --save that every host must see; empty where nothing is saved.
-        notices: lines for the user.
+        restarted: the job continues from its own checkpoints in the --save folder, whatever --load names.
+        mark: file in the --save folder that every host must see; empty where nothing is saved.
+        notices: for the user.
     """
 
     checkpoint: ChosenCheckpoint | None = None
@@ -41,12 +41,12 @@ class Start:
 
 @error_context("while deciding where the run starts")
 def agree_on_start(config: PretrainConfig, state: ParallelState) -> tuple[Start, FolderLock | None]:
-    """Decides on the first rank where the run starts, before anything is built. Collective.
+    """Decides the start on the first rank, before anything is built. Collective.
 
     Returns:
-        the start; the lock of the folder of --save, on the first rank of a run that saves.
+        the start; the --save folder's lock, on the first rank of a run that saves.
     Raises:
-        CheckpointError: on every rank: as `decide_start`, or hosts see different folders under the name of --save.
+        CheckpointError: on every rank: as `decide_start`, or hosts see different --save folders.
     """
     lock: FolderLock | None = None
 
@@ -67,10 +67,10 @@ def agree_on_start(config: PretrainConfig, state: ParallelState) -> tuple[Start,
 
 
 def decide_start(config: PretrainConfig) -> tuple[Start, FolderLock | None]:
-    """Claims the folder of --save, and chooses the checkpoint that the run starts from.
+    """Claims the --save folder, and chooses the checkpoint to load.
 
     Returns:
-        the start; the lock of the folder of --save, None where nothing is saved.
+        the start; the --save folder's lock, None where nothing is saved.
     Raises:
         CheckpointError: --load has no such checkpoint; another run saves in the folder, nobody can, or it has
             checkpoints that this run does not continue.
@@ -88,6 +88,7 @@ def decide_start(config: PretrainConfig) -> tuple[Start, FolderLock | None]:
     try:
         start = _choose(config, lock.resumes)
         mark = f".shared_{secrets.token_hex()}"
+        # A random name, so that no file from before is taken for it.
         (folder / mark).touch()
     except Exception:
         lock.release()
@@ -115,7 +116,7 @@ def _choose(config: PretrainConfig, restarted: bool) -> Start:
 
 
 def _require_shared(folder: Path, mark: str, state: ParallelState) -> None:
-    """Raises CheckpointError on every rank unless all see the first rank's file in this folder. Collective."""
+    """Raises CheckpointError on every rank unless all see the first rank's file. Collective."""
 
     def see() -> None:
         # A network file system may show a new file late: a host has 3 s.

@@ -1,4 +1,4 @@
-"""Introduction of a run: lines before the first step, its configuration in files and in TensorBoard."""
+"""A run's introduction: lines before the first step, its configuration in files and TensorBoard."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from megasnn.telemetry.reporter import Reporter
 
 
 def log_folder(config: PretrainConfig) -> Path | None:
-    """Folder of the configuration and the JSON log: the checkpoints' folder, otherwise TensorBoard's."""
+    """For configuration and JSON log: the checkpoints' folder, otherwise TensorBoard's."""
     folder = config.checkpoint.save or config.logging.tensorboard_dir
     return None if folder is None else Path(folder)
 
 
 def introduce(config: PretrainConfig, engine: Engine, reporter: Reporter) -> None:
-    """Logs the model, the layout and the flags. Collective."""
+    """Logs model, layout and flags. Collective."""
     original = config
     config = _without_secrets(config)
     layers = engine.distributed.description.layers
@@ -95,15 +95,15 @@ def _draw_schedule(engine: Engine, reporter: Reporter) -> None:
 
 
 def _without_secrets(config: PretrainConfig) -> PretrainConfig:
-    """The configuration for logs: more people read them than config.json, and URLs of data may hold passwords."""
     data = config.data
+    # More people read logs than config.json, and data URLs may hold passwords.
     valid = None if data.valid_data_path is None else shown_path(data.valid_data_path)
     return replace(config, data=replace(data, data_path=shown_path(data.data_path), valid_data_path=valid))
 
 
 def _config_file(config: PretrainConfig) -> Path | None:
-    """File of the configuration. An evaluation does not replace that of the training."""
     folder = log_folder(config)
+    # An evaluation does not replace the training's file.
     name = "evaluation_config.json" if config.training.evaluate_only else "config.json"
     return None if folder is None else folder / name
 
@@ -157,7 +157,7 @@ def _length(config: PretrainConfig, engine: Engine) -> str:
 
 
 def _unused_neuron_flags(config: PretrainConfig, neurons: Set[NeuronSpec]) -> list[str]:
-    """Warnings of neuron flags without effect: neurons of converted modules keep their own values."""
+    """Warns about neuron flags without effect: neurons in converted modules keep their own values."""
     default = config.model.neuron().spec
     flags = {"kind": "neuron", "alpha": "surrogate_alpha"}
     lines = []
@@ -193,7 +193,7 @@ def _operations(layers: Sequence[LayerDescription]) -> str:
 
 
 def _model(config: PretrainConfig, distributed: DistributedModel, plan: PipelinePlan) -> list[str]:
-    """Layers of each chunk, and the schedule; without a pipeline, operations of the whole model."""
+    """Each chunk's layers, and the schedule; without a pipeline, the whole model's operations."""
     layers = distributed.description.layers
     placement = plan.schedules.placement
     if len(placement) == 1:
