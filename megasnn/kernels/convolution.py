@@ -94,6 +94,9 @@ def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: G
         else:
             total.flatten(1).add_(of_output.t() @ rows)
         return
+    if _leaves_unwritten(images, geometry):
+        grad = grad.float()
+        images = images.float()
     # torch takes only the shape and type of this weight.
     weight = total if total.dtype == grad.dtype else torch.empty_like(total, dtype=grad.dtype)
     total += _convolution_backward(grad, images, weight, geometry, (False, True, False))[1]
@@ -107,6 +110,14 @@ def _at_stride_one(images: Tensor, geometry: Geometry, space: torch.Size) -> tup
     down, right = geometry.stride
     read = images[:, :, ::down, ::right][:, :, : space[0], : space[1]]
     return read.contiguous(memory_format=torch.channels_last), replace(geometry, stride=(1, 1), dilation=(1, 1))
+
+
+def _leaves_unwritten(images: Tensor, geometry: Geometry) -> bool:
+    """True where oneDNN leaves parts of a weight gradient unwritten: bfloat16 images narrower than the stride."""
+    # With AVX-512 it skips columns of the kernel that see padding alone (seen in torch 2.13 to 2.15). In float32 it
+    # writes them.
+    is_bfloat16_on_cpu = images.device.type == "cpu" and images.dtype == torch.bfloat16
+    return is_bfloat16_on_cpu and images.shape[-1] < geometry.stride[-1]
 
 
 def _is_matrix_product(images: Tensor, weight: Tensor, geometry: Geometry, few_rows: int = FEW_ROWS) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from unittest import mock
 
@@ -68,6 +69,32 @@ def test_a_narrow_pointwise_weight_gradient_has_no_stride(stride: tuple[int, int
     torch.testing.assert_close(total, weight.grad, rtol=1e-12, atol=1e-12)
     assert all(call.args[3].stride == (1, 1) for call in backward.call_args_list)
     assert backward.called == (groups > 1)  # without groups it is a product of matrices
+
+
+@pytest.fixture
+def filled_memory() -> Iterator[None]:
+    """torch fills memory that it has not written with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("filled_memory")
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("space", "stride"), [((1, 1), (2, 2)), ((4, 1), (1, 2)), ((2, 2), (3, 3)), ((2, 1), (3, 3))])
+def test_a_bfloat16_weight_gradient_of_images_narrower_than_the_stride_is_whole(
+    space: tuple[int, int], stride: tuple[int, int], groups: int
+) -> None:
+    """oneDNN's own has unwritten values. Without AVX-512 it has none, and this test cannot fail."""
+    x = random(4, 16, *space).bfloat16()
+    weight = random(32, 16 // groups, 3, 3).requires_grad_()
+    y = torch.conv2d(x.double(), weight, None, stride, 1, groups=groups)
+    grad = random(*y.shape).bfloat16()
+    y.backward(grad.double())
+    for _ in range(10):
+        total = torch.zeros_like(weight, dtype=torch.float32)
+        add_weight_gradient(total, grad, x, Geometry(stride, (1, 1), groups=groups))
+        torch.testing.assert_close(total.double(), weight.grad, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("window", [2, 3])
