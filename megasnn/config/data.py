@@ -60,7 +60,7 @@ class DataConfig:
     cutmix_alpha: NonNegative = 0.0
     """Parameter of CutMix's beta distribution; with --mixup-alpha, each is used in half of the micro-batches."""
     mixup_off_epoch: Count = 0
-    """Epochs with --mixup-alpha and --cutmix-alpha, from the start; 0: all."""
+    """Epoch at which --mixup-alpha and --cutmix-alpha are turned off; 0 keeps them on."""
     split_by: Literal["number", "time"] | None = None
     """Split a recording into frames with equal numbers of events (number, the default) or equal times."""
     skip_broken_samples: bool = False

@@ -141,8 +141,8 @@ class OptimizerConfig:
     ema_decay: FractionBelowOne = 0.0
     """Decay of the moving average of the weights, which evaluation uses; 0 disables it."""
     layer_decay: FractionAboveZero = 1.0
-    """Factor between the learning rates of a layer group and the next one, as in timm. The last layer group keeps the
-    full rate; 1 gives all layers the same."""
+    """Decay of the learning rate by depth, as in timm: each layer group trains at this factor times the rate of the
+    group after it. The last layer group keeps the full rate; 1 gives all layers the same."""
     lr_scale: str | None = None
     """Factors of the learning rate by parameter name, "head.*=10,*.bias=2". Factors of several matching patterns
     multiply; 0 keeps a parameter unchanged."""

@@ -189,5 +189,5 @@ class TrainingConfig:
         asked = {name: getattr(self, name) for name in LENGTHS}
         lengths = [f"{flag(name)} {value}" for name, value in asked.items() if value is not None]
         if len(lengths) > 1:
-            wrong.append(f"{' and '.join(lengths)} are {len(lengths)} lengths; give one (none takes another back)")
+            wrong.append(f"{' and '.join(lengths)} are {len(lengths)} lengths; give one (none unsets another)")
         return wrong

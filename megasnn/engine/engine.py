@@ -282,17 +282,19 @@ class Engine:
             self.step.loaded()
         else:
             self.step.loaded((loaded.iteration, loaded.consumed_samples), loaded.averaged_steps)
-            self._follow_position()
+            training = self.config.training
+            if training.train_samples is not None:
+                # The checkpoint's steps may have had another batch size.
+                batch_size = training.global_batch_size
+                self.follow(training.length(batch_size, self.iteration, self.consumed_samples))
         changed = [] if weights_only else changed_recipe(loaded.extra, config)
         for remark in (*loaded.remarks, *changed):
             warnings.warn(remark, stacklevel=2)
 
-    def _follow_position(self) -> None:
-        training = self.config.training
-        if training.train_samples is not None:
-            # The checkpoint's steps may have had another batch size.
-            self.length = training.length(training.global_batch_size, self.iteration, self.consumed_samples)
-            self.step.iterations = self.length.iterations
+    def follow(self, length: Length) -> None:
+        """Sets the training length, which learning rates depend on."""
+        self.length = length
+        self.step.iterations = length.iterations
 
     @contextmanager
     def _running(self) -> Iterator[None]:

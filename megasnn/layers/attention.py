@@ -255,7 +255,8 @@ class Attend(torch.autograd.Function):
         finish = None
         if options.group is not None:
             finish = start_all_reduce_sum(of_kv, options.group)
-        # The gradients of q and v take the memory of q and v. That of q needs no sum over ranks, and is computed during it.
+        # The gradients of q and v take the memory of q and v. That of q needs no sum over ranks: it is computed while
+        # of_kv is summed.
         torch.matmul(grad, kv.transpose(-2, -1), out=q)
         if finish is not None:
             finish()

@@ -9,7 +9,6 @@ from itertools import chain
 
 from torch import nn
 
-from megasnn.common.files import CheckpointError
 from megasnn.common.grid import micro_batch_counts
 from megasnn.config import ParallelConfig, PretrainConfig
 from megasnn.layers.context import BuildContext
@@ -124,11 +123,7 @@ def plan_pipeline(
             ranks = state.dp_replicate_cp.size
         exchanged_of = partial(_exchanged_bytes, built, ranks=ranks, on_gpu=state.device.type != "cpu")
     choice = partial(choose, parallel, stages, len(description.layers), counts, bounds, costs, weights_of, exchanged_of)
-    try:
-        return broadcast_result(state.world.handle, choice)
-    except CheckpointError as error:
-        # Errors of another rank arrive as CheckpointError, but this one concerns flags.
-        raise ValueError(f"{error}") from None
+    return broadcast_result(state.world.handle, choice)
 
 
 def choose(

@@ -74,8 +74,7 @@ class TrainingRun:
                 loaded = load_start(config, engine, data, start, lock)
                 # A run by epochs counts its remaining steps from the samples consumed so far.
                 epoch = data.length.epoch_samples
-                engine.length = config.training.length(epoch, engine.iteration, engine.consumed_samples)
-                engine.step.iterations = engine.length.iterations
+                engine.follow(config.training.length(epoch, engine.iteration, engine.consumed_samples))
                 self.iterations = engine.length.iterations
                 self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
                 self.saves = Saves(config, engine, data, reporter, lock, loaded.best, loaded.saved)

@@ -113,7 +113,7 @@ def _summary(config: PretrainConfig, engine: Engine) -> list[str]:
     distributed = engine.distributed
     description = distributed.description
     state = distributed.state
-    name = type(config.model).__name__.removesuffix("Config")
+    name = type(config.model).__name__
     frozen = distributed.parameters - distributed.trained_parameters
     frozen_text = f" ({frozen:,} of them frozen)" if frozen else ""
     ranks = f"{state.world.size} rank{'s' * (state.world.size > 1)} ({state.grid})"
