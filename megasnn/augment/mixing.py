@@ -35,7 +35,7 @@ class Mix(NamedTuple):
 class Mixing:
     """Mixup (Zhang et al. 2017, arXiv 1710.09412) or cutmix (Yun et al. 2019, arXiv 1905.04899), as in timm.
 
-    A micro-batch has one share. With both, each mixes half of the micro-batches.
+    All samples of a micro-batch use one mixing ratio. With both, each micro-batch uses one of them, at equal odds.
 
     Attributes:
         mixup_alpha, cutmix_alpha: for the share's beta distribution; None disables it.

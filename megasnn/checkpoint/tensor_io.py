@@ -148,7 +148,7 @@ def read_boxes(path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[S
     """
     wanted = defaultdict[str, list[_Overlap]](list)
     elements: Counter[str] = Counter()
-    # Boxes with copies come last. Of the copies, the one is read in the file with most elements to read anyway.
+    # Boxes with copies come last. A copied box is read from the file with most elements to read.
     for overlaps in sorted(_overlaps(saved, entries), key=len):
         file = max(overlaps, key=lambda file: elements[file])
         wanted[file].append(overlaps[file])

@@ -79,7 +79,7 @@ class TrainStep:
         rate = self._rate(done)
         if not 0 <= rate < math.inf:
             raise ValueError(f"the learning rate of step {self.iteration} is {rate}: lr_schedule must give 0 or more")
-        # A GPU updates before the host has read the sums, and keeps the weights if the step is void.
+        # On a GPU the optimizer is launched before the host has read the sums; the device skips a void step.
         updates_unread = self._masks and checks.runs_ahead(distributed.context.state.device)
         with self.timers("forward_backward"):
             # Zeroes gradients; forward, backward and reductions by schedule.

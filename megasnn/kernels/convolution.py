@@ -15,9 +15,9 @@ from torch import Tensor
 FEW_ROWS = 1024
 """Below this many rows a pointwise convolution on a CPU is computed as a matrix product."""
 FEW_SUMMED_ROWS = 2048
-"""The same for a weight gradient."""
+"""Row limit for weight gradients."""
 FEW_FRAMES = 16
-"""The same for frames."""
+"""With fewer frames, a matrix product whatever the rows."""
 NARROW = 16
 """Channels below which oneDNN fills its blocks of 8 (AVX2) or 16 (AVX-512) only in part."""
 

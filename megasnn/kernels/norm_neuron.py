@@ -57,7 +57,7 @@ class NormNeuronOutput(NamedTuple):
     Attributes:
         spikes: `[time_steps, N, C, ...]` in the input's type.
         mean, variance: `[C]` in double precision, without gradient.
-        values: per channel behind them; a scalar on the device where ranks share them.
+        values: number of values per channel in the statistics; a scalar on the device where ranks share them.
     """
 
     spikes: Tensor
@@ -85,7 +85,7 @@ def norm_pool_neuron(
             computed.
         above: with pooling, another rank's row ``[T, N, C, 1, W]`` above ``x``, not in the statistics. ``x`` then
             begins with an even image row. None, or no column: ``x`` begins at the edge.
-        fires: False where only the graph is wanted: the spikes are then zeros without memory.
+        fires: False skips the spikes and returns zeros without memory; recomputation needs only the graph.
 
     Raises:
         ValueError: an unknown or unusable backend, time steps that do not fit, or statistics over a single value.
@@ -124,7 +124,7 @@ def norm_pool_neuron(
 def _statistics(
     kernels: NormNeuronKernels[Any], x: Tensor, norm: BatchNorm, eps: float
 ) -> tuple[Statistics, int | Tensor]:
-    """Statistics to normalise with, and the values per channel behind them."""
+    """Statistics to normalise with, and their number of values per channel."""
     own_values = x.numel() // x.shape[2]
     shared = norm.shared
     if norm.running is not None:
@@ -158,8 +158,8 @@ class _CallOptions(NamedTuple):
     statistics: Statistics
     values: int | Tensor | None  # per channel behind the statistics; None where they do not depend on the input
     shared: Shared | None
-    fires: bool  # the spikes are wanted
-    packed: bool  # their bits are wanted, too
+    fires: bool  # compute spikes
+    packed: bool  # also pack them into bits
 
 
 class _NormNeuronFunction(torch.autograd.Function):

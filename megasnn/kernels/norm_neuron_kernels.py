@@ -52,7 +52,7 @@ class Norm(NamedTuple):
     Attributes:
         mean, variance: `[C]`, the biased variance, in double precision.
         weight, bias: scale and shift `[C]`, or None.
-        coefficients: the others as a backend's kernels read them; None if its kernels work them out.
+        coefficients: scale, shift and mean in the backend's layout; None if its kernels compute them.
     """
 
     mean: Tensor

@@ -42,7 +42,7 @@ def own_pixel_rows(frames: Tensor, group: Group) -> Tensor:
 
 
 def note_height(module: nn.Module, height: int) -> None:
-    """Dry run. Raises ValueError for a second height."""
+    """Records the height of a module's images in the dry run. Raises ValueError for a second one."""
     found = facts(module)
     before = found.image_height
     if before not in (None, height):

@@ -53,7 +53,7 @@ def content_of(tensor: Tensor) -> Content:
 
 
 def mark_both(tensor: Tensor, other: Tensor) -> None:
-    """Gives a dry-run tensor the larger of both marks."""
+    """Marks a dry-run tensor with the larger bound of two; unknown if either is."""
     # Either tensor may stand in the other's place.
     if Content.DENSE in (content_of(tensor), content_of(other)):
         tensor._largest = None  # type: ignore[attr-defined]

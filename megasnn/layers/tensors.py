@@ -104,7 +104,7 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
                     if name in module._parameters:
                         module._parameters[name] = _with_all_of(module.get_parameter(name), value)
                     else:
-                        module._buffers[name] = value.detach()  # a tensor of its own, of the same memory
+                        module._buffers[name] = value.detach()  # a distinct tensor with the same memory
 
 
 def _with_all_of(old: nn.Parameter, value: Tensor) -> nn.Parameter:

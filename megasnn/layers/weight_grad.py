@@ -27,7 +27,7 @@ class WeightGradients:
 
     Attributes:
         report: called with each parameter whose gradient grew.
-        anchor: stands for all parameters in autograd's graphs, and has no gradient.
+        anchor: scalar that makes autograd call a layer's backward, although the parameter is not in the graph.
     """
 
     def __init__(self) -> None:

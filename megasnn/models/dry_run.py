@@ -59,7 +59,7 @@ def dry_run(
 
 
 def _evaluated(layer: nn.Module, inputs: Sequence[Bundle], watch: ChannelWatch | None) -> Bundle | None:
-    """Output in evaluation; None if that needs values and nothing is watched."""
+    """Output in evaluation; None if it reads tensor values and no ChannelWatch is active."""
     layer.eval()
     try:
         with torch.no_grad():

@@ -53,7 +53,7 @@ class GradientNorm:
 
         Args:
             norm: a scalar on the device avoids a host wait.
-            most: 0: never scale.
+            most: largest norm; 0 disables clipping.
             is_void: if true, gradients stay as they are, for the search for values that are not finite.
         """
         gradients = [each.grad for each in self._parameters if each.grad is not None]

@@ -26,7 +26,7 @@ class Bucket:
         weights: FSDP.
 
     Attributes:
-        pending: missing gradients by incomplete parameter.
+        pending: number of gradients still expected, by parameter.
         await_sum: waits for the replicas' sum in flight.
         shard: this rank's weight shards (FSDP).
         reduced: local gradients, replaced by the replicas' sum.

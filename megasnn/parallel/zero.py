@@ -29,7 +29,7 @@ class ParameterShards:
         local_shards: this rank's shards if it keeps nothing else (FSDP).
 
     Attributes:
-        shards: this rank's, by parameter, possibly empty.
+        shards: this rank's rows of each parameter, as views: an optimizer step writes into the parameter.
         sum: the shards' gradients, summed over ranks since the last `zero`.
         sums: views of `sum` by shard.
     """

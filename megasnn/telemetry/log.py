@@ -36,7 +36,7 @@ class BestEffort:
 
 
 class JsonLog:
-    """Appends JSON objects, one a line, to a directory's `log.jsonl`. None writes nothing.
+    """Appends JSON objects, one a line, to a directory's `log.jsonl`. None disables the log.
 
     Every line has `time` (ISO 8601 with UTC offset) and `kind`: "start" (all flags), "iteration" (log line and layer
     spikes), "validation", "memory_predicted", "memory" or "message". nan and infinities are strings: "nan", "inf",

@@ -18,7 +18,7 @@ class RunOutline:
 
     Attributes:
         epoch_samples: training samples in an epoch.
-        directory, log_directory: for TensorBoard and log.jsonl; None writes none.
+        directory, log_directory: for TensorBoard and log.jsonl; None disables each.
         resumed: (iteration, consumed samples) at the checkpoint.
     """
 

@@ -26,11 +26,11 @@ from megasnn.kernels.numba.lanes import (
 from megasnn.kernels.numba.step import charged, fired, of_factor, of_potential, of_spike, surrogate_gradient
 
 # Lanes run all steps before the next lanes start, so that potentials, their gradients, sums and coefficients stay in
-# registers. The next values lie in as many rows of memory as there are steps. The processor does not follow so many by
-# itself, so they are prefetched.
+# registers. The next values lie in as many rows of memory as there are steps. Hardware prefetchers cannot track so many
+# streams, so the loop prefetches.
 LANES = VECTOR_BYTES // 4  # the most lanes of a value: those of float32
 _AHEAD = 256  # neurons between a load and its prefetch
-_LARGE = 4 * 2**20  # bytes: an L2 cache does not hold so many until they are read
+_LARGE = 4 * 2**20  # bytes: larger arrays leave the L2 cache before they are read
 
 
 @part

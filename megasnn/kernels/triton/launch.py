@@ -18,7 +18,7 @@ COLUMNS = 128  # of a tile of a kernel that sums over rows
 TILES = 64  # the most that a program sums: few programs leave few partial sums, and the next kernel waits for these
 MOST_UNROLLED = 16
 """Most time steps that a forward unrolls; a loop over more steps compiles sooner."""
-_REGISTERS = 48  # of a thread, for potentials in a backward: with more, compilers run out of registers
+_REGISTERS = 48  # per thread, for membrane potentials in a backward: with more, compilers run out
 _IN_A_LOOP = 40  # the same for a loop over chunks, which takes some registers for itself
 _LOAD = 16  # bytes of the widest load
 _ALIGNED = 16  # bytes: addresses that are multiples of it are one kind of argument to Triton
@@ -39,7 +39,7 @@ def lanes_of_type(dtype: torch.dtype) -> int:
 def lanes_of_backward(dtype: torch.dtype, time_steps: int) -> int:
     """Elements per thread in a backward, whose registers hold their potentials at several time steps."""
     widest = lanes_of_type(dtype)
-    # Half as many of 16 bits, where registers then hold the potentials of all time steps. On an H200 that is as fast;
+    # For 16-bit types, halve the elements per thread if registers then hold all time steps. On an H200 that is as fast;
     # before Hopper registers did not suffice.
     only_half_fits = widest * time_steps > _REGISTERS >= widest // 2 * time_steps
     return widest // 2 if only_half_fits and dtype.itemsize == 2 else widest

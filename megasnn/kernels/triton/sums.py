@@ -260,7 +260,7 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
             x_t = x
             g_t = source
             taps_t = taps + done
-            # Winning values first go where g goes later: the cache gives them back.
+            # g_pooled first holds the pooled maxima: `sums_of_chunk` reads them from the cache and writes g.
             for _step in range(1 if REPEATED else T):
                 _best, winner, tap = pooled(x_t, done + place, inside, scale, shift, channels, height, width, above, D)
                 tl.store(g_t + place, winner.to(g_pooled.dtype.element_ty), mask=inside)
