@@ -84,7 +84,7 @@ def _reshard(
 ) -> HasFindings:
     """Write a checkpoint with one file for each rank of another layout, optimizer state included.
 
-    Optional: any layout loads any checkpoint. After it, each rank of this layout opens one file only.
+    Optional: any layout loads any checkpoint. Afterwards each rank of this layout reads a single file.
 
     Args:
         load: checkpoint to read.

@@ -228,7 +228,7 @@ def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]
             for member in archive:
                 # The size of a sparse file counts its holes. `_check_member` refuses it by name.
                 if not member.issparse() and member.offset_data + member.size > length:
-                    raise tarfile.ReadError(f"member {member.name!r} ends behind byte {length}")
+                    raise tarfile.ReadError(f"member {member.name!r} extends past byte {length}")
                 key, suffix = split_name(member.name)
                 if not member.isreg() or not (suffix in (*SAMPLE_SUFFIXES, LABEL) or _is_array(suffix)):
                     continue

@@ -67,7 +67,7 @@ class TrainedModel(nn.Module):
                 f"{about.model} is not in megasnn.MODELS: give its class, megasnn.load_model(..., model=MyModel)"
             )
         if model is not None and not isinstance(model, type):
-            raise CheckpointError(f"model= takes the class of the model, {type(model).__name__}, and not one of it")
+            raise CheckpointError(f"model= takes the class {type(model).__name__}, not an instance")
         model = model or MODELS[about.model]
         if model.name != about.model:
             raise CheckpointError(f"it is of the model {about.model}, and model={model.__name__} is {model.name}")

@@ -90,8 +90,9 @@ def tie_all(layers: Sequence[Built], ties: TiedTensors) -> None:
         try:
             # Statistics are exchanged call by call.
             if where.name == "running_mean" and calls != owner_calls:
-                both = f"{calls} and {owner_calls}"
-                raise ValueError(f"a forward calls them {both} times: let both layers call the norm as often")
+                raise ValueError(
+                    f"a forward calls the tied norms {calls} and {owner_calls} times: make these numbers equal"
+                )
             tie(module, where.name, owner_name, of_owner, owner.name)
         except ValueError as error:
             raise ValueError(f"{where.global_name(layers)} is tied to {owner_name}: {error}") from None

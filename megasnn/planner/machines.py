@@ -164,8 +164,8 @@ DEVICES: Registry[Machine] = Registry(
             program=0.45e9,
             rest=0.0,
             source="fitted to ten layouts of one core and of two cores of an AMD EPYC, with --sparse-products off; ten "
-            "others came out within 10 % (docs/planner.md). Sums over spikes take less time, the fewer they are: "
-            "--measure takes them as they are",
+            "others came out within 10 % (docs/planner.md). Sums over spikes are faster at low firing rates: "
+            "--measure includes them",
             start=1.18e-3,
         ),
     },

@@ -100,7 +100,9 @@ def plan(
     if wrong := problems(config, cluster):
         raise ConfigError(wrong)
     if other := cost_differences(analysis, config):
-        raise PlanError(f"these costs do not serve: {'; '.join(other)}; analyze this model (--costs with a new file)")
+        raise PlanError(
+            f"the costs file does not match this run: {'; '.join(other)}; analyze this model (--costs with a new file)"
+        )
     if _is_of_another(analysis, cluster):
         # Another device's seconds cannot be scaled to this one.
         analysis = replace(analysis, timed=())
@@ -259,7 +261,7 @@ def table(plan: Plan) -> str:
         cells = [text.ljust(width) for text, width in zip(row[:4], widths, strict=True)]
         lines.append("  ".join([*cells, row[4]]).rstrip())
     refused = Counter(each.reason for each in plan.candidates if isinf(each.seconds))
-    lines += [f"{count} cannot be: {reason}" for reason, count in refused.most_common(SHOWN)]
+    lines += [f"{count} layouts are impossible: {reason}" for reason, count in refused.most_common(SHOWN)]
     return "\n".join(lines)
 
 

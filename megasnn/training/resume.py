@@ -138,9 +138,9 @@ def _load_weights(config: PretrainConfig, engine: Engine, data: RunData, checkpo
     remarks = [*loaded.remarks, *changed_samples(loaded.extra, config)]
     if channels := loaded.left & of_first:
         names = ", ".join(sorted(channels))
-        remarks.append(f"{names} is of other input channels in the checkpoint: it stays as it is initialised")
+        remarks.append(f"{names} has other input channels in the checkpoint and keeps its initial values")
     if loaded.left & of_last:
-        remarks.append(f"{last} is of another shape in the checkpoint: it stays as it is initialised")
+        remarks.append(f"{last} has another shape in the checkpoint and keeps its initial values")
     elif different := _class_difference(data.data_position, loaded.extra):
         remarks.append(f"{different} in the checkpoint and in the data, and {last} keeps its weights")
     taken = "weights" if loaded.averaged_steps is None else "average of the weights (--no-ema: the weights)"
@@ -163,7 +163,7 @@ def _problems(config: PretrainConfig, data_position: Mapping[str, object], saved
     if config.training.evaluate_only:
         return
     if not saved.extra.keys() & data_position.keys():
-        yield "it keeps no place in the data, as a megasnn.Engine has none: --finetune takes its weights only"
+        yield "it stores no data position, as it was saved by a megasnn.Engine: --finetune loads its weights only"
         return
     for name, value in data_position.items():
         if name != CLASS_NAMES and saved.extra.get(name) != value:

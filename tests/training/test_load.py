@@ -181,7 +181,7 @@ def test_fine_tuning_on_events_after_images(trained, tmp_path, capsys) -> None:
     told = capsys.readouterr().out
     weights, before = load_global_tensors(tmp_path), load_global_tensors(trained[0])
     (name,) = (name for name in before if weights[name].shape != before[name].shape)
-    assert f"{name} is of other input channels in the checkpoint: it stays as it is initialised" in told
+    assert f"{name} has other input channels in the checkpoint and keeps its initial values" in told
     assert "--normalize-images" not in told
     grey = read(*start[:3], "--in-channels", "1")
     assert grey.data.normalize_images is None and samples(grey)["normalize_images"] == "digits"
