@@ -94,7 +94,10 @@ def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: G
         else:
             total.flatten(1).add_(of_output.t() @ rows)
         return
-    if _leaves_unwritten(images, geometry):
+    # Where images are narrower than the stride, oneDNN leaves parts of a bfloat16 weight gradient unwritten: with AVX-512
+    # it skips columns of the kernel over padding alone (seen in torch 2.13 to 2.15). In float32 it writes them.
+    is_bfloat16_on_cpu = images.device.type == "cpu" and images.dtype == torch.bfloat16
+    if is_bfloat16_on_cpu and images.shape[-1] < geometry.stride[-1]:
         grad = grad.float()
         images = images.float()
     # torch takes only the shape and type of this weight.
@@ -110,14 +113,6 @@ def _at_stride_one(images: Tensor, geometry: Geometry, space: torch.Size) -> tup
     down, right = geometry.stride
     read = images[:, :, ::down, ::right][:, :, : space[0], : space[1]]
     return read.contiguous(memory_format=torch.channels_last), replace(geometry, stride=(1, 1), dilation=(1, 1))
-
-
-def _leaves_unwritten(images: Tensor, geometry: Geometry) -> bool:
-    """True where oneDNN leaves parts of a weight gradient unwritten: bfloat16 images narrower than the stride."""
-    # With AVX-512 it skips columns of the kernel that see padding alone (seen in torch 2.13 to 2.15). In float32 it
-    # writes them.
-    is_bfloat16_on_cpu = images.device.type == "cpu" and images.dtype == torch.bfloat16
-    return is_bfloat16_on_cpu and images.shape[-1] < geometry.stride[-1]
 
 
 def _is_matrix_product(images: Tensor, weight: Tensor, geometry: Geometry, few_rows: int = FEW_ROWS) -> bool:
