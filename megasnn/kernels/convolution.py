@@ -94,8 +94,8 @@ def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: G
         else:
             total.flatten(1).add_(of_output.t() @ rows)
         return
-    # Where images are narrower than the stride, oneDNN leaves parts of a bfloat16 weight gradient unwritten: with AVX-512
-    # it skips columns of the kernel over padding alone (seen in torch 2.13 to 2.15). In float32 it writes them.
+    # Where images are narrower than the stride, oneDNN leaves parts of a bfloat16 weight gradient unwritten: with
+    # AVX-512 it skips columns of the kernel over padding alone (seen in torch 2.13 to 2.15). In float32 it writes them.
     is_bfloat16_on_cpu = images.device.type == "cpu" and images.dtype == torch.bfloat16
     if is_bfloat16_on_cpu and images.shape[-1] < geometry.stride[-1]:
         grad = grad.float()
