@@ -36,7 +36,7 @@ def shared_rows(height: int, ranks: int) -> tuple[range, ...]:
 
 
 def own_pixel_rows(frames: Tensor, group: Group) -> Tensor:
-    """Of images `[T, N, C, H, W]`."""
+    """This rank's pixel rows of whole images `[T, N, C, H, W]`."""
     own = shared_rows(frames.shape[3], group.size)[group.rank]
     return frames[:, :, :, own.start : own.stop]
 
