@@ -112,7 +112,7 @@ class ConvNormNeuron(nn.Module):
 
     @contextmanager
     def graph_only(self) -> Iterator[None]:
-        """Inside, a fused forward computes the graph for backward, and zeros in place of spikes."""
+        """Replaces spikes by zeros in fused forwards inside; recomputation needs only the graph for backward."""
         self._fires = False
         try:
             yield
