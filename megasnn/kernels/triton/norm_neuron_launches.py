@@ -145,7 +145,8 @@ class NormNeuronLaunches:
         tiling = self._tiling
         return Launch(
             backward_sums_kernel, tiling.programs * (tiling.row // COLUMNS),
-            self.size, self._in_size, self.channels, *self._sides, norm_neuron.above, tiling.row, tiling.programs, tiling.tiles,
+            self.size, self._in_size, self.channels, *self._sides, norm_neuron.above,
+            tiling.row, tiling.programs, tiling.tiles,
             CHUNK=chunk(self._dtype, norm_neuron.time_steps), POOL=norm_neuron.pool, LEARN=learn,
             ROWS=tiling.rows, COLUMNS=COLUMNS, **self._common,
         )  # fmt: skip
