@@ -156,11 +156,11 @@ def configuration_and_checkpoint(
     """
     flags = parse(run_config(model), argv, console_outputs, model.recipes())
     checkpoint = _checkpoint_of(flags)
-    saved = {} if checkpoint is None else _saved_values(model, flags, checkpoint.metadata)
-    if not saved:
+    checkpoint_values = {} if checkpoint is None else _checkpoint_values(model, flags, checkpoint.metadata)
+    if not checkpoint_values:
         return flags, checkpoint
-    config = parse(run_config(model), argv, console_outputs, model.recipes(), saved)
-    before = from_dict(run_config(model), {"model": saved["model"]}).model.input_shape
+    config = parse(run_config(model), argv, console_outputs, model.recipes(), checkpoint_values)
+    before = from_dict(run_config(model), {"model": checkpoint_values["model"]}).model.input_shape
     now = config.model.input_shape
     if (len(before), before[-3:-2]) != (len(now), now[-3:-2]):
         # Events after images, or other channels: the checkpoint's normalisation does not apply to them.
@@ -185,7 +185,7 @@ def _checkpoint_of(flags: PretrainConfig) -> ChosenCheckpoint | None:
         return None
 
 
-def _saved_values(model: type[Model], flags: PretrainConfig, saved: Metadata) -> Values:
+def _checkpoint_values(model: type[Model], flags: PretrainConfig, saved: Metadata) -> Values:
     """Values from a checkpoint: dimensions, neuron and, for an evaluation or --finetune, preprocessing.
 
     Empty for another model, or without a configuration.

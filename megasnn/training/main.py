@@ -109,4 +109,4 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback], checkpoint: Ch
         return stop.status
     if run.has_diverged:
         return DIVERGED
-    return 0 if run.saved else SAVE_FAILED
+    return 0 if run.saves_succeeded else SAVE_FAILED
