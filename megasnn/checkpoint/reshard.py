@@ -64,7 +64,7 @@ class Target:
         if saved_layout.count("|") + 1 != chunks:
             return placed_bounds([layer.operations for layer in layers], self.placement)
         layout = saved_layout or str(len(layers))
-        return layout_to_bounds(parse_layout(layout), [layer.name for layer in layers], chunks)
+        return layout_to_bounds(parse_layout(layout), description.layer_names, chunks)
 
 
 def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
