@@ -238,8 +238,12 @@ def _try_to_cut(
     each: Layer, context: BuildContext, sources: tuple[int, ...], inputs: Sequence[_Output]
 ) -> Built | None:
     """A layer for the rank's channels; None if it must be whole."""
-    has_tensors = next(tensors_of(each.module), None) is not None
-    if why_whole(each.module) if each.is_sharded else (is_plain(each.module) and has_tensors):
+    if each.is_sharded:
+        must_be_whole = bool(why_whole(each.module))
+    else:
+        has_tensors = next(tensors_of(each.module), None) is not None
+        must_be_whole = is_plain(each.module) and has_tensors
+    if must_be_whole:
         return None
     bundles = [x.bundle for x in inputs]
     takes_frames = len(sources) == 1 and sources[0] < 0
@@ -273,7 +277,10 @@ def _build_whole(
 
 
 def _cuts(inputs: Sequence[_Output]) -> list[bool]:
-    return [cut for x in inputs for cut in x.cuts]
+    cuts = list[bool]()
+    for x in inputs:
+        cuts += x.cuts
+    return cuts
 
 
 def _made(each: Layer, context: BuildContext) -> nn.Module:
