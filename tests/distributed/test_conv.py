@@ -84,6 +84,13 @@ CASES = [
     case(8, 16, (3,), dims=1, groups=4, padding=1, bias=True),
     case(3, 16, 5, dims=1, padding=2),
     case(8, 16, 1, dims=1, style="column"),
+    case(8, 16, 3, style="column", padding=1, padding_mode="circular", bias=True),
+    case(16, 8, 5, style="row", padding=(2, 1), padding_mode="reflect", stride=2),
+    case(8, 8, 3, groups=8, padding="same", padding_mode="replicate"),
+    case(8, 16, (4, 3), style="column", padding="same", dilation=2),  # more zeros behind than before
+    case(3, 16, 2, padding="same", padding_mode="circular"),
+    case(8, 16, 3, dims=1, style="row", padding=2, padding_mode="circular", bias=True),
+    case(8, 16, 4, dims=1, style="column", padding="same"),
 ]
 
 
@@ -185,3 +192,32 @@ def test_a_weight_is_cast_once_a_step() -> None:
     with torch.no_grad():
         weight.fill_(4)
     assert weights.of(weight, torch.bfloat16)[0, 0] == 4, "not kept outside of a step"
+
+
+def test_edges_of_spikes_travel_as_bits_and_count_as_operations() -> None:
+    """An image of one pixel row has three copies of it in a circular padding of one."""
+    layer = ParallelConv(2, 4, 3, padding=1, padding_mode="circular")
+    reference = nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular", bias=False, dtype=torch.float64)
+    image = torch.ones(1, 1, 4, 5, dtype=torch.float64, requires_grad=True)
+    build({"conv": layer}, {})
+    layer(mark_spikes(torch.zeros(T, N, 2, 4, 5, device="meta"), 1))
+    with torch.no_grad():
+        used = layer.times_used((4, 5))
+        nn.init.ones_(reference.weight)
+    reference(image.expand(1, 2, 4, 5)).sum().backward()
+    assert image.grad is not None
+    assert torch.equal(2 * used, image.grad[0, 0])
+    assert torch.equal(used, torch.full((4, 5), 36.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"padding_mode": "mirror"}, "zeros, reflect, replicate, circular, got 'mirror'"),
+        ({"padding": "full"}, "'same', got 'full'"),
+        ({"padding": 1, "padding_mode": "circular", "pool": 2}, "pool=1"),
+    ],
+)
+def test_a_padding_that_it_does_not_know_is_refused(options, named) -> None:
+    with pytest.raises(ValueError, match=named):
+        ParallelConv(4, 4, 3, **options)
