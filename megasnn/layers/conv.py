@@ -162,7 +162,7 @@ class ParallelConv(WeightedLayer):
             self.tell_observer(x)
         if self.edges is not None:
             x = self.with_edges(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-            bits = pack_bits(x) if holds_spikes else None
+            bits = None  # The product packs the padded input.
         y = self.product(x, bits)
         if self.bias is None or not add_bias:
             return y

@@ -194,20 +194,36 @@ def test_a_weight_is_cast_once_a_step() -> None:
     assert weights.of(weight, torch.bfloat16)[0, 0] == 4, "not kept outside of a step"
 
 
-def test_edges_of_spikes_travel_as_bits_and_count_as_operations() -> None:
-    """An image of one pixel row has three copies of it in a circular padding of one."""
+def test_an_input_pixel_reaches_outputs_from_its_copies_in_the_edges() -> None:
     layer = ParallelConv(2, 4, 3, padding=1, padding_mode="circular")
-    reference = nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular", bias=False, dtype=torch.float64)
-    image = torch.ones(1, 1, 4, 5, dtype=torch.float64, requires_grad=True)
     build({"conv": layer}, {})
     layer(mark_spikes(torch.zeros(T, N, 2, 4, 5, device="meta"), 1))
-    with torch.no_grad():
-        used = layer.times_used((4, 5))
-        nn.init.ones_(reference.weight)
-    reference(image.expand(1, 2, 4, 5)).sum().backward()
-    assert image.grad is not None
-    assert torch.equal(2 * used, image.grad[0, 0])
-    assert torch.equal(used, torch.full((4, 5), 36.0, dtype=torch.float64))
+    # With circular padding every pixel is under each of the 3 x 3 weights once.
+    assert torch.equal(layer.times_used((4, 5)), torch.full((4, 5), 9.0 * 4, dtype=torch.float64))
+
+
+def _gradients_of_padded_spikes() -> tuple[int, Tensor]:
+    """Bytes received in the forward, and the weight's whole gradient."""
+    group = everybody()
+    layer = ParallelConv(8, 16, 3, context(group), style="column", padding=1, padding_mode="circular")
+    build({"conv": layer}, {})
+    layer(mark_spikes(torch.zeros(T, N, 8 // group.size, 6, 6, device="meta"), 1))
+    x = channels_last(mine(spikes(T, N, 8, 6, 6), group)).requires_grad_()
+    traffic.reset()
+    with traffic.counting():
+        y = layer(x)
+        received = traffic.total().bytes
+    y.square().sum().backward()
+    assert layer.weight.grad is not None
+    return received, layer.weight.grad
+
+
+def test_padded_spikes_travel_as_bits(ranks) -> None:
+    """The order of the bits is that of the padded image with channels last."""
+    whole = ranks(1, _gradients_of_padded_spikes)[0][1]
+    found = ranks(2, _gradients_of_padded_spikes)
+    assert [received for received, _ in found] == [T * N * 4 * 8 * 8 // 8] * 2
+    torch.testing.assert_close(torch.cat([part for _, part in found]), whole, **CLOSE)
 
 
 @pytest.mark.parametrize(
