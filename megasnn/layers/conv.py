@@ -50,7 +50,7 @@ class ParallelConv(WeightedLayer):
     The dry run finds the input's content, packing (`megasnn.layers.shape_inference`) and sharding.
 
     Args:
-        kernel_size, stride, padding, dilation, padding_mode: as in torch.
+        kernel_size, stride, padding (also "same"), dilation, padding_mode: as in torch.
         dims: 2 for frames; 1 for signals, with a weight `[out, in, k]`. With kernel_size 1, dims=1 also accepts frames.
         style: "column" or "row" (see above); None for the cheaper one.
         blocks: equal output parts, each sharded separately (3 for fused q, k, v).
@@ -78,7 +78,7 @@ class ParallelConv(WeightedLayer):
         initialise: Initialiser | None = None,
         style: Style | None = None,
         stride: _Size = 1,
-        padding: _Size | Literal["same"] = 0,
+        padding: _Size | str = 0,
         dilation: _Size = 1,
         groups: int = 1,
         bias: bool = False,
