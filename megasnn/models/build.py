@@ -12,6 +12,7 @@ from torch import nn
 from megasnn.common.bundle import Bundle, entries_of, logits_of
 from megasnn.common.grid import ContextCut, Grid
 from megasnn.kernels import NeuronSpec
+from megasnn.layers.apply import make_whole
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.init import tensors_of
 from megasnn.layers.layer import Layer
@@ -19,7 +20,7 @@ from megasnn.layers.plain.by_channel import ChannelWatch, cuts_by_shape, may_be_
 from megasnn.layers.plain.initial_values import without_memory
 from megasnn.layers.plain.network import convert_network, why_whole
 from megasnn.layers.plain.refusals import is_plain, refuse_mixed_rows, require_supported
-from megasnn.layers.plain.replicated import make_whole, plain_layer
+from megasnn.layers.plain.replicated import plain_layer
 from megasnn.layers.tensors import described_tensors, sharded_tensors
 from megasnn.models.description import (
     DRY_SAMPLES,

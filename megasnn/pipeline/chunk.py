@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from megasnn.common.bundle import Bundle, EntryKey, bundle_of, entries_of, map_entries
 from megasnn.common.checks import explained
+from megasnn.layers.apply import apply_layer
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.neuron import NeuronLayer
-from megasnn.layers.plain.replicated import apply_layer
 from megasnn.layers.row_context import own_pixel_rows
 from megasnn.layers.shape_inference import to_channels_last
 from megasnn.layers.tensors import described_tensors, materialise, sharded_tensors
