@@ -82,9 +82,7 @@ def run_configuration(
 def model_problems(config: PretrainConfig) -> list[str]:
     """With layers, their learning rates, and an explicit cut."""
     parallel = config.parallel
-    tp = parallel.tensor_model_parallel_size
-    cp = parallel.context_parallel_size
-    problems = building_problems(config.model, config.neuron.spec, tp, cp, config.context_cut)
+    problems = building_problems(config.model, config.neuron.spec, parallel.grid, config.context_cut)
     if problems:
         return problems
     description = describe_model(config.model, config.neuron.spec)
