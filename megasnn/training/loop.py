@@ -90,13 +90,13 @@ class TrainingRun:
     def _outline(self) -> RunOutline:
         iteration = self.engine.iteration
         # An evaluation alone has no iterations: it neither continues the log of a training nor removes lines of it.
-        resumes = iteration > 0 and self.iterations > 0
+        continues_log = iteration > 0 and self.iterations > 0
         return RunOutline(
             self.iterations,
             self.data.length.epoch_samples,
             self.config.logging.tensorboard_dir,
             log_folder(self.config),
-            (iteration, self.engine.consumed_samples) if resumes else None,
+            (iteration, self.engine.consumed_samples) if continues_log else None,
         )
 
     def _introduce_start(self, averaged: bool, notices: Sequence[str]) -> None:

@@ -28,13 +28,13 @@ class Start:
 
     Attributes:
         checkpoint: to load first; None without one.
-        restarted: the job continues from its own checkpoints in the --save folder, whatever --load names.
+        is_restarted_job: the job continues from its own checkpoints in the --save folder, whatever --load names.
         mark: file in the --save folder that every host must see; empty where nothing is saved.
         notices: for the user.
     """
 
     checkpoint: ChosenCheckpoint | None = None
-    restarted: bool = False
+    is_restarted_job: bool = False
     mark: str = ""
     notices: tuple[str, ...] = ()
 
@@ -82,11 +82,11 @@ def decide_start(config: PretrainConfig) -> tuple[Start, FolderLock | None]:
     if loads and not options.may_begin_anew and not (options.save and list_checkpoints(options.save)):
         resolve(Path(str(options.load)), options.ckpt_step)
     if not options.save or config.training.evaluate_only:
-        return _choose(config, restarted=False), None
+        return _choose(config, is_restarted_job=False), None
     folder = Path(options.save)
-    lock = FolderLock(folder, continues=options.saves_where_it_loads and not options.finetune)
+    lock = FolderLock(folder, loads_from_folder=options.saves_where_it_loads and not options.finetune)
     try:
-        start = _choose(config, lock.resumes)
+        start = _choose(config, lock.is_restarted_job)
         mark = f".shared_{secrets.token_hex()}"
         # A random name, so that no file from before is taken for it.
         (folder / mark).touch()
@@ -94,13 +94,13 @@ def decide_start(config: PretrainConfig) -> tuple[Start, FolderLock | None]:
         lock.release()
         raise
     notices = [lock.notice] if lock.notice else []
-    return Start(start.checkpoint, start.restarted, mark, (*notices, *start.notices)), lock
+    return Start(start.checkpoint, start.is_restarted_job, mark, (*notices, *start.notices)), lock
 
 
-def _choose(config: PretrainConfig, restarted: bool) -> Start:
+def _choose(config: PretrainConfig, is_restarted_job: bool) -> Start:
     options = config.checkpoint
-    if restarted:
-        return Start(choose_checkpoint(Path(str(options.save)), None), restarted)
+    if is_restarted_job:
+        return Start(choose_checkpoint(Path(str(options.save)), None), is_restarted_job)
     if not options.load or options.loads_weights:
         return Start()
     try:
