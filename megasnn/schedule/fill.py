@@ -185,6 +185,7 @@ class _Filling:
         self.steps[rank] = step
 
     def compute(self, rank: int, action: Action, start: int) -> None:
+        """Notes a computation and its result's arrival; finds the next computation of both ranks."""
         chunk, kind, m = action
         end = start + self.ticks.times[kind][chunk]
         self.free_at[rank] = end
@@ -198,13 +199,19 @@ class _Filling:
                 self.resident[rank] += 1
             else:
                 self.pending[rank].append(Action(chunk, WEIGHT_GRADIENT, m))
-            taker = self.takers[kind][chunk]
-            if taker is not None:
-                taker_chunk, taker_kind = taker
-                arrived = self.arrivals[taker_kind][taker_chunk]
-                arrived.append(end + self.ticks.moved[kind][chunk])
-                other = self.ticks.placement[taker_chunk]
-                # Only a rank that has been waiting for this very input needs another look.
-                if other != rank and len(arrived) == 1 and self.remaining[other] and self.remaining[other][-1][:2] == taker:
-                    self.find_next(other)
+            self.deliver(rank, chunk, kind, end)
         self.find_next(rank)
+
+    def deliver(self, rank: int, chunk: int, kind: Kind, end: int) -> None:
+        """Sends a result to the computation that uses it."""
+        taker = self.takers[kind][chunk]
+        if taker is None:
+            return
+        taker_chunk, taker_kind = taker
+        arrived = self.arrivals[taker_kind][taker_chunk]
+        arrived.append(end + self.ticks.moved[kind][chunk])
+        receiver = self.ticks.placement[taker_chunk]
+        remaining = self.remaining[receiver]
+        # Only another rank that has been waiting for this very input needs another look.
+        if receiver != rank and len(arrived) == 1 and remaining and remaining[-1][:2] == taker:
+            self.find_next(receiver)
