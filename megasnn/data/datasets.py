@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -183,7 +184,7 @@ def open_datasets(
     for number, (flag, path) in enumerate(paths):
         addresses.append([made[number]] if path == SAMPLE else expand_shards(path, flag))
     shards = [open_shards(each, decide) for each in addresses]
-    classes = _class_names([shard for each in shards for shard in each]) if num_classes else ()
+    classes = _class_names([*chain(*shards)]) if num_classes else ()
     datasets = [_dataset(config, format, num_classes, each) for each in shards]
     warnings: list[str] = []
     for (flag, _), each in zip(paths, shards, strict=True):

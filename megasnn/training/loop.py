@@ -66,6 +66,7 @@ class TrainingRun:
         self._skipped_samples = 0
         self._skipped_steps = 0  # since the last save
         self._skipped_in_a_row = 0
+        # First of all: a run that is refused its folder or checkpoint has built nothing.
         start, lock = agree_on_start(config, state, checkpoint)
         with ExitStack() as undo:
             if lock is not None:

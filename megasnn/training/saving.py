@@ -87,6 +87,7 @@ class Saves:
             return
         best = {} if self._best is None else {"best": asdict(self._best)}
         progress = self._engine.checkpoints.progress({**self._extra, **best}, skipped_steps)
+        # A best that is saved already, as after a restart, needs no second save.
         is_best = self.at_best(self._engine.iteration) and self._best != self._saved_best
         if is_best:
             self._saved_best = self._best

@@ -88,7 +88,9 @@ class ShardOptions(ABC):
             broken += shard.broken
         if broken:
             lines.append(f"{len(broken)} samples are broken and were left out ({INDEX_NAME} lists all): {broken[0]}")
-        used = {item.source for items in listing.splits.values() for item in items}
+        used = set[Path]()
+        for items in listing.splits.values():
+            used.update(item.source for item in items)
         left_out = describe_left_out(self.input, used)
         if left_out:
             lines.append(left_out)
