@@ -85,8 +85,10 @@ def list_shd(folder: Path, held_out: HeldOut) -> Listing:
     splits: dict[str, list[Item]] = {"train": train}
     if held_out.share or held_out.speakers:
         is_held = _held(files["train"], found["train"], held_out)
-        splits["train"] = [item for item, held in zip(train, is_held, strict=True) if not held]
-        splits["val"] = [item for item, held in zip(train, is_held, strict=True) if held]
+        splits["train"] = []
+        splits["val"] = []
+        for item, held in zip(train, is_held, strict=True):
+            splits["val" if held else "train"].append(item)
     splits["test"] = _items(files["test"], found["test"].labels)
     return Listing(splits, _class_names(files, found))
 
