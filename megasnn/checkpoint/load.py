@@ -169,7 +169,8 @@ def _examine(
     """Compares a checkpoint with this rank's state, and reads this rank's share of the files for damage.
 
     Args:
-        saved: the checkpoint's tensors, without those `left` as they are.
+        saved: the checkpoint's tensors, without `left`.
+        left: tensors that keep their values.
     Returns:
         for this rank: tensors to load, and optimizer state without values; for all ranks: the fit, and damaged files.
     Raises:

@@ -175,7 +175,7 @@ class Search:
         return able
 
     def _chosen(self) -> Candidate | None:
-        """The simplest candidate within 1 % of the fastest, among those with the least preferred quantity.
+        """The simplest candidate within 1 % of the fastest, among candidates with the least preferred quantity.
 
         Equally simple ones: larger micro-batches first.
         """
