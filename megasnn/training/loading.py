@@ -55,7 +55,7 @@ def load_start(
         if options.load and options.loads_weights:
             engine.load_state_dict(config.model.from_spikingjelly(read_state_dict(options.load)))
         return LoadedStart()
-    if options.finetune and not start.is_restarted_job:
+    if options.finetune and not start.restarted:
         return _load_weights(config, engine, data, start.checkpoint)
     return _continue(config, engine, data, start, start.checkpoint, lock)
 
@@ -85,8 +85,8 @@ def _continue(
         remarks = [*loaded.remarks, *changed_samples(loaded.extra, config)]
         return LoadedStart(_warnings(remarks), averaged=loaded.averaged_steps is not None)
     best = Best.read(loaded.extra.get("best"))
-    loads_from_save_folder = start.is_restarted_job or options.saves_where_it_loads
-    if loads_from_save_folder and engine.state.rank == 0:
+    continues_there = start.restarted or options.saves_where_it_loads
+    if continues_there and engine.state.rank == 0:
         # By the first rank alone: an error here ends the others as any error does.
         if checkpoint.by_step:
             go_back(checkpoint.folder, loaded.iteration)
@@ -104,7 +104,7 @@ def _continue(
         )
         best = None
     # A run that has nothing left to do does not write the loaded state again.
-    return LoadedStart(_warnings(remarks), best, is_saved=loads_from_save_folder and not loaded.remarks)
+    return LoadedStart(_warnings(remarks), best, is_saved=continues_there and not loaded.remarks)
 
 
 def _load_weights(config: PretrainConfig, engine: Engine, data: RunData, checkpoint: ChosenCheckpoint) -> LoadedStart:
