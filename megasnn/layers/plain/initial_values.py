@@ -102,8 +102,8 @@ def _draw(module: Any, initialise: ModuleInitialiser | None, generator: torch.Ge
             nn.init.constant_(module.weight, module.alpha * module.v_th)
         if initialise is not None:
             # Parts first, as in Module.apply.
-            for each in reversed(list(module.modules())):
-                initialise(each)
+            for path, each in reversed(list(module.named_modules())):
+                initialise(each, path)
 
 
 def _unset_values(tensor: Tensor) -> Tensor:
