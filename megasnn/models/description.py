@@ -154,8 +154,13 @@ class ModelDescription:
         parameters = sum(layer.parameters for layer in self.layers)
         operations = sum(layer.operations for layer in self.layers)
         rows.append(("total", "", f"{parameters:,}", f"{operations:,}"))
-        name, shape, count, work = (max(map(len, column)) for column in zip(*rows, strict=True))
-        return "\n".join(f"{row[0]:{name}}  {row[1]:{shape}}  {row[2]:>{count}}  {row[3]:>{work}}" for row in rows)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for name, output, *counts in rows:
+            texts = [name.ljust(widths[0]), output.ljust(widths[1])]
+            texts += [count.rjust(width) for count, width in zip(counts, widths[2:], strict=True)]
+            lines.append("  ".join(texts))
+        return "\n".join(lines)
 
     def needed_from(self, stop: int) -> list[int]:
         """Layers before `stop` with outputs that later layers or the loss need, ascending."""

@@ -21,6 +21,7 @@ from megasnn.models.model import Model
 from megasnn.models.qkformer.model import QKFormer
 from megasnn.models.sew_resnet.model import SewResNet
 from megasnn.models.spikformer.model import Spikformer
+from tests.models.networks import Tied
 from tests.parity.zoo import their_sew_resnet
 
 
