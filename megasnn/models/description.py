@@ -131,6 +131,11 @@ class ModelDescription:
         return [(each.name, each.module) for each in self.build(context)]
 
     @property
+    def layer_names(self) -> list[str]:
+        """In model order."""
+        return [layer.name for layer in self.layers]
+
+    @property
     def is_chain(self) -> bool:
         """Whether every layer takes exactly one tensor, from the layer before it."""
         for number, each in enumerate(self.layers):
