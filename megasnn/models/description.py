@@ -143,6 +143,30 @@ class ModelDescription:
                 return False
         return True
 
+    def summary(self) -> str:
+        """A table of layers: output, parameters and multiply-adds a sample.
+
+        An output stands as `[T, C, ...]` for one sample; an image that all time steps share has T = 1. A tied parameter
+        counts once.
+        """
+        rows = [("layer", "output", "parameters", "multiply-adds")]
+        for layer in self.layers:
+            shapes = []
+            for key, entry in layer.entries.items():
+                shape = str([entry.shape[0], *entry.shape[2:]])
+                shapes.append(shape if key is None else f"{key}: {shape}")
+            rows.append((layer.name, ", ".join(shapes), f"{layer.parameters:,}", f"{layer.operations:,}"))
+        parameters = sum(layer.parameters for layer in self.layers)
+        operations = sum(layer.operations for layer in self.layers)
+        rows.append(("total", "", f"{parameters:,}", f"{operations:,}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for name, output, *counts in rows:
+            texts = [name.ljust(widths[0]), output.ljust(widths[1])]
+            texts += [count.rjust(width) for count, width in zip(counts, widths[2:], strict=True)]
+            lines.append("  ".join(texts))
+        return "\n".join(lines)
+
     def needed_from(self, stop: int) -> list[int]:
         """Layers before `stop` with outputs that later layers or the loss need, ascending."""
         needed: set[int] = set()
