@@ -121,7 +121,10 @@ def micro_batch_sizes(global_batch_size: int, micro_batch_size: int) -> list[int
     # They depend on the batch sizes only. Norms work per micro-batch, and replicas never cut one, so every layout
     # computes the same function.
     whole, rest = divmod(global_batch_size, micro_batch_size)
-    return [micro_batch_size] * whole + [rest] * (rest > 0)
+    sizes = [micro_batch_size] * whole
+    if rest:
+        sizes.append(rest)
+    return sizes
 
 
 def micro_batches_of(micro_batches: int, dp_size: int, dp_rank: int) -> range:

@@ -80,8 +80,11 @@ class ArrayFormat(SampleFormat):
         else:
             values = read_array(files[array.ending])
         is_whole = array.dtype == "int"
-        # float32 holds every count of one or two bytes exactly.
-        fits = values.dtype.kind in "biu" if is_whole else values.dtype.kind == "f" or values.dtype in _COUNTS
+        if is_whole:
+            fits = values.dtype.kind in "biu"
+        else:
+            # float32 holds every count of one or two bytes exactly.
+            fits = values.dtype.kind == "f" or values.dtype in _COUNTS
         # Another shape or type means another model, not a broken sample: it is never skipped.
         if values.shape != array.shape or not fits:
             raise FormatMismatch(

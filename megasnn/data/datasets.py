@@ -192,7 +192,8 @@ def open_datasets(
     if not evaluates:
         warnings += _used_twice(*addresses)
     distinct = tuple(dict.fromkeys(warnings))
-    return Datasets(datasets[0], datasets[1] if valid_path else None, classes, distinct)
+    valid = datasets[1] if valid_path else None
+    return Datasets(datasets[0], valid, classes, distinct)
 
 
 def class_difference(one: Sequence[str], other: Sequence[str]) -> str | None:

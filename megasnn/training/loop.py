@@ -93,14 +93,16 @@ class TrainingRun:
 
     def _outline(self) -> RunOutline:
         iteration = self.engine.iteration
+        continued = None
         # An evaluation alone has no iterations: it neither continues the log of a training nor removes lines of it.
-        continues = iteration > 0 and self.iterations > 0
+        if iteration and self.iterations:
+            continued = iteration, self.engine.consumed_samples
         return RunOutline(
             self.iterations,
             self.data.length.epoch_samples,
             self.config.logging.tensorboard_dir,
             log_folder(self.config),
-            (iteration, self.engine.consumed_samples) if continues else None,
+            continued,
         )
 
     def _introduce_start(self, averaged: bool, notices: Sequence[str]) -> None:

@@ -134,7 +134,8 @@ class EventFolder(ShardOptions):
     def encode(self) -> Encode:
         sensor = self.sensor_size or self.default_sensor
         reading = Reading(sensor, self.sort_events, self.time_unit, self.transpose_dvs128)
-        return partial(encode_recording, frames=None if self.keep_events else self.frames, reading=reading)
+        frames = None if self.keep_events else self.frames
+        return partial(encode_recording, frames=frames, reading=reading)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -210,8 +210,11 @@ def _read_labels(path: Path) -> _Labels:
             speakers = _whole_numbers(file, "extra/speaker")
             if len(speakers) != len(labels):
                 raise ValueError(f"extra/speaker has {len(speakers)} samples, and labels {len(labels)}")
+        names = list[str]()
         keys = _find(file, "extra/keys")
-        return _Labels(labels, speakers, [] if keys is None else _names(keys[:]))
+        if keys is not None:
+            names = _names(keys[:])
+        return _Labels(labels, speakers, names)
 
 
 def _names(keys: Sequence[Any]) -> list[str]:
