@@ -201,7 +201,7 @@ def _used_names(saved: Mapping[str, SavedTensor], wanted: Iterable[ShardedTensor
 
 
 def averaged_steps(metadata: Metadata) -> int:
-    """In old checkpoints, the run's steps."""
+    """Steps in the average; in old checkpoints, the run's steps."""
     steps = metadata.extra.get(AVERAGED_STEPS)
     return steps if isinstance(steps, int) and steps >= 0 else metadata.iteration
 
