@@ -21,7 +21,7 @@ from megasnn.layers.plain.initial_values import without_memory
 from megasnn.layers.plain.network import convert_network, why_whole
 from megasnn.layers.plain.refusals import is_plain, refuse_mixed_rows, require_supported
 from megasnn.layers.plain.replicated import plain_layer
-from megasnn.layers.tensors import described_tensors, sharded_tensors
+from megasnn.layers.tensors import described_tensors, initialise_further, sharded_tensors
 from megasnn.models.description import (
     DRY_SAMPLES,
     Built,
@@ -243,8 +243,12 @@ def _try_to_cut(
     layer: Layer, context: BuildContext, sources: tuple[int, ...], inputs: Sequence[_Output]
 ) -> Built | None:
     """A layer for the rank's channels; None if it must be whole."""
-    has_tensors = next(tensors_of(layer.module), None) is not None
-    if why_whole(layer.module) if layer.is_sharded else (is_plain(layer.module) and has_tensors):
+    if layer.is_sharded:
+        must_be_whole = bool(why_whole(layer.module))
+    else:
+        has_tensors = next(tensors_of(layer.module), None) is not None
+        must_be_whole = is_plain(layer.module) and has_tensors
+    if must_be_whole:
         return None
     bundles = [x.bundle for x in inputs]
     takes_frames = len(sources) == 1 and sources[0] < 0
@@ -278,7 +282,10 @@ def _build_whole(
 
 
 def _cuts(inputs: Sequence[_Output]) -> list[bool]:
-    return [cut for x in inputs for cut in x.cuts]
+    cuts = list[bool]()
+    for x in inputs:
+        cuts += x.cuts
+    return cuts
 
 
 def _made(layer: Layer, context: BuildContext) -> nn.Module:
@@ -295,7 +302,8 @@ def _made(layer: Layer, context: BuildContext) -> nn.Module:
             elif is_plain(module):
                 module = plain_layer(module, layer.name, context, layer.initialise)
             elif layer.initialise is not None:
-                raise ValueError("initialise=... is for plain modules: give it to the sharded layers in this one")
+                require_supported(module, "inside")
+                initialise_further(module, layer.name, layer.initialise)
             else:
                 require_supported(module, "inside")
             refuse_mixed_rows(module, context)
