@@ -278,7 +278,9 @@ class Transfers:
         self.announce(action)
         link, carried = self._messages[action]
         let_go = partial(link.arrived, self._arrivals[action])
-        tensors = {position: link.receive(spec, let_go) for position, (spec, _) in carried.items()}
+        tensors: dict[int, Tensor] = {}
+        for position, (spec, _) in carried.items():
+            tensors[position] = link.receive(spec, let_go)
         let_go()
         return tensors
 
