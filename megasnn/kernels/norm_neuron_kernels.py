@@ -1,14 +1,16 @@
-"""Base class of a backend's norm, pooling and neuron kernels, and the values they take.
+"""Base classes of a backend's kernels, and the values they take.
 
 A backend normalises, pools and fires in four calls. Between them, ranks with a common micro-batch exchange sums.
+Kernels are prepared for one input shape and type: sizes, launches and output shapes are computed once, not in a step.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +21,11 @@ Carried = TypeVar("Carried")
 """Intermediate result that a backend's `backward_sums` hands to its `input_gradient`."""
 
 
-@dataclass(frozen=True)
+# Compared by identity: every forward looks up the kernels that are prepared for it, and hashing the fields would take
+# longer than the rest of the search.
+@dataclass(frozen=True, eq=False)
 class NormNeuron:
-    """Batch norm, optional max pooling and neurons, without their tensors.
+    """Batch norm, optional max pooling and neurons, without their tensors. A layer makes one and keeps it.
 
     Attributes:
         eps: added to the variance.
@@ -35,6 +39,10 @@ class NormNeuron:
     pool: bool
     time_steps: int
     above: int = 0
+
+    @cached_property
+    def with_row_above(self) -> NormNeuron:
+        return replace(self, above=1)
 
     def shape_of_spikes(self, x: Tensor) -> tuple[int, ...]:
         """Shape for an input `[X, N, C, ...]`."""
@@ -62,12 +70,29 @@ class Norm(NamedTuple):
     coefficients: Tensor | None = None
 
 
-class Affine(NamedTuple):
-    """A norm's scale and shift, `[C]` or None, and the number added to its variance."""
+class Shared(Protocol):
+    """Exchange between ranks whose values are normalised together."""
 
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
+    def statistics(self, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Merges the ranks' means and biased variances `[2, C]`, each over `count` values; adds the counts."""
+
+    def total(self, sums: Tensor) -> Tensor:
+        """Sum over the ranks."""
+
+
+class BatchNorm(NamedTuple):
+    """Batch norm before neurons.
+
+    Attributes:
+        weight, bias: scale and shift `[C]`, or None.
+        running: mean and variance `[C]`; None for input statistics over time, samples and space.
+        shared: exchange with other ranks; None where this rank has all values.
+    """
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    running: tuple[Tensor, Tensor] | None = None
+    shared: Shared | None = None
 
 
 class Statistics(NamedTuple):
@@ -91,7 +116,6 @@ class NormNeuronInput(NamedTuple):
     x: Tensor
     norm: Norm
     w: Tensor | None
-    norm_neuron: NormNeuron
 
 
 class NeuronInput(NamedTuple):
@@ -105,14 +129,6 @@ class NeuronInput(NamedTuple):
     x: Tensor
     v0: Tensor | None
     w: Tensor | None
-    spec: NeuronSpec
-
-
-class ParameterGradients(NamedTuple):
-    """Gradients `[C]` for a norm's scale and shift, in their types; None for an absent one."""
-
-    weight: Tensor | None
-    bias: Tensor | None
 
 
 class BackwardSums(NamedTuple, Generic[Carried]):
@@ -121,23 +137,36 @@ class BackwardSums(NamedTuple, Generic[Carried]):
     Attributes:
         sums: `[3, C]` in double precision: g, the normalised input's gradient; g (x - mean); the sum for
             `gradient_of_w`, which may be missing where nothing is learned.
-        of_norm: the norm's parameter gradients, where they come with the sums.
+        of_weight, of_bias: gradients `[C]` for the norm's scale and shift, in their types; None for an absent one.
     """
 
     sums: Tensor
     carried: Carried
-    of_norm: ParameterGradients | None
+    of_weight: Tensor | None
+    of_bias: Tensor | None
 
 
 class NormNeuronKernels(ABC, Generic[Carried]):
-    """One backend's kernels. Inputs and spikes are channels-last in memory."""
+    """One backend's kernels for one input shape and type. Inputs and spikes are channels-last in memory.
+
+    Args:
+        shape, dtype: of the input `[X, N, C, ...]`.
+    """
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, norm_neuron: NormNeuron) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.norm_neuron = norm_neuron
+        self.channels = shape[2]
+        self.values = shape.numel() // self.channels
+        self.largest = norm_neuron.spec.largest
 
     @abstractmethod
-    def statistics(self, x: Tensor, affine: Affine | None = None) -> Statistics:
-        """With `affine`, a backend that has coefficients works them out in the same pass."""
+    def statistics(self, x: Tensor, norm: BatchNorm | None = None) -> Statistics:
+        """With `norm`, a backend that has coefficients computes them in the same pass."""
 
-    def coefficients(self, norm: Norm, eps: float, dtype: torch.dtype) -> Tensor | None:
-        """Coefficients (see `Norm`) for this input type, from statistics that are not this rank's alone."""
+    def coefficients(self, norm: Norm) -> Tensor | None:
+        """Coefficients (see `Norm`) from statistics that are not this rank's alone."""
         return None
 
     @abstractmethod
@@ -166,11 +195,29 @@ class NormNeuronKernels(ABC, Generic[Carried]):
             sums: `BackwardSums.sums` over `count` values a channel; None where the statistics do not depend on x.
         """
 
+
+class NeuronKernels(ABC):
+    """One backend's kernels for neurons without a norm, for one input shape `[T, N, ...]` and type."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, spec: NeuronSpec) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.spec = spec
+
     @abstractmethod
-    def neuron_multi_step(
-        self, x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def multi_step(self, x: Tensor, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `megasnn.kernels.neuron.neuron_multi_step`; with gradients."""
+
+
+def parameter_gradients(sums: Tensor, norm: Norm, eps: float) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients for a norm's scale and shift, from `BackwardSums.sums`."""
+    of_weight = None
+    of_bias = None
+    if norm.weight is not None:
+        of_weight = (sums[1] * (norm.variance + eps).rsqrt()).to(norm.weight.dtype)
+    if norm.bias is not None:
+        of_bias = sums[0].to(norm.bias.dtype)
+    return of_weight, of_bias
 
 
 def gradient_of_w(total: Tensor, w: Tensor, spec: NeuronSpec) -> Tensor:

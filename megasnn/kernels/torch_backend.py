@@ -17,13 +17,15 @@ from torch.autograd.function import once_differentiable
 from megasnn.kernels.layout import channels_last
 from megasnn.kernels.neuron_spec import NEURONS, SURROGATES, NeuronSpec
 from megasnn.kernels.norm_neuron_kernels import (
-    Affine,
     BackwardSums,
+    BatchNorm,
+    NeuronKernels,
     Norm,
     NormNeuron,
     NormNeuronInput,
     NormNeuronKernels,
     Statistics,
+    parameter_gradients,
 )
 from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
 
@@ -189,17 +191,18 @@ def batch_norm(
     return y.view(1, *x.shape[2:], x.shape[1]).movedim(-1, 1)
 
 
-class TorchKernels(NormNeuronKernels[Tensor]):
+class TorchNormNeuron(NormNeuronKernels[Tensor]):
     """The reference. Carries the normalised input's gradient."""
 
-    def statistics(self, x: Tensor, affine: Affine | None = None) -> Statistics:
+    def statistics(self, x: Tensor, norm: BatchNorm | None = None) -> Statistics:
         frames = _frames(x)
         over = [dim for dim in range(frames.ndim) if dim != 1]
         variance, mean = torch.var_mean(frames, dim=over, correction=0)
         return Statistics(torch.stack((mean, variance)).double())
 
     def fire(self, inputs: NormNeuronInput, packed: bool = False) -> tuple[Tensor, Tensor | None]:
-        x, norm, w, norm_neuron = inputs
+        x, norm, w = inputs
+        norm_neuron = self.norm_neuron
         q = None if w is None else w.detach().to(computed_in(x)).sigmoid()
         with torch.no_grad():
             normalised = _normalised(x, norm, norm_neuron.eps)
@@ -209,7 +212,8 @@ class TorchKernels(NormNeuronKernels[Tensor]):
     def backward_sums(
         self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool, count: int | None = None
     ) -> BackwardSums[Tensor]:
-        x, norm, w, norm_neuron = inputs
+        x, norm, w = inputs
+        norm_neuron = self.norm_neuron
         y = _normalised(x, norm, norm_neuron.eps).requires_grad_()
         q = None if w is None else w.detach().to(y.dtype).sigmoid().requires_grad_(learn)
         with torch.enable_grad():
@@ -225,14 +229,14 @@ class TorchKernels(NormNeuronKernels[Tensor]):
             if norm_neuron.spec.decay_input:
                 total = total * q.detach() ** 2  # `gradient_of_w` then multiplies by (1 - q) / q in place of q (1 - q)
             sums[2, 0] = total
-        return BackwardSums(sums, carried=g, of_norm=None)
+        return BackwardSums(sums, g, *parameter_gradients(sums, norm, norm_neuron.eps))
 
     def input_gradient(
         self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, carried: Tensor
     ) -> Tensor:
-        x, norm, _, norm_neuron = inputs
+        x, norm, _ = inputs
         g = carried
-        precision = (norm.variance.double() + norm_neuron.eps).reciprocal()
+        precision = (norm.variance.double() + self.norm_neuron.eps).reciprocal()
         if sums is not None:
             mean_g = _of_channels(sums[0] / count, g)
             of_deviations = _of_channels(sums[1] * precision / count, g)
@@ -242,14 +246,14 @@ class TorchKernels(NormNeuronKernels[Tensor]):
             scale = scale * norm.weight.detach()
         return (g * _of_channels(scale, g)).to(x.dtype)
 
-    def neuron_multi_step(
-        self, x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+
+class TorchNeuron(NeuronKernels):
+    def multi_step(self, x: Tensor, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
         if x.dtype in REDUCED:
-            spikes, v = recompute_in_backward(partial(_neuron_multi_step, spec=spec), x, v0, w)
+            spikes, v = recompute_in_backward(partial(_neuron_multi_step, spec=self.spec), x, v0, w)
         else:
-            spikes, v = _neuron_multi_step(x, v0, w, spec)
-        are_bits = spec.largest == 1 and wants_bits(spikes)
+            spikes, v = _neuron_multi_step(x, v0, w, self.spec)
+        are_bits = self.spec.largest == 1 and wants_bits(spikes)
         return remember_bits(spikes, pack_bits(spikes) if are_bits else None), v
 
 

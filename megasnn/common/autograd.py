@@ -1,0 +1,24 @@
+"""Autograd functions without detours on the way to torch's engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Function(torch.autograd.Function):
+    """Autograd function for torch's engine alone; functorch's transforms refuse it."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        # torch's `apply` first takes functorch's wrappers off every argument, by a dozen calls of Python. A function
+        # without `setup_context` never gets such arguments.
+        return super(torch.autograd.Function, cls).apply(*args)
+
+
+def refuse_second_derivative() -> None:
+    """Raises RuntimeError inside of `backward(create_graph=True)`: kernels have first derivatives only."""
+    # torch's `once_differentiable` does the same by eight calls of Python in every backward.
+    if torch.is_grad_enabled():
+        raise RuntimeError("spiking neurons have no second derivatives: call backward without create_graph=True")
