@@ -26,7 +26,7 @@ class NeuronBackend:
         neurons, surrogates: names the backend computes.
         norm_neuron_kernels, neuron_kernels: make its `NormNeuronKernels` and `NeuronKernels` (norm_neuron_kernels.py),
             from an input shape and type, and a `NormNeuron` or a `NeuronSpec`.
-        refuses: input -> the reason against it, or None.
+        why_unusable: input -> the reason against it, or None.
     """
 
     summary: str
@@ -34,7 +34,7 @@ class NeuronBackend:
     surrogates: Collection[str]
     norm_neuron_kernels: Callable[..., NormNeuronKernels[Any]]
     neuron_kernels: Callable[..., NeuronKernels]
-    refuses: Callable[[Tensor], str | None] = lambda x: None
+    why_unusable: Callable[[Tensor], str | None] = lambda x: None
 
     def lacks(self, neuron: str, surrogate: str) -> str | None:
         """Names a neuron part that the backend computes for no input; None if there is none."""
@@ -45,7 +45,7 @@ class NeuronBackend:
 
     def unavailable(self, x: Tensor, spec: NeuronSpec) -> str | None:
         """Reason against this neuron on this input, or None."""
-        return self.lacks(spec.kind, spec.surrogate) or self.refuses(x)
+        return self.lacks(spec.kind, spec.surrogate) or self.why_unusable(x)
 
 
 AUTO_BACKEND = "auto"
@@ -66,7 +66,7 @@ BACKENDS: Registry[NeuronBackend] = Registry(
             FUSED_SURROGATES,
             later("megasnn.kernels.numba.norm_neuron:NumbaNormNeuron"),
             later("megasnn.kernels.numba.neuron:NumbaNeuron"),
-            later("megasnn.kernels.numba.available:refuses"),
+            later("megasnn.kernels.numba.available:why_unusable"),
         ),
         "triton": NeuronBackend(
             "kernels compiled for NVIDIA GPUs",
@@ -74,7 +74,7 @@ BACKENDS: Registry[NeuronBackend] = Registry(
             FUSED_SURROGATES,
             later("megasnn.kernels.triton.norm_neuron:TritonNormNeuron"),
             later("megasnn.kernels.triton.neuron:TritonNeuron"),
-            later("megasnn.kernels.triton.available:refuses"),
+            later("megasnn.kernels.triton.available:why_unusable"),
         ),
     },
     also=(AUTO_BACKEND,),

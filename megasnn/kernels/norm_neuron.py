@@ -183,11 +183,11 @@ class _NormNeuronFunction(Function):
         own_values = kernels.values
         if own_values:
             count = own_values if ctx.count is not None and ctx.shared is None else None
-            sums, carried, of_weight, of_bias = kernels.backward_sums(inputs, g_spikes, need_w, count)
+            sums, intermediate, of_weight, of_bias = kernels.backward_sums(inputs, g_spikes, need_w, count)
         else:
             # A rank without values still takes part in the exchange below.
             sums = x.new_zeros((3, kernels.channels), dtype=torch.float64)
-            carried = None
+            intermediate = None
             of_weight, of_bias = parameter_gradients(sums, inputs.norm, kernels.norm_neuron.eps)
         g_x = None
         g_above = ctx.empty_above
@@ -198,7 +198,7 @@ class _NormNeuronFunction(Function):
                 all_sums = ctx.shared.total(sums) * (own_values / ctx.count)
             g_x = x
             if own_values:
-                g_x = kernels.input_gradient(inputs, g_spikes, all_sums, own_values, carried)
+                g_x = kernels.input_gradient(inputs, g_spikes, all_sums, own_values, intermediate)
             if kernels.norm_neuron.above:
                 g_above = g_x[:, :, :, :1]
                 g_x = g_x[:, :, :, 1:]

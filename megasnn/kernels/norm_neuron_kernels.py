@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megasnn.kernels.neuron_spec import NeuronSpec
 
-Carried = TypeVar("Carried")
+Intermediate = TypeVar("Intermediate")
 """Intermediate result that a backend's `backward_sums` hands to its `input_gradient`."""
 
 
@@ -131,7 +131,7 @@ class NeuronInput(NamedTuple):
     w: Tensor | None
 
 
-class BackwardSums(NamedTuple, Generic[Carried]):
+class BackwardSums(NamedTuple, Generic[Intermediate]):
     """A backward's sums over this rank's samples and pixels.
 
     Attributes:
@@ -141,12 +141,12 @@ class BackwardSums(NamedTuple, Generic[Carried]):
     """
 
     sums: Tensor
-    carried: Carried
+    intermediate: Intermediate
     of_weight: Tensor | None
     of_bias: Tensor | None
 
 
-class NormNeuronKernels(ABC, Generic[Carried]):
+class NormNeuronKernels(ABC, Generic[Intermediate]):
     """One backend's kernels for one input shape and type. Inputs and spikes are channels-last in memory.
 
     Args:
@@ -176,7 +176,7 @@ class NormNeuronKernels(ABC, Generic[Carried]):
     @abstractmethod
     def backward_sums(
         self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool, count: int | None = None
-    ) -> BackwardSums[Carried]:
+    ) -> BackwardSums[Intermediate]:
         """Sums from the spikes' gradient.
 
         Args:
@@ -187,7 +187,7 @@ class NormNeuronKernels(ABC, Generic[Carried]):
 
     @abstractmethod
     def input_gradient(
-        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, carried: Carried
+        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, intermediate: Intermediate
     ) -> Tensor:
         """Gradient with respect to x.
 

@@ -232,10 +232,10 @@ class TorchNormNeuron(NormNeuronKernels[Tensor]):
         return BackwardSums(sums, g, *parameter_gradients(sums, norm, norm_neuron.eps))
 
     def input_gradient(
-        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, carried: Tensor
+        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, intermediate: Tensor
     ) -> Tensor:
         x, norm, _ = inputs
-        g = carried
+        g = intermediate
         precision = (norm.variance.double() + self.norm_neuron.eps).reciprocal()
         if sums is not None:
             mean_g = _of_channels(sums[0] / count, g)

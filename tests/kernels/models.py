@@ -180,7 +180,7 @@ def two_ranks_equal_one(backend: str) -> None:
     backwards = [of_part.backward_sums(inputs, g_part, True) for of_part, inputs, g_part in given]
     sums: Tensor = sum(each.sums for each in backwards)
     gradients = [
-        of_part.input_gradient(inputs, g_part, sums, sum(counts), each.carried)
+        of_part.input_gradient(inputs, g_part, sums, sum(counts), each.intermediate)
         for (of_part, inputs, g_part), each in zip(given, backwards, strict=True)
     ]
     whole = x.requires_grad_()

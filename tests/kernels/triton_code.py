@@ -127,7 +127,7 @@ def compiled(
         kernels.statistics(x, BatchNorm(norm.weight, norm.bias))
         kernels.fire(inputs, packed=True)
         complete = kernels.backward_sums(inputs, g, False, count=7)
-        kernels.input_gradient(inputs, g, complete.sums, 7, complete.carried)
+        kernels.input_gradient(inputs, g, complete.sums, 7, complete.intermediate)
         if not pool:
             TritonNeuron(x.shape, dtype, spec).multi_step(x.requires_grad_(), None, None)[0].backward(g)
     return found

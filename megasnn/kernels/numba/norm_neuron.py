@@ -115,7 +115,7 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
         return BackwardSums(total, g, *parameter_gradients(total, norm, norm_neuron.eps))
 
     def input_gradient(
-        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, carried: np.ndarray
+        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, intermediate: np.ndarray
     ) -> Tensor:
         data = pixels_of(inputs.x)
         channels = self.channels
@@ -130,9 +130,9 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
         slice_size = _ROWS * width
         slices = -(-data.size // slice_size)
         rows = data.reshape(1, -1)
-        g_rows = carried.reshape(1, -1)
+        g_rows = intermediate.reshape(1, -1)
         run_kernel(loops.norm_input_gradient, slices, rows, g_rows, coefficients, slice_size)
-        return torch.from_numpy(carried).movedim(-1, 2).to(inputs.x.dtype)
+        return torch.from_numpy(intermediate).movedim(-1, 2).to(inputs.x.dtype)
 
 
 def bits_for(spikes: np.ndarray, packed: bool) -> np.ndarray:

@@ -26,7 +26,7 @@ from megasnn.kernels.triton.norm_neuron_launches import (
 )
 
 
-class Carried(NamedTuple):
+class TritonIntermediate(NamedTuple):
     """Results of `backward_sums` for `input_gradient`.
 
     Attributes:
@@ -39,7 +39,7 @@ class Carried(NamedTuple):
     mean_gradients: Tensor | None
 
 
-class TritonNormNeuron(NormNeuronKernels[Carried]):
+class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
     def __init__(self, shape: torch.Size, dtype: torch.dtype, norm_neuron: NormNeuron) -> None:
         super().__init__(shape, dtype, norm_neuron)
         self._of_statistics = StatisticsLaunches(shape, dtype, norm_neuron.eps)
@@ -80,7 +80,7 @@ class TritonNormNeuron(NormNeuronKernels[Carried]):
 
     def backward_sums(
         self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool, count: int | None = None
-    ) -> BackwardSums[Carried]:
+    ) -> BackwardSums[TritonIntermediate]:
         x, norm, w = inputs
         launches = self._launches
         g_pooled = None
@@ -105,14 +105,19 @@ class TritonNormNeuron(NormNeuronKernels[Carried]):
             mean_gradients = x.new_empty((2, self.channels), dtype=launches.number)
         fold = launches.fold_learning if learn else launches.fold
         fold(partial, norm.variance, sums, g_weight, g_bias, mean_gradients)
-        return BackwardSums(sums, Carried(g_pooled, taps, mean_gradients), g_weight, g_bias)
+        return BackwardSums(sums, TritonIntermediate(g_pooled, taps, mean_gradients), g_weight, g_bias)
 
     def input_gradient(
-        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, carried: Carried
+        self,
+        inputs: NormNeuronInput,
+        g_spikes: Tensor,
+        sums: Tensor | None,
+        count: int,
+        intermediate: TritonIntermediate,
     ) -> Tensor:
         x, norm, w = inputs
         launches = self._launches
-        g_pooled, taps, mean_gradients = carried
+        g_pooled, taps, mean_gradients = intermediate
         if sums is None:
             mean_gradients = None
         elif mean_gradients is None:
