@@ -14,7 +14,8 @@ class Function(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         # torch's `apply` first takes functorch's wrappers off every argument, by a dozen calls of Python. A function
         # without `setup_context` never gets such arguments.
-        return super(torch.autograd.Function, cls).apply(*args)
+        engine: Any = super(torch.autograd.Function, cls)
+        return engine.apply(*args)
 
 
 def refuse_second_derivative() -> None:

@@ -87,7 +87,7 @@ def norm_pool_neuron(
         backend,
         values,
         coefficients,
-        count=count if norm.running is None else None,
+        values=count if norm.running is None else None,
         shared=norm.shared,
         fires=fires,
         # Writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
@@ -127,9 +127,9 @@ def _with_coefficients(kernels: NormNeuronKernels[Any], values: Tensor, norm: Ba
 class _Call(NamedTuple):
     kernels: NormNeuronKernels[Any]
     backend: str
-    statistics: Tensor  # mean and variance, `[2, C]`
+    moments: Tensor  # mean and variance, `[2, C]`
     coefficients: Tensor | None
-    count: int | Tensor | None  # values per channel behind the statistics; None where they do not depend on the input
+    values: int | Tensor | None  # values per channel behind the statistics; None where they do not depend on the input
     shared: Shared | None
     fires: bool  # compute spikes
     packed: bool  # also pack them into bits
@@ -147,7 +147,7 @@ class _NormNeuronFunction(Function):
         call: _Call,
     ) -> tuple[Tensor, Tensor | None]:
         kernels = call.kernels
-        mean, variance = call.statistics.unbind()
+        mean, variance = call.moments.unbind()
         ctx.empty_above = None
         if above is not None and above.shape[3]:
             x = channels_last(torch.cat([above, x], dim=3))
@@ -163,7 +163,7 @@ class _NormNeuronFunction(Function):
         # A missing gradient stays None, so that backward computes nothing for it.
         ctx.set_materialize_grads(False)
         ctx.kernels = kernels
-        ctx.count = call.count
+        ctx.values = call.values
         ctx.shared = call.shared
         ctx.save_for_backward(x, weight, bias, w, mean, variance, call.coefficients)
         if bits is not None:
@@ -182,7 +182,7 @@ class _NormNeuronFunction(Function):
         g_spikes = channels_last(g_spikes)
         own_values = kernels.values
         if own_values:
-            count = own_values if ctx.count is not None and ctx.shared is None else None
+            count = own_values if ctx.values is not None and ctx.shared is None else None
             sums, intermediate, of_weight, of_bias = kernels.backward_sums(inputs, g_spikes, need_w, count)
         else:
             # A rank without values still takes part in the exchange below.
@@ -192,10 +192,10 @@ class _NormNeuronFunction(Function):
         g_x = None
         g_above = ctx.empty_above
         if need_x or need_above:
-            all_sums = None if ctx.count is None else sums
+            all_sums = None if ctx.values is None else sums
             if all_sums is not None and ctx.shared is not None:
                 # Scaled, because the kernels divide by this rank's number of values to get a mean over all ranks.
-                all_sums = ctx.shared.total(sums) * (own_values / ctx.count)
+                all_sums = ctx.shared.total(sums) * (own_values / ctx.values)
             g_x = x
             if own_values:
                 g_x = kernels.input_gradient(inputs, g_spikes, all_sums, own_values, intermediate)

@@ -59,6 +59,7 @@ class ConvNormNeuron(nn.Module):
             and not context.numerics.traceable
         )
         self._fires = True
+        self._norm_neurons: dict[tuple[int, float], NormNeuron] = {}  # by time steps and the norm's eps
         # In the order of computation, which is the order of the parameters.
         self.conv = ParallelConv(
             in_channels,
@@ -93,7 +94,11 @@ class ConvNormNeuron(nn.Module):
         if bias is not None and cancelled_bias is not None:
             # As in torch, the gradient of the cancelled bias is zeros and not None.
             bias = bias + 0 * cancelled_bias
-        norm_neuron = NormNeuron(neuron.spec, norm.eps, pool=self.max_pool is not None, time_steps=neuron.steps_of(y))
+        steps = neuron.steps_of(y)
+        norm_neuron = self._norm_neurons.get((steps, norm.eps))
+        if norm_neuron is None:
+            norm_neuron = NormNeuron(neuron.spec, norm.eps, pool=self.max_pool is not None, time_steps=steps)
+            self._norm_neurons[steps, norm.eps] = norm_neuron
         spikes, mean, variance, count = norm_pool_neuron(
             y,
             BatchNorm(norm.weight, bias, fixed, norm.shared),
@@ -107,7 +112,7 @@ class ConvNormNeuron(nn.Module):
             if cancelled_bias is not None:
                 mean = mean + cancelled_bias.detach()
             # Equal frames change neither mean nor variance, but the unbiased variance counts all of them.
-            norm.record(mean, variance, norm_neuron.time_steps // len(y) * count)
+            norm.record(mean, variance, steps // y.shape[0] * count)
         return neuron.observed(spikes)
 
     @contextmanager
