@@ -147,10 +147,9 @@ class ParallelConv(WeightedLayer):
         if self.observer is not None:
             self.tell_observer(x)
         y = self.product(x, bits)
-        if self.bias is None or not add_bias:
-            return y
+        bias = self.bias if add_bias else None
         # Row style: after the sum over ranks each rank has its own channels, so the bias is added once.
-        return y + self.bias.to(y.dtype).view(-1, 1, 1)
+        return y if bias is None else y + bias.to(y.dtype).view(-1, 1, 1)
 
     def _dry_run(self, x: Tensor, is_signal: bool) -> Tensor:
         if is_signal:
