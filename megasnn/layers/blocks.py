@@ -78,19 +78,24 @@ class ConvNormNeuron(nn.Module):
         self.max_pool = MaxPool(context) if max_pool else None
 
     def forward(self, x: Tensor) -> Tensor:
-        norm = self.norm
-        neuron = self.neuron
+        # Parts and parameters from their tables: nn.Module finds an attribute by a call of Python.
+        parts = self._modules
+        conv = parts["conv"]
+        norm = parts["norm"]
+        neuron = parts["neuron"]
+        assert isinstance(conv, ParallelConv)
         if not (self._is_fused and isinstance(norm, ParallelBatchNorm) and isinstance(neuron, ParallelNeuron)):
-            y = norm(self.conv(x))
+            y = self.norm(conv(x))
             if self.max_pool is not None:
                 y = self.max_pool(y)
-            return neuron(y)
+            return self.neuron(y)
         fixed = norm.fixed_statistics
         # Batch statistics cancel the convolution's bias: it enters the recorded mean only, and its gradient is zero.
-        cancelled_bias = self.conv.bias if fixed is None else None
-        y = self.conv(x, add_bias=cancelled_bias is None)
-        above, y = self.conv.split_row_above(y)
-        bias = norm.bias
+        cancelled_bias = conv._parameters["bias"] if fixed is None else None
+        y = conv(x, add_bias=cancelled_bias is None)
+        above, y = conv.split_row_above(y)
+        weight = norm._parameters["weight"]
+        bias: Tensor | None = norm._parameters["bias"]
         if bias is not None and cancelled_bias is not None:
             # As in torch, the gradient of the cancelled bias is zeros and not None.
             bias = bias + 0 * cancelled_bias
@@ -101,9 +106,9 @@ class ConvNormNeuron(nn.Module):
             self._norm_neurons[steps, norm.eps] = norm_neuron
         spikes, mean, variance, count = norm_pool_neuron(
             y,
-            BatchNorm(norm.weight, bias, fixed, norm.shared),
+            BatchNorm(weight, bias, fixed, norm.shared),
             norm_neuron,
-            neuron.w,
+            neuron._parameters["w"],
             above=above,
             backend=neuron.backend,
             fires=self._fires,

@@ -164,7 +164,7 @@ class ParallelConv(WeightedLayer):
             x = self.with_edges(x.flatten(0, 1)).unflatten(0, x.shape[:2])
             bits = None  # The product packs the padded input.
         y = self.product(x, bits)
-        bias = self.bias if add_bias else None
+        bias = self._parameters["bias"] if add_bias else None
         # Row style: after the sum over ranks each rank has its own channels, so the bias is added once.
         return y if bias is None else y + bias.to(y.dtype).view(-1, 1, 1)
 

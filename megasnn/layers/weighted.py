@@ -168,7 +168,8 @@ class WeightedLayer(nn.Module):
             geometry = self.options.products.geometry
             along = geometry.stride, geometry.padding, geometry.dilation, geometry.groups
             return torch.conv2d(images, kernel, None, *along).unflatten(0, x.shape[:2])
-        weight = self.weight
+        weight = self._parameters["weight"]
+        assert weight is not None
         anchor, queue_gradient = self.weight_gradients.of(weight)
         kernel = self._cast_weights.of(weight, self.compute_dtype)[self._kernel_index]
         product: Tensor = _Product.apply(x.to(self.compute_dtype), bits, kernel, anchor, queue_gradient, self.options)
