@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,8 +18,7 @@ class Function(torch.autograd.Function):
         return engine.apply(*args)
 
 
-def refuse_second_derivative() -> None:
-    """Raises RuntimeError inside of `backward(create_graph=True)`: kernels have first derivatives only."""
+def refuse_second_derivative() -> NoReturn:
+    """Raises RuntimeError: for a backward in which autograd records, while kernels have first derivatives only."""
     # torch's `once_differentiable` does the same by eight calls of Python in every backward.
-    if torch.is_grad_enabled():
-        raise RuntimeError("spiking neurons have no second derivatives: call backward without create_graph=True")
+    raise RuntimeError("spiking neurons have no second derivatives: call backward without create_graph=True")

@@ -39,7 +39,7 @@ class _CompiledNeuron(Function):
         ctx.set_materialize_grads(False)
         ctx.kernels = kernels
         ctx.save_for_backward(x, v0, w)
-        inputs = NeuronInput(_channels_fastest(x, 2), _channels_fastest(v0, 1), w)
+        inputs = NeuronInput(_channels_fastest(x, 2), None if v0 is None else _channels_fastest(v0, 1), w)
         spikes, last, bits = kernels.fire(inputs, packed)
         if packed:
             if bits is None:
@@ -49,14 +49,17 @@ class _CompiledNeuron(Function):
 
     @staticmethod
     def backward(ctx: Any, g_spikes: Tensor | None, g_last: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
+        if torch.is_grad_enabled():
+            refuse_second_derivative()
         kernels: CompiledNeuron = ctx.kernels
         x, v0, w = ctx.saved_tensors
         _, need_v0, need_w, *_ = ctx.needs_input_grad
         if g_spikes is None:
             g_spikes = torch.zeros_like(x)
-        inputs = NeuronInput(_channels_fastest(x, 2), _channels_fastest(v0, 1), w)
-        g_x, g_v, total = kernels.backward(inputs, _channels_fastest(g_spikes, 2), _channels_fastest(g_last, 1), need_w)
+        inputs = NeuronInput(_channels_fastest(x, 2), None if v0 is None else _channels_fastest(v0, 1), w)
+        if g_last is not None:
+            g_last = _channels_fastest(g_last, 1)
+        g_x, g_v, total = kernels.backward(inputs, _channels_fastest(g_spikes, 2), g_last, need_w)
         g_x = g_x.movedim(-1, min(2, x.ndim - 1))
         g_v0 = None
         if need_v0:
@@ -69,8 +72,6 @@ class _CompiledNeuron(Function):
         return g_x, g_v0, g_w, None, None
 
 
-def _channels_fastest(x: Any, dim: int) -> Any:
-    """Moves dimension `dim`, or the last one, to the end of a contiguous tensor; None stays."""
-    if x is None:
-        return None
+def _channels_fastest(x: Tensor, dim: int) -> Tensor:
+    """Moves dimension `dim`, or the last one, to the end of a contiguous tensor."""
     return x.detach().movedim(min(dim, x.ndim - 1), -1).contiguous()

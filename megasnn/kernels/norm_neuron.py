@@ -15,7 +15,6 @@ from megasnn.kernels.layout import channels_last
 from megasnn.kernels.neuron import check_neuron
 from megasnn.kernels.norm_neuron_kernels import (
     BatchNorm,
-    Norm,
     NormNeuron,
     NormNeuronInput,
     NormNeuronKernels,
@@ -121,7 +120,7 @@ def _statistics(kernels: NormNeuronKernels[Any], x: Tensor, norm: BatchNorm) -> 
 
 def _with_coefficients(kernels: NormNeuronKernels[Any], values: Tensor, norm: BatchNorm) -> Statistics:
     mean, variance = values.unbind()
-    return Statistics(values, kernels.coefficients(Norm(mean, variance, norm.weight, norm.bias)))
+    return Statistics(values, kernels.coefficients(mean, variance, norm))
 
 
 class _Call(NamedTuple):
@@ -156,7 +155,7 @@ class _NormNeuronFunction(Function):
             ctx.empty_above = above
         bits = None
         if call.fires and x.numel():
-            inputs = NormNeuronInput(x, Norm(mean, variance, weight, bias, call.coefficients), w)
+            inputs = NormNeuronInput(x, mean, variance, weight, bias, w, call.coefficients)
             spikes, bits = kernels.fire(inputs, call.packed)
         else:
             spikes = x.new_zeros(()).expand(kernels.norm_neuron.shape_of_spikes(x))
@@ -165,7 +164,7 @@ class _NormNeuronFunction(Function):
         ctx.kernels = kernels
         ctx.values = call.values
         ctx.shared = call.shared
-        ctx.save_for_backward(x, weight, bias, w, mean, variance, call.coefficients)
+        ctx.save_for_backward(x, mean, variance, weight, bias, w, call.coefficients)
         if bits is not None:
             ctx.mark_non_differentiable(bits)
         return spikes, bits
@@ -174,11 +173,12 @@ class _NormNeuronFunction(Function):
     def backward(ctx: Any, g_spikes: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if g_spikes is None:
             return (None,) * 6
-        refuse_second_derivative()
+        if torch.is_grad_enabled():
+            refuse_second_derivative()
         kernels: NormNeuronKernels[Any] = ctx.kernels
-        x, weight, bias, w, mean, variance, coefficients = ctx.saved_tensors
+        inputs = NormNeuronInput(*ctx.saved_tensors)
+        x = inputs.x
         need_x, need_above, _, _, need_w, _ = ctx.needs_input_grad
-        inputs = NormNeuronInput(x, Norm(mean, variance, weight, bias, coefficients), w)
         g_spikes = channels_last(g_spikes)
         own_values = kernels.values
         if own_values:
@@ -188,7 +188,7 @@ class _NormNeuronFunction(Function):
             # A rank without values still takes part in the exchange below.
             sums = x.new_zeros((3, kernels.channels), dtype=torch.float64)
             intermediate = None
-            of_weight, of_bias = parameter_gradients(sums, inputs.norm, kernels.norm_neuron.eps)
+            of_weight, of_bias = parameter_gradients(sums, inputs, kernels.norm_neuron.eps)
         g_x = None
         g_above = ctx.empty_above
         if need_x or need_above:
@@ -206,18 +206,20 @@ class _NormNeuronFunction(Function):
                     # The means are subtracted by the rank that owns the row, so they are added back here.
                     means = all_sums / own_values
                     g_above = g_above + _subtracted_means(inputs, kernels.norm_neuron.eps, x[:, :, :, :1], means)
-        g_w = gradient_of_w(sums[2].sum(), w, kernels.norm_neuron.spec) if need_w else None
+        g_w = None
+        if need_w:
+            assert inputs.w is not None
+            g_w = gradient_of_w(sums[2].sum(), inputs.w, kernels.norm_neuron.spec)
         return g_x, g_above, of_weight, of_bias, g_w, None
 
 
 def _subtracted_means(inputs: NormNeuronInput, eps: float, x: Tensor, means: Tensor) -> Tensor:
     """The input gradient's terms at values x through the statistics: mean g, and mean g per deviation."""
-    norm = inputs.norm
-    precision = (norm.variance + eps).reciprocal()
+    precision = (inputs.variance + eps).reciprocal()
     scale = precision.sqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight.detach()
+    if inputs.weight is not None:
+        scale = scale * inputs.weight.detach()
     offset = (scale * means[0]).view(-1, 1, 1)
     slope = (scale * means[1] * precision).view(-1, 1, 1)
-    mean = norm.mean.view(-1, 1, 1)
+    mean = inputs.mean.view(-1, 1, 1)
     return (offset + (x - mean) * slope).to(x.dtype)

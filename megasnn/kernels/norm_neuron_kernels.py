@@ -55,21 +55,6 @@ class NormNeuron:
         return (height - self.above + 1) // 2, (width + 1) // 2
 
 
-class Norm(NamedTuple):
-    """
-    Attributes:
-        mean, variance: `[C]`, the biased variance, in double precision.
-        weight, bias: scale and shift `[C]`, or None.
-        coefficients: scale, shift and mean in the backend's layout; None if its kernels compute them.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    coefficients: Tensor | None = None
-
-
 class Shared(Protocol):
     """Exchange between ranks whose values are normalised together."""
 
@@ -99,7 +84,7 @@ class Statistics(NamedTuple):
     """
     Attributes:
         values: each channel's mean and biased variance, `[2, C]` in double precision.
-        coefficients: see `Norm`; None where they were not asked for, or the backend has none.
+        coefficients: see `NormNeuronInput`; None where they were not asked for, or the backend has none.
     """
 
     values: Tensor
@@ -110,12 +95,19 @@ class NormNeuronInput(NamedTuple):
     """
     Attributes:
         x: `[X, N, C, ...]` with X = T or 1, channels-last in memory.
+        mean, variance: `[C]`, the biased variance, in double precision.
+        weight, bias: the norm's scale and shift `[C]`, or None.
         w: a learned time constant's scalar parameter, or None.
+        coefficients: scale, shift and mean in the backend's layout; None if its kernels compute them.
     """
 
     x: Tensor
-    norm: Norm
-    w: Tensor | None
+    mean: Tensor
+    variance: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    w: Tensor | None = None
+    coefficients: Tensor | None = None
 
 
 class NeuronInput(NamedTuple):
@@ -165,8 +157,8 @@ class NormNeuronKernels(ABC, Generic[Intermediate]):
     def statistics(self, x: Tensor, norm: BatchNorm | None = None) -> Statistics:
         """With `norm`, a backend that has coefficients computes them in the same pass."""
 
-    def coefficients(self, norm: Norm) -> Tensor | None:
-        """Coefficients (see `Norm`) from statistics that are not this rank's alone."""
+    def coefficients(self, mean: Tensor, variance: Tensor, norm: BatchNorm) -> Tensor | None:
+        """Coefficients (see `NormNeuronInput`) from statistics that are not this rank's alone."""
         return None
 
     @abstractmethod
@@ -209,14 +201,14 @@ class NeuronKernels(ABC):
         """See `megasnn.kernels.neuron.neuron_multi_step`; with gradients."""
 
 
-def parameter_gradients(sums: Tensor, norm: Norm, eps: float) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients for a norm's scale and shift, from `BackwardSums.sums`."""
+def parameter_gradients(sums: Tensor, inputs: NormNeuronInput, eps: float) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients for the norm's scale and shift, from `BackwardSums.sums`."""
     of_weight = None
     of_bias = None
-    if norm.weight is not None:
-        of_weight = (sums[1] * (norm.variance + eps).rsqrt()).to(norm.weight.dtype)
-    if norm.bias is not None:
-        of_bias = sums[0].to(norm.bias.dtype)
+    if inputs.weight is not None:
+        of_weight = (sums[1] * (inputs.variance + eps).rsqrt()).to(inputs.weight.dtype)
+    if inputs.bias is not None:
+        of_bias = sums[0].to(inputs.bias.dtype)
     return of_weight, of_bias
 
 

@@ -94,10 +94,6 @@ class ProductOptions:
         are_spikes = self.content is Content.SPIKES and self.pool == 1 and len(payloads) == 1
         return payloads[0] if are_spikes and self.products.sparse else None
 
-    def space(self, space: torch.Size) -> torch.Size:
-        """Height and width of the images."""
-        return space if self.pool == 1 else pooled_space(space, self.pool)
-
 
 class WeightedLayer(nn.Module):
     """Layer with a weight and an optional bias.
@@ -248,13 +244,14 @@ class _Product(Function):
         finish = None
         if ctx.needs_input_grad[0]:
             # Starts the sum over ranks; the weight's task below runs meanwhile, unless deferred.
-            grad_x, finish = _start_input_gradient(grad_images, kernel, options, options.space(shape[3:]))
+            space = shape[3:] if options.pool == 1 else pooled_space(shape[3:], options.pool)
+            grad_x, finish = _start_input_gradient(grad_images, kernel, options, space)
         if ctx.queue_gradient is not None:
             ctx.queue_gradient(partial(_add_weight_gradient, options, payloads, shape, grad_images.detach()))
         if finish is not None:
             grad_x = finish()
         if grad_x is not None:
-            grad_x = _unpooled(grad_x, shape, options.pool)
+            grad_x = from_matrix(grad_x, shape) if options.pool == 1 else _unpooled(grad_x, shape, options.pool)
         return grad_x, None, None, None, None, None
 
 
@@ -303,7 +300,5 @@ def _add_weight_gradient(
 
 def _unpooled(matrix: Tensor, shape: torch.Size, pool: int) -> Tensor:
     """Input gradient of this shape, from the pooled one as a matrix."""
-    if pool == 1:
-        return from_matrix(matrix, shape)
     images = from_matrix(matrix, (*shape[:3], *pooled_space(shape[3:], pool))).flatten(0, 1)
     return average_pool_gradient(images, pool, shape[3:]).unflatten(0, shape[:2])

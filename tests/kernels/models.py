@@ -16,7 +16,7 @@ from megasnn.kernels.backends import AUTO_BACKEND, norm_neuron_kernels
 from megasnn.kernels.layout import channels_last as in_order
 from megasnn.kernels.neuron import neuron_multi_step
 from megasnn.kernels.norm_neuron import BatchNorm, norm_pool_neuron
-from megasnn.kernels.norm_neuron_kernels import Norm, NormNeuron, NormNeuronInput
+from megasnn.kernels.norm_neuron_kernels import NormNeuron, NormNeuronInput
 from megasnn.kernels.spike_codec import bits_of, pack_bits
 
 
@@ -171,9 +171,9 @@ def two_ranks_equal_one(backend: str) -> None:
     found = [each.statistics(part).values for each, (part, _) in zip(kernels, parts, strict=True)]
     mean = sum(n * each[0] for n, each in zip(counts, found, strict=True)) / sum(counts)
     moments = [n * (each[1] + (each[0] - mean) ** 2) for n, each in zip(counts, found, strict=True)]
-    norm = Norm(mean, sum(moments) / sum(counts), weight, bias)
+    norm = (mean, sum(moments) / sum(counts), weight, bias)
     given = [
-        (of_part, NormNeuronInput(part, norm, w), g_part)
+        (of_part, NormNeuronInput(part, *norm, w), g_part)
         for of_part, (part, g_part) in zip(kernels, parts, strict=True)
     ]
     spikes = torch.cat([of_part.fire(inputs)[0] for of_part, inputs, _ in given], dim=1)
@@ -193,9 +193,9 @@ def spikes_leave_packed_as_well(backend: str) -> None:
     # Of 24 channels some neurons are left over, whole bytes of them, when many are computed at once.
     for channels, pool in ((16, False), (24, False), (24, True), (3, False)):
         x = channels_last(4, 1, channels, 5, 5) * 2
-        norm = Norm(torch.zeros(channels), torch.ones(channels), None, None)
+        norm = (torch.zeros(channels), torch.ones(channels), None, None)
         kernels = norm_neuron_kernels(backend, x, NormNeuron(NeuronSpec(), 1e-5, pool, 4))
-        spikes, bits = kernels.fire(NormNeuronInput(x, norm, None), packed=True)
+        spikes, bits = kernels.fire(NormNeuronInput(x, *norm), packed=True)
         assert bits is not None and torch.equal(bits, pack_bits(spikes)) and 0 < spikes.sum() < spikes.numel()
 
 

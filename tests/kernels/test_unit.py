@@ -10,7 +10,7 @@ from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import norm_neuron_kernels
 from megasnn.kernels.layout import channels_last as in_order
 from megasnn.kernels.norm_neuron import BatchNorm, norm_pool_neuron
-from megasnn.kernels.norm_neuron_kernels import Norm, NormNeuron, NormNeuronInput
+from megasnn.kernels.norm_neuron_kernels import NormNeuron, NormNeuronInput
 from megasnn.kernels.torch_backend import batch_norm
 from tests.kernels.models import (
     assert_close,
@@ -194,9 +194,9 @@ def test_large_results_equal_those_of_their_samples(channels) -> None:
     x, g = channels_last(4, 6, channels, 29, 25), channels_last(4, 6, channels, 29, 25, seed=3)
     assert x.nbytes >= 4 * 2**20 > x.nbytes / 6
     kernels, of_whole = (norm_neuron_kernels("fused", each, norm_neuron) for each in (x[:, :1], x))
-    norm = Norm(*of_whole.statistics(x).values, None, None)
-    given = [NormNeuronInput(in_order(x[:, n : n + 1]), norm, None) for n in range(6)]
-    whole_input = NormNeuronInput(x, norm, None)
+    norm = (*of_whole.statistics(x).values, None, None)
+    given = [NormNeuronInput(in_order(x[:, n : n + 1]), *norm) for n in range(6)]
+    whole_input = NormNeuronInput(x, *norm)
     spikes = torch.cat([kernels.fire(each)[0] for each in given], dim=1)
     assert torch.equal(of_whole.fire(whole_input)[0], spikes)
     intermediate = [

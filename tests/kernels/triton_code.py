@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.norm_neuron_kernels import BatchNorm, Norm, NormNeuron, NormNeuronInput
+from megasnn.kernels.norm_neuron_kernels import BatchNorm, NormNeuron, NormNeuronInput
 
 SMALL = 8, 64, 32, 32  # samples, channels and sides: programs that sum have several tiles
 
@@ -120,11 +120,11 @@ def compiled(
 
     spec = NeuronSpec(kind="lif", tau=tau, decay_input=decay_input)
     channels = torch.empty(sizes[1], device="meta")
-    neuron, norm = NormNeuron(spec, 1e-5, pool, steps), Norm(channels.double(), channels.double(), channels, channels)
+    neuron, norm = NormNeuron(spec, 1e-5, pool, steps), (channels.double(), channels.double(), channels, channels)
     x, g = absent(*sizes[2:]), absent(*neuron.space_of_spikes(sizes[2:]))
-    kernels, inputs = TritonNormNeuron(x.shape, dtype, neuron), NormNeuronInput(x, norm, None)
+    kernels, inputs = TritonNormNeuron(x.shape, dtype, neuron), NormNeuronInput(x, *norm)
     with compiling_for(capability) as found:
-        kernels.statistics(x, BatchNorm(norm.weight, norm.bias))
+        kernels.statistics(x, BatchNorm(channels, channels))
         kernels.fire(inputs, packed=True)
         complete = kernels.backward_sums(inputs, g, False, count=7)
         kernels.input_gradient(inputs, g, complete.sums, 7, complete.intermediate)

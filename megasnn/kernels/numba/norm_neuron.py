@@ -14,7 +14,6 @@ from megasnn.kernels.neuron_spec import NeuronSpec
 from megasnn.kernels.norm_neuron_kernels import (
     BackwardSums,
     BatchNorm,
-    Norm,
     NormNeuron,
     NormNeuronInput,
     NormNeuronKernels,
@@ -61,16 +60,16 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
         return Statistics(torch.from_numpy(merged))
 
     def fire(self, inputs: NormNeuronInput, packed: bool = False) -> tuple[Tensor, Tensor | None]:
-        x, norm, w = inputs
+        x = inputs.x
         norm_neuron = self.norm_neuron
         length = self._length
         data = pixels_of(x)
         out = empty_array(self._spikes_shape, data.dtype)
         flat = out.reshape(norm_neuron.time_steps, -1)
-        p = constants_of(norm_neuron.spec, data.dtype, w, learn=False)
+        p = constants_of(norm_neuron.spec, data.dtype, inputs.w, learn=False)
         # Every block and every time step must begin at a whole byte.
         bits = bits_for(flat, packed and length % 8 == 0)
-        affine = _affine(norm, norm_neuron.eps)
+        affine = _affine(inputs, norm_neuron.eps)
         coefficients = _tiles(length, data.dtype, affine.scale, affine.shift, affine.mean)
         if norm_neuron.pool:
             windows = self._samples * self._space[0]
@@ -87,15 +86,15 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
     def backward_sums(
         self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool, count: int | None = None
     ) -> BackwardSums[np.ndarray]:
-        x, norm, w = inputs
+        x = inputs.x
         norm_neuron = self.norm_neuron
         channels = self.channels
         length = self._length
         data = pixels_of(x)
         flat = pixels_of(g_spikes).reshape(norm_neuron.time_steps, -1)
         g = empty_array(data.shape, data.dtype)
-        p = constants_of(norm_neuron.spec, data.dtype, w, learn)
-        affine = _affine(norm, norm_neuron.eps)
+        p = constants_of(norm_neuron.spec, data.dtype, inputs.w, learn)
+        affine = _affine(inputs, norm_neuron.eps)
         coefficients = _tiles(length, data.dtype, affine.scale, affine.shift, affine.mean)
         if norm_neuron.pool:
             sums = np.empty((self._samples, 3, channels))
@@ -112,7 +111,7 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
             )  # fmt: skip
         # The slices depend only on sizes, so the order of this sum does not depend on the number of threads.
         total = torch.from_numpy(sums.sum(axis=0))
-        return BackwardSums(total, g, *parameter_gradients(total, norm, norm_neuron.eps))
+        return BackwardSums(total, g, *parameter_gradients(total, inputs, norm_neuron.eps))
 
     def input_gradient(
         self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, intermediate: np.ndarray
@@ -120,7 +119,7 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
         data = pixels_of(inputs.x)
         channels = self.channels
         width = self._width
-        affine = _affine(inputs.norm, self.norm_neuron.eps)
+        affine = _affine(inputs, self.norm_neuron.eps)
         mean_g = np.zeros(channels)
         mean_per_deviation = np.zeros(channels)
         if sums is not None:
@@ -164,11 +163,11 @@ class _Affine(NamedTuple):
     shift: np.ndarray
 
 
-def _affine(norm: Norm, eps: float) -> _Affine:
-    weight = torch.ones_like(norm.mean) if norm.weight is None else norm.weight
-    bias = torch.zeros_like(norm.mean) if norm.bias is None else norm.bias
+def _affine(inputs: NormNeuronInput, eps: float) -> _Affine:
+    weight = torch.ones_like(inputs.mean) if inputs.weight is None else inputs.weight
+    bias = torch.zeros_like(inputs.mean) if inputs.bias is None else inputs.bias
     # Copies, because memory that numpy has seen cannot be freed for a while: gathered weights come and go.
-    copies = torch.stack([each.detach() for each in (norm.mean, norm.variance, weight, bias)])
+    copies = torch.stack([each.detach() for each in (inputs.mean, inputs.variance, weight, bias)])
     mean, variance, factor, addend = copies.to(torch.float64).numpy()
     inverse = 1.0 / np.sqrt(variance + eps)
     scale = inverse * factor

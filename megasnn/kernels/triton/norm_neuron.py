@@ -10,7 +10,6 @@ from torch import Tensor
 from megasnn.kernels.norm_neuron_kernels import (
     BackwardSums,
     BatchNorm,
-    Norm,
     NormNeuron,
     NormNeuronInput,
     NormNeuronKernels,
@@ -57,20 +56,21 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
         launches.fold(partial, values, norm.weight, norm.bias, coefficients)
         return Statistics(values, coefficients)
 
-    def coefficients(self, norm: Norm) -> Tensor:
-        out = norm.mean.new_empty((3, self.channels), dtype=self._launches.number)
+    def coefficients(self, mean: Tensor, variance: Tensor, norm: BatchNorm) -> Tensor:
+        out = mean.new_empty((3, self.channels), dtype=self._launches.number)
         launch = coefficients_launch(self.channels, self.norm_neuron.eps)
-        launch(norm.mean, norm.variance, norm.weight, norm.bias, out)
+        launch(mean, variance, norm.weight, norm.bias, out)
         return out
 
     def fire(self, inputs: NormNeuronInput, packed: bool = False) -> tuple[Tensor, Tensor | None]:
-        x, norm, w = inputs
+        x, mean, variance, weight, bias, w, coefficients = inputs
         launches = self._launches
         spikes = x.new_empty(launches.spikes_shape)
         bits = None
         if packed and launches.bytes_of_bits is not None:
             bits = x.new_empty(launches.bytes_of_bits, dtype=torch.uint8)
-        coefficients = self.coefficients(norm) if norm.coefficients is None else norm.coefficients
+        if coefficients is None:
+            coefficients = self.coefficients(mean, variance, BatchNorm(weight, bias))
         q = None if w is None else learned_factor(w, launches.number)
         launches.fire(x, coefficients, None, q, spikes, bits, None)
         spikes = spikes.movedim(-1, 2)
@@ -81,7 +81,7 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
     def backward_sums(
         self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool, count: int | None = None
     ) -> BackwardSums[TritonIntermediate]:
-        x, norm, w = inputs
+        x, mean, variance, weight, bias, w, coefficients = inputs
         launches = self._launches
         g_pooled = None
         taps = None
@@ -93,18 +93,19 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
         kept = None
         if launches.chunks_shape is not None:
             kept = x.new_empty(launches.chunks_shape, dtype=launches.number)
-        coefficients = self.coefficients(norm) if norm.coefficients is None else norm.coefficients
+        if coefficients is None:
+            coefficients = self.coefficients(mean, variance, BatchNorm(weight, bias))
         q = None if w is None else learned_factor(w, launches.number)
         sums_launch = launches.learning_sums if learn else launches.sums
         sums_launch(x, g_spikes, coefficients, q, g_pooled, taps, partial, kept)
         sums = x.new_empty((kinds, self.channels), dtype=torch.float64)
-        g_weight = None if norm.weight is None else torch.empty_like(norm.weight)
-        g_bias = None if norm.bias is None else torch.empty_like(norm.bias)
+        g_weight = None if weight is None else torch.empty_like(weight)
+        g_bias = None if bias is None else torch.empty_like(bias)
         mean_gradients = None
         if count is not None:
             mean_gradients = x.new_empty((2, self.channels), dtype=launches.number)
         fold = launches.fold_learning if learn else launches.fold
-        fold(partial, norm.variance, sums, g_weight, g_bias, mean_gradients)
+        fold(partial, variance, sums, g_weight, g_bias, mean_gradients)
         return BackwardSums(sums, TritonIntermediate(g_pooled, taps, mean_gradients), g_weight, g_bias)
 
     def input_gradient(
@@ -115,7 +116,7 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
         count: int,
         intermediate: TritonIntermediate,
     ) -> Tensor:
-        x, norm, w = inputs
+        x, mean, variance, weight, bias, w, coefficients = inputs
         launches = self._launches
         g_pooled, taps, mean_gradients = intermediate
         if sums is None:
@@ -123,8 +124,9 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
         elif mean_gradients is None:
             mean_gradients = x.new_empty((2, self.channels), dtype=launches.number)
             launch = mean_gradients_launch(self.channels, self.norm_neuron.eps, count)
-            launch(sums, norm.variance, mean_gradients)
-        coefficients = self.coefficients(norm) if norm.coefficients is None else norm.coefficients
+            launch(sums, variance, mean_gradients)
+        if coefficients is None:
+            coefficients = self.coefficients(mean, variance, BatchNorm(weight, bias))
         g_x = torch.empty_like(x)  # as dense as x, and in its order
         if g_pooled is not None:
             launches.pooled_gradient(x, g_pooled, taps, g_x, coefficients, mean_gradients)
