@@ -41,10 +41,8 @@ class _CompiledNeuron(Function):
         ctx.save_for_backward(x, v0, w)
         inputs = NeuronInput(_channels_fastest(x, 2), None if v0 is None else _channels_fastest(v0, 1), w)
         spikes, last, bits = kernels.fire(inputs, packed)
-        if packed:
-            if bits is None:
-                bits = pack_bits(spikes)
-            ctx.mark_non_differentiable(bits)
+        if packed and bits is None:
+            bits = pack_bits(spikes)
         return spikes.movedim(-1, min(2, x.ndim - 1)), last.movedim(-1, min(1, last.ndim - 1)), bits
 
     @staticmethod

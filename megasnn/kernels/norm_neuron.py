@@ -165,8 +165,6 @@ class _NormNeuronFunction(Function):
         ctx.values = call.values
         ctx.shared = call.shared
         ctx.save_for_backward(x, mean, variance, weight, bias, w, call.coefficients)
-        if bits is not None:
-            ctx.mark_non_differentiable(bits)
         return spikes, bits
 
     @staticmethod

@@ -93,7 +93,9 @@ class ConvNormNeuron(nn.Module):
         # Batch statistics cancel the convolution's bias: it enters the recorded mean only, and its gradient is zero.
         cancelled_bias = conv._parameters["bias"] if fixed is None else None
         y = conv(x, add_bias=cancelled_bias is None)
-        above, y = conv.split_row_above(y)
+        above = None
+        if conv.has_row_above:
+            above, y = conv.split_row_above(y)
         weight = norm._parameters["weight"]
         bias: Tensor | None = norm._parameters["bias"]
         if bias is not None and cancelled_bias is not None:

@@ -84,7 +84,8 @@ class ProductOptions:
     def images(self, rows: Tensor, payloads: list[Tensor], like: torch.Size) -> Tensor:
         """`[T*N, C, H, W]` from the matrix of all channels and their packed parts; `like` is `[T, N, any, H, W]`."""
         time, samples, _, height, width = like
-        images = rows.view(time * samples, height, width, rows.shape[1]).movedim(-1, 1)
+        # Frames are joined last: `flatten` gives a single channel the strides of a row-major image.
+        images = rows.view(time, samples, height, width, rows.shape[1]).movedim(-1, 2).flatten(0, 1)
         if self.pool > 1:
             images = average_pool(images, self.pool)
         bits = self.bits_of_images(payloads) if self.products.sparse else None
@@ -239,7 +240,7 @@ class _Product(Function):
         rows = to_matrix(grad)
         if options.communication is Communication.SCATTER:
             rows, _ = gather_columns(rows, options.group, Content.DENSE)
-        grad_images = rows.view(time * samples, height, width, rows.shape[1]).movedim(-1, 1)
+        grad_images = rows.view(time, samples, height, width, rows.shape[1]).movedim(-1, 2).flatten(0, 1)
         grad_x = None
         finish = None
         if ctx.needs_input_grad[0]:
