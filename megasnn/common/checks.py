@@ -141,20 +141,22 @@ def other_notes(error: BaseException) -> list[str]:
 
 
 class explained:
-    """Context that puts words around errors inside, the innermost first."""
+    """Puts words around errors inside, the innermost first. May be entered again and again.
 
-    # A class, because every layer enters it: a generator's context manager takes twice as many calls.
+    A class, because blocks of every layer enter one: a generator takes twice the calls.
+    """
 
     def __init__(self, words: Words) -> None:
         self._words = words
-        self._checks = _collecting.get()
 
     def __enter__(self) -> None:
-        if self._checks is not None:
-            self._checks.words.append(self._words)
+        checks = _collecting.get()
+        if checks is not None:
+            checks.words.append(self._words)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._checks is not None:
-            self._checks.words.pop()
+        checks = _collecting.get()
+        if checks is not None:
+            checks.words.pop()
         if isinstance(error, ValueError):
             raise ValueError(self._words(str(error))) from error

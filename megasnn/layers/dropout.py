@@ -22,7 +22,7 @@ _drawing: ContextVar[tuple[Positions, tuple[int, ...]]] = ContextVar("positions 
 
 
 class drawing_for:
-    """Context that sets the samples that layers draw random numbers for.
+    """Sets the samples that layers inside draw random numbers for.
 
     Args:
         positions: each sample's position in the whole training, from 0, keys its random numbers; None in evaluation. An
@@ -30,17 +30,14 @@ class drawing_for:
         frames: numbers of time steps and samples.
     """
 
-    # A class, because every layer enters it: a generator's context manager takes twice as many calls.
-
     def __init__(self, positions: Positions, frames: tuple[int, ...] = ()) -> None:
-        outer, _ = _drawing.get()
-        # CUDA graphs read this tensor's memory, which is rewritten before each replay.
-        if isinstance(outer, Tensor):
-            positions = outer
-        self._drawn = (positions, frames)
+        self._drawing = positions, frames
 
     def __enter__(self) -> None:
-        self._token = _drawing.set(self._drawn)
+        outer, _ = _drawing.get()
+        positions, frames = self._drawing
+        # CUDA graphs read this tensor's memory, which is rewritten before each replay.
+        self._token = _drawing.set((outer if isinstance(outer, Tensor) else positions, frames))
 
     def __exit__(self, *error: object) -> None:
         _drawing.reset(self._token)

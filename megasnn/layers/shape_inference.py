@@ -129,7 +129,7 @@ def to_channels_last(y: Tensor) -> Tensor:
     """A layer's output, and later its gradient, with channels last in memory. Usually no copy."""
     y = _in_order(y)
     if y.requires_grad and y.grad_fn is not None:
-        y.register_hook(_in_order)
+        y.register_hook(lambda gradient: None if gradient is None else _in_order(gradient))
     return y
 
 
