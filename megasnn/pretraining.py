@@ -18,6 +18,7 @@ from megasnn.common.launcher import take_ranks
 from megasnn.config import ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.checks import refusal
 from megasnn.config.cli import Values
+from megasnn.config.data import GivenDatasets
 from megasnn.config.validate import device_problems
 from megasnn.config.values import samples_from
 from megasnn.models.model import Model, run_config
@@ -28,17 +29,26 @@ SECONDS_TO_REPORT = 3.0
 """Wait of silent ranks before they end: torchrun ends all ranks, the one that reports the error too, after one."""
 
 
-def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = ()) -> int:
+def pretrain(
+    model: str | type[Model],
+    argv: Sequence[str] | None = None,
+    *,
+    dataset: Any = None,
+    valid_dataset: Any = None,
+    callbacks: Sequence[Callback] = (),
+) -> int:
     """Trains a model with flags; returns the exit status (see `megasnn.training.run`), 2 for wrong flags.
 
     Args:
         model: a class, or a name in the registry (megasnn/models/registry.py). A new class is registered.
         argv: flags, without the program's name; required in a notebook. None: this process's flags; the process then
             ends with the exit status, so this call is a whole script.
+        dataset: map-style data set to train on, in place of --data-path: `dataset[index]` gives `(inputs, target)`.
+        valid_dataset: the same to evaluate on, in place of --valid-data-path.
         callbacks: called during the run.
     Raises:
-        ValueError: the registry has no such name, or another model of this name; callbacks of another type; no `argv`
-            in a notebook.
+        ValueError: the registry has no such name, or another model of this name; callbacks of another type; a data set
+            without length or without samples by index; no `argv` in a notebook.
         SystemExit: after the help, and always without `argv`.
     """
     chosen = _in_table(model)
@@ -47,17 +57,53 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
     if argv is None and "kernel_launcher" in Path(sys.argv[0]).name:
         raise ValueError('in a notebook give the flags: pretrain(..., argv=["--train-iters", "100"])')
     flags = sys.argv[1:] if argv is None else argv
+    given = GivenDatasets(dataset, valid_dataset)
+    if not given.is_empty:
+        _require_map_style(given)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="surrogateescape")  # names of files that are not UTF-8 are written as they are
 
-    status = _train(chosen, flags, callbacks)
+    status = _train(chosen, flags, callbacks, given)
     if argv is None:
         sys.exit(status)
     return status
 
 
-def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callback]) -> int:
+def _require_map_style(given: GivenDatasets) -> None:
+    """Raises ValueError for a data set without length or samples by index. Imports torch, as the data sets do."""
+    from megasnn.data.map_dataset import require_map_style
+
+    for argument, each in {"dataset": given.train, "valid_dataset": given.valid}.items():
+        if each is not None:
+            require_map_style(each, argument)
+
+
+def with_datasets(config: PretrainConfig, given: GivenDatasets) -> tuple[PretrainConfig, GivenDatasets]:
+    """Names the data sets in the configuration. An evaluation needs no training data.
+
+    Raises:
+        ConfigError: flags for samples of files beside them; no data set for training; one that was given before.
+    """
+    path = config.data.data_path
+    if given.is_empty:
+        if config.data.is_in_python:
+            raise ConfigError(
+                [f"--data-path {in_message(path)} was a data set in Python: give it to pretrain(..., dataset=...)"]
+            )
+        return config, given
+    if given.train is None:
+        if not config.training.evaluate_only:
+            raise ConfigError(["valid_dataset alone is for --evaluate-only: give pretrain(..., dataset=...), too"])
+        given = GivenDatasets(given.valid, given.valid)
+    from megasnn.data.map_dataset import dataset_title
+
+    valid = None if given.valid is None else dataset_title(given.valid)
+    data = config.data.with_datasets(dataset_title(given.train), valid)
+    return replace(config, data=data), given
+
+
+def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callback], given: GivenDatasets) -> int:
     """Reads and checks the flags, then trains.
 
     The first rank of each machine reports errors, since command lines of machines may differ. Checks that need no torch
@@ -70,7 +116,8 @@ def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callbac
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     reports = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        config = configuration(model, flags, reports)
+        config = configuration(model, flags, reports, reads_files=given.is_empty)
+        config, given = with_datasets(config, given)
         validate(config, world_size)
         refuse_unbuildable(config)
         refuse_other_device(config)
@@ -86,7 +133,7 @@ def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callbac
         return 2
     from megasnn import training  # imports torch, after the flags are checked
 
-    return training.run(config, callbacks)
+    return training.run(config, callbacks, given)
 
 
 def _in_table(model: str | type[Model]) -> type[Model]:
@@ -105,11 +152,13 @@ def refuse_unbuildable(config: PretrainConfig) -> None:
     from megasnn.engine.build import model_problems
     from megasnn.training.data import arrays_of
 
-    wrong = model_problems(config) or refusal(arrays_of, config.model)
-    if not wrong:
-        evaluates = config.training.evaluate_only
-        arrays = arrays_of(config.model)
-        wrong = refusal(sample_format, config.data, config.model.input_shape, evaluates, arrays)
+    wrong = model_problems(config)
+    if not config.data.is_in_python:
+        wrong = wrong or refusal(arrays_of, config.model)
+        if not wrong:
+            evaluates = config.training.evaluate_only
+            arrays = arrays_of(config.model)
+            wrong = refusal(sample_format, config.data, config.model.input_shape, evaluates, arrays)
     if wrong:
         raise ConfigError(wrong)
 
@@ -135,17 +184,21 @@ def refuse_other_device(config: PretrainConfig) -> None:
         raise ConfigError(wrong)
 
 
-def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool = True) -> PretrainConfig:
+def configuration(
+    model: type[Model], argv: Sequence[str], console_outputs: bool = True, reads_files: bool = True
+) -> PretrainConfig:
     """Configuration of a run of this model, not yet validated; rank 0 prints the flags taken from --load.
 
     Dimensions and neuron: flags first, then --config, then the checkpoint of --load. An evaluation and --finetune take
     the preprocessing of samples in the same order.
 
+    Args:
+        reads_files: False where data sets in Python make the samples.
     Raises:
         ConfigError, SystemExit: as `parse`.
     """
     flags = parse(run_config(model), argv, console_outputs, model.recipes())
-    saved = _saved_values(model, flags)
+    saved = _saved_values(model, flags, reads_files)
     if not saved:
         return flags
     config = parse(run_config(model), argv, console_outputs, model.recipes(), saved)
@@ -162,7 +215,7 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     return config
 
 
-def _saved_values(model: type[Model], flags: PretrainConfig) -> Values:
+def _saved_values(model: type[Model], flags: PretrainConfig, reads_files: bool) -> Values:
     """Values from the checkpoint of --load: dimensions, neuron and, for an evaluation or --finetune, preprocessing.
 
     Empty without a checkpoint of this model that holds them. Loading reports a damaged checkpoint.
@@ -177,6 +230,6 @@ def _saved_values(model: type[Model], flags: PretrainConfig) -> Values:
     if found.config is None or found.model not in (None, model.name):
         return {}
     values: dict[str, Any] = {part: found.config.get(part) for part in ("model", "neuron")}
-    if flags.training.evaluate_only or options.finetune:
+    if reads_files and (flags.training.evaluate_only or options.finetune):
         values["data"] = samples_from(found.extra, flags.training.evaluate_only)
     return {} if refusal(from_dict, run_config(model), values) else values

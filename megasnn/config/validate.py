@@ -219,8 +219,9 @@ def _evaluation_problems(config: PretrainConfig) -> Iterator[str]:
         value = getattr(config.logging, name)
         if value:
             asked.append(f"{flag(name)} {value}")
+    needed = "pretrain(..., valid_dataset=...)" if config.data.is_in_python else "--valid-data-path"
     for each in asked:
-        yield f"{each} needs --valid-data-path"
+        yield f"{each} needs {needed}"
 
 
 def _mixing_problems(config: PretrainConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from megasnn.common.checks import error_context
 from megasnn.common.files import CheckpointError
 from megasnn.config import PretrainConfig
+from megasnn.config.data import NO_DATASETS, GivenDatasets
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.faults import claim_fault, end_process, in_full
 from megasnn.parallel.process_group import join_ranks
@@ -30,7 +31,7 @@ MISTAKES = (ValueError, OSError, CheckpointError, ReplicaError)
 """Errors of flags, data and files. Their message says what to change: no traceback is shown."""
 
 
-def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
+def run(config: PretrainConfig, callbacks: Sequence[Callback] = (), given: GivenDatasets = NO_DATASETS) -> int:
     """Runs a whole training; errors go to standard error, or to torchrun.
 
     Returns:
@@ -45,9 +46,10 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
     Args:
         config: validated (megasnn.config.validate).
         callbacks: called on the first rank.
+        given: data sets in Python, in place of the shards of the flags.
     """
     try:
-        return _recorded(config, callbacks) or 0
+        return _recorded(config, callbacks, given) or 0
     except KeyboardInterrupt:
         sys.stderr.write("interrupted while starting\n")
         status = INTERRUPTED
@@ -62,9 +64,9 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
 
 
 @record
-def _recorded(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
+def _recorded(config: PretrainConfig, callbacks: Sequence[Callback], given: GivenDatasets) -> int:
     try:
-        return _train(config, callbacks)
+        return _train(config, callbacks, given)
     except Exception as error:
         # `record` writes the first failing rank's error for torchrun, and no later ones.
         if not claim_fault(error):
@@ -74,7 +76,7 @@ def _recorded(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
         raise
 
 
-def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
+def _train(config: PretrainConfig, callbacks: Sequence[Callback], given: GivenDatasets) -> int:
     """Joins, builds, loads, trains, evaluates, saves; returns the exit status."""
     state, leave = join_ranks(config)
     stage = f"pipeline stage {state.pp.rank}"
@@ -83,7 +85,7 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
     handlers = ExitStack()
     try:
         with error_context(f"on {stage}"):
-            run = TrainingRun(config, state, stop, callbacks)
+            run = TrainingRun(config, state, stop, callbacks, given)
         handlers.enter_context(stop)
         with error_context(lambda: f"on {stage}, after iteration {run.engine.iteration}"):
             try:
