@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
+import importlib
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
@@ -26,6 +30,16 @@ TRIED_SAMPLES = 4
 """Samples that a run reads twice before it starts. A random flip goes unnoticed in one of 16 runs."""
 EVALUATION_KEY = (0, 0)
 """Seed and epoch of an evaluation: each evaluation reads the same values."""
+
+
+def _by_name(module: ModuleType) -> tuple[Any, ...]:
+    return importlib.import_module, (module.__name__,)
+
+
+# cloudpickle sends every loaded submodule that a function may mean: torch.classes for `self.classes` beside torch. It
+# cannot send these two, which have classes of their own (findings/cloudpickle_torch_classes.sh).
+for _module in (torch.classes, torch.ops):
+    copyreg.pickle(type(_module), _by_name)
 
 
 def require_map_style(dataset: Any, argument: str) -> None:

@@ -118,6 +118,7 @@ def test_classes_and_lambdas_of_a_script_reach_the_workers() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.change = lambda image: 2 * image
+            self.classes = torch.ones(1)  # a name that torch has as well
 
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
             image, label = super().__getitem__(index)
