@@ -209,7 +209,7 @@ def configuration_and_checkpoint(
     checkpoint = _checkpoint_of(flags)
     checkpoint_values = {} if checkpoint is None else _checkpoint_values(model, flags, checkpoint.metadata)
     if not reads_files:
-        checkpoint_values.pop("data", None)
+        checkpoint_values = {part: values for part, values in checkpoint_values.items() if part != "data"}
     if not checkpoint_values:
         return flags, checkpoint
     config = parse(run_config(model), argv, console_outputs, model.recipes(), checkpoint_values)

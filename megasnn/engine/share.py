@@ -38,7 +38,7 @@ def share_of(batch: Sequence[int] | Tensor, layout: BatchShare, evaluates: bool)
     if not numbers or (evaluates and len(numbers) > most):
         limit = f"1 to {most} (global_batch_size)" if evaluates else "1 or more"
         raise ValueError(f"share a global batch of {limit} samples, not of {len(numbers)}")
-    own = []
+    own: list[int] = []
     for start, size in layout.spans(len(numbers)):
         own += numbers[start : start + size]
     return SampleShare(own, len(numbers), evaluates)
