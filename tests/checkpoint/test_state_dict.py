@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor
 
-from megasnn.checkpoint.source import read_state_dict
+from megasnn.checkpoint.weight_file import read_state_dict
 from megasnn.common.files import CheckpointError
 from megasnn.models.registry import dialect_for, dialect_of
 from megasnn.models.spikformer.weight_names import SPIKINGJELLY
