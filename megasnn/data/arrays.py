@@ -22,6 +22,7 @@ from megasnn.data.images import IMAGE_SUFFIXES, ImageFormat, open_image, orienta
 from megasnn.data.shards import split_name
 
 Arrays = Mapping[str, NDArray[Any]]
+_COUNTS = (np.uint8, np.uint16)
 
 
 class ArrayFile(NamedTuple):
@@ -125,8 +126,9 @@ def fitted(values: NDArray[Any], array: ArrayFile, where: str) -> NDArray[Any]:
         ValueError: not finite, or beyond int64.
     """
     is_whole = array.dtype == "int"
-    kinds = "biu" if is_whole else "f"
-    if values.shape != array.shape or values.dtype.kind not in kinds:
+    # float32 holds every count of one or two bytes exactly.
+    fits = values.dtype.kind in "biu" if is_whole else values.dtype.kind == "f" or values.dtype in _COUNTS
+    if values.shape != array.shape or not fits:
         raise FormatMismatch(
             f"has {values.dtype} {list(values.shape)}{where}, and {array.name!r} is {array.dtype} {list(array.shape)}"
         )

@@ -125,9 +125,8 @@ class ValueFormat(BatchFormat):
                 "torchvision's Compose([ToTensor(), Normalize(mean, std)])"
             )
         values = _as_array(value)
-        is_frames = len(array.shape) == 4
         if array.dtype == "float" and values.dtype.kind in "biu":
-            if not is_frames:
+            if len(array.shape) == 3:
                 raise FormatMismatch(
                     f"has whole numbers ({values.dtype}) for {array.name!r}: give normalised floating-point values, "
                     "such as (pixels / 255 - mean) / std"

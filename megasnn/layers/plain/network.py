@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from megasnn.layers.apply import is_stateful
 from megasnn.layers.context import BuildContext, context_for, is_building
 from megasnn.layers.init import ModuleInitialiser, own_tensors, tensors_of
 from megasnn.layers.layer import Layer, LayerSource, require_initialiser, require_module
+from megasnn.layers.layer_call import LayerCall
 from megasnn.layers.plain.initial_values import without_values
-from megasnn.layers.plain.layer_call import LayerCall
 from megasnn.layers.plain.refusals import (
     SEQUENCES,
     is_by_channel,
-    is_stateful,
     module_label,
     note_stepped,
     problem_of,
