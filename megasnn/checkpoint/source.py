@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megasnn.checkpoint.folder import resolve
 from megasnn.checkpoint.format import Metadata, read_metadata
-from megasnn.checkpoint.tensor_io import read_full
+from megasnn.checkpoint.tensor_io import allocated, read_full
 from megasnn.checkpoint.weight_file import read_weights
 from megasnn.common.files import CheckpointError
 from megasnn.models.registry import dialect_of, model_of
@@ -60,10 +59,7 @@ def open_source(path: Path, values: bool = True, ema: bool = True) -> Source:
     metadata = read_metadata(path)
     if values:
         return Source(path, read_full(path, metadata, metadata.tensors), metadata, True)
-    tensors = {
-        name: torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device="meta")
-        for name, saved in metadata.tensors.items()
-    }
+    tensors = {name: allocated(saved, "meta") for name, saved in metadata.tensors.items()}
     return Source(path, tensors, metadata, True)
 
 
