@@ -8,8 +8,9 @@ import importlib
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -171,6 +172,23 @@ def _as_array(value: Any) -> NDArray[Any]:
         raise FormatMismatch(f"has a {type(value).__name__} that is no array: {error}") from error
 
 
+class _Sent(NamedTuple):
+    """A data set on its way to a worker, which makes it at the first sample: earlier, nobody would hear of an error."""
+
+    content: bytes
+    title: str
+
+    def made(self) -> Any:
+        """Raises ValueError if the worker cannot make it."""
+        try:
+            return cloudpickle.loads(self.content)
+        except Exception as error:  # imports and classes of the user's may raise any
+            raise ValueError(
+                f"{self.title} cannot be made in a data worker ({type(error).__name__}: {error}): make its modules "
+                "importable there (PYTHONPATH), or read in the training process (--num-workers 0)"
+            ) from error
+
+
 class MapDataset(SampleSource):
     """Samples of a map-style data set, checked against the model.
 
@@ -183,7 +201,10 @@ class MapDataset(SampleSource):
     def __init__(self, dataset: Any, format: ValueFormat) -> None:
         self.format: ValueFormat = format
         self._dataset = dataset
-        self._title = dataset_title(dataset)
+
+    @cached_property
+    def _title(self) -> str:
+        return dataset_title(self._dataset)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By value where pickle has no name: classes of the script and of notebooks, lambdas of transforms. Workers do
@@ -195,7 +216,7 @@ class MapDataset(SampleSource):
                 f"{self._title} cannot be sent to data workers ({type(error).__name__}: {error}): open files at the "
                 "first use in __getitem__, or read in the training process (--num-workers 0)"
             ) from error
-        return _remade, (content, self.format)
+        return MapDataset, (_Sent(content, self._title), self.format)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -208,6 +229,8 @@ class MapDataset(SampleSource):
 
     def sample(self, index: int, key: SampleKey | None = None) -> dict[str, NDArray[Any]]:
         """Arrays by name; without a key as in every evaluation."""
+        if isinstance(self._dataset, _Sent):
+            self._dataset = self._dataset.made()
         with seeded_globals("sample", *(key or (*EVALUATION_KEY, index))):
             try:
                 found = self._dataset[index]
@@ -244,10 +267,6 @@ class MapDataset(SampleSource):
                         "ranks and resumed runs need equal values: draw from the global generators of torch, numpy "
                         "or random, which the run seeds for each sample, not from a generator of the data set's own"
                     )
-
-
-def _remade(content: bytes, format: ValueFormat) -> MapDataset:
-    return MapDataset(cloudpickle.loads(content), format)
 
 
 def _place(error: Exception) -> str:

@@ -44,6 +44,17 @@ class Noisy(Dataset):
         return index + noise, index % self.number_of_classes
 
 
+def fail() -> None:
+    raise ImportError("only in the script")
+
+
+class Unmade(Noisy):
+    """Cannot be unpickled."""
+
+    def __reduce__(self):
+        return fail, ()
+
+
 class Private(Noisy):
     """Draws from a generator of its own, which no run seeds."""
 
@@ -125,6 +136,8 @@ def test_classes_and_lambdas_of_a_script_reach_the_workers() -> None:
             return self.change(image), label
 
     assert_equal(batches(Local(), count=1, num_workers=1), batches(Local(), count=1, num_workers=0))
+    with pytest.raises(ValueError, match="Unmade cannot be made in a data worker .ImportError: only in the script"):
+        batches(Unmade(), count=1, num_workers=1)
     unsendable = Noisy()
     unsendable.lock = threading.Lock()
     with pytest.raises(ValueError, match="cannot be sent to data workers.*--num-workers 0"):
