@@ -29,6 +29,9 @@ from megasnn.data.samples import BrokenSample, SampleSource
 
 TRIED_SAMPLES = 4
 """Samples that a run reads twice before it starts. A random flip goes unnoticed in one of 16 runs."""
+_FRAMES_ADVICE = (
+    "give arrays of numbers; of events, frames [T, 2, H, W] (SpikingJelly's data_type='frame', tonic's ToFrame)"
+)
 EVALUATION_KEY = (0, 0)
 """Seed and epoch of an evaluation: each evaluation reads the same values."""
 
@@ -109,7 +112,7 @@ class ValueFormat(BatchFormat):
                 size = f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""
                 raise FormatMismatch(f"is a {type(sample).__name__}{size}: __getitem__ must return (inputs, target)")
             inputs, target = sample
-        if not isinstance(inputs, Mapping) and len(self.inputs) == 1:
+        if len(self.inputs) == 1 and not (isinstance(inputs, Mapping) and self.inputs[0] in inputs):
             inputs = {self.inputs[0]: inputs}
         if not isinstance(inputs, Mapping) or {*inputs} != {*self.inputs}:
             found = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
@@ -162,14 +165,20 @@ class ValueFormat(BatchFormat):
 
 def _as_array(value: Any) -> NDArray[Any]:
     """A tensor's, array's or number's values. Raises FormatMismatch for anything else."""
+    kind = type(value).__name__
+    if isinstance(value, Mapping):
+        raise FormatMismatch(f"has a {kind} of {', '.join(map(str, value))}: {_FRAMES_ADVICE}")
     try:
         if isinstance(value, Tensor):
             dense = value.detach().cpu().to_dense()
             # NumPy has no bfloat16.
             return (dense.float() if dense.is_floating_point() else dense).numpy()
-        return np.asarray(value)
+        found = np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise FormatMismatch(f"has a {type(value).__name__} that is no array: {error}") from error
+        raise FormatMismatch(f"has a {kind} that is no array: {error}") from error
+    if found.dtype.names:
+        raise FormatMismatch(f"has an array of {', '.join(found.dtype.names)}: {_FRAMES_ADVICE}")
+    return found
 
 
 class _Sent(NamedTuple):

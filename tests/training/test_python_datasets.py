@@ -168,7 +168,9 @@ IMAGE = torch.zeros(1, 8, 8)
         ((torch.zeros(8, 8), 1), r"float32 \[8, 8\], and 'images' is float \[1, 8, 8\]"),
         ((IMAGE, 10), r"label 10, outside 0..9: raise --num-classes"),
         ((IMAGE, 0.5), "label 0.5: give the number of its class"),
-        (({"pixels": IMAGE}, 1), "has pixels, and the model takes a dict of its inputs, images"),
+        (({"t": IMAGE, "x": IMAGE}, 1), "has a dict of t, x: give arrays of numbers; of events, frames"),
+        ((np.zeros(5, [("x", "i2"), ("t", "i8")]), 1), "has an array of x, t: give arrays of numbers; of events"),
+        ((torch.zeros(1, 8, 8, dtype=torch.complex64), 1), "complex64"),
         ((object(), 1), "object"),
     ],
 )
