@@ -7,13 +7,29 @@ every layout and every restart sees the same images. `--help` lists all flags.
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import sklearn.datasets
 import torch
-from own_model import Small
 from torch.utils.data import Dataset, Subset
 
 import megasnn
+from megasnn import ConvNormNeuron, MeanLinear, layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Small(megasnn.Model):
+    """Two spiking convolutions and a linear head."""
+
+    image_size: int = 8
+    """Height and width of the images."""
+    in_channels: int = 1
+    """Channels of the images."""
+
+    def layers(self):
+        yield layer("stem", ConvNormNeuron(self.in_channels, 16, kernel_size=3))
+        yield layer("body", ConvNormNeuron(16, 32, kernel_size=3, stride=2))
+        yield layer("head", MeanLinear(32, self.num_classes))
 
 
 class Digits(Dataset):

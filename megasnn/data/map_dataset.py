@@ -78,7 +78,7 @@ def dataset_title(dataset: Any) -> str:
     return f"{kind} {in_message(name)}" if isinstance(name, str) and name else kind
 
 
-def class_names(dataset: Any, num_classes: int) -> tuple[str, ...]:
+def names_of_classes(dataset: Any, num_classes: int) -> tuple[str, ...]:
     """Names in `dataset.classes`, as torchvision and tonic give them; empty unless there are `num_classes`."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset

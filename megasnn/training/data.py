@@ -11,7 +11,7 @@ from megasnn.config.values import CLASS_NAMES, samples
 from megasnn.data import BatchLoader, Datasets, open_datasets
 from megasnn.data.arrays import ArrayFile, ArrayFormat
 from megasnn.data.loader import epoch_samples, order_identity
-from megasnn.data.map_dataset import MapDataset, ValueFormat, class_names
+from megasnn.data.map_dataset import MapDataset, ValueFormat, names_of_classes
 from megasnn.data.preprocess.sample import shards_of_sample
 from megasnn.engine import Engine
 from megasnn.models.build import task_of
@@ -136,7 +136,7 @@ class RunData:
                 valid.require_repeatable()
 
         broadcast_result(state.world.handle, look)
-        return Datasets(train, valid, class_names(given.train, format.classes))
+        return Datasets(train, valid, names_of_classes(given.train, format.classes))
 
     @property
     def notices(self) -> list[str]:
