@@ -40,7 +40,7 @@ from megasnn.pipeline.profile_layers import (
     profile_layers,
     profile_pipeline,
 )
-from megasnn.planner.costs import Analysis, Counted, CutAxis, PlannedLayer, ResidentTensor, Timed, cost_identity
+from megasnn.planner.costs import Analysis, CutAxis, LayoutBytes, PlannedLayer, ResidentTensor, Timed, cost_identity
 from megasnn.planner.machines import DEVICES, Machine
 
 TENSOR_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -89,7 +89,7 @@ def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu:
         "samples": dict.fromkeys(context_sizes, samples),
         "rows": {size: _refusal(config, 1, size, "rows") for size in context_sizes},
     }
-    shared: dict[CutAxis, Counted] = {}
+    shared: dict[CutAxis, LayoutBytes] = {}
     for axis, sizes in possible.items():
         able = [size for size, refused in sizes.items() if size > 1 and refused is None]
         if not able:
@@ -122,13 +122,13 @@ def count_layers(
     context: int = 1,
     cut: ContextCut = "samples",
     on_cpu: bool = False,
-) -> Counted:
+) -> LayoutBytes:
     """The layers' bytes on the first rank, in trial steps."""
     with fake_ranks(tensor, context) as state:
         built_for = context_of(state, config, cut, on_cpu)
         costs = tuple(count_memory(description, size, built_for, CPU).layers for size in trial_sizes(config))
         tensors = [tuple(_tensors_of(name, layer)) for name, layer in description.named_layers(built_for)]
-        return Counted(tensor, context, cut, costs, tuple(tensors))
+        return LayoutBytes(tensor, context, cut, costs, tuple(tensors))
 
 
 def trial_sizes(config: PretrainConfig) -> tuple[int, ...]:
