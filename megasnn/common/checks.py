@@ -135,16 +135,23 @@ def other_notes(error: BaseException) -> list[str]:
     return [note for note in getattr(error, "__notes__", []) if not isinstance(note, _ErrorContext)]
 
 
-@contextmanager
-def explained(words: Words) -> Iterator[None]:
-    """Puts words around errors inside, the innermost first."""
-    checks = _collecting.get()
-    if checks is not None:
-        checks.words.append(words)
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(words(str(error))) from error
-    finally:
+class explained:
+    """Puts words around errors inside, the innermost first. May be entered again and again.
+
+    A class, because blocks of every layer enter one: a generator takes twice the calls.
+    """
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+
+    def __enter__(self) -> None:
+        checks = _collecting.get()
+        if checks is not None:
+            checks.words.append(self._words)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        checks = _collecting.get()
         if checks is not None:
             checks.words.pop()
+        if isinstance(error, ValueError):
+            raise ValueError(self._words(str(error))) from error

@@ -122,7 +122,7 @@ class RunningStatistics:
         rows = self._table.rows(most_micro_batches)
         if self._data.size > 1:
             rows = _all_gathered(rows, self._data).flatten(0, 1)
-        found = self._table.pooled(rows)
+        found: Sequence[StepStatistics] = self._table.pooled(rows)
         if self._of_owners is not None:
             found = self._of_owners(found)
         called = [norm for norm, _, _ in found]

@@ -27,7 +27,10 @@ UNIT: Paths = ("megasnn.layers.blocks:ConvNormNeuron.forward",)
 ATTENTION: Paths = ("megasnn.layers.attention:SpikingSelfAttention.forward",)
 CHUNK: Paths = ("megasnn.pipeline.chunk:PipelineChunk.forward",)
 EXECUTOR: Paths = ("megasnn.pipeline.executor:PipelineExecutor.run",)
-WEIGHT_GRADIENTS: Paths = ("megasnn.layers.weight_grad:WeightGradients.leave",)
+WEIGHT_GRADIENTS: Paths = (
+    "megasnn.layers.weight_grad:WeightGradients.run_or_defer",
+    "megasnn.layers.weight_grad:WeightGradients.leave",
+)
 """Takes the task of a weight gradient, and starts it or keeps it for later."""
 CLIP: Paths = ("megasnn.optim.norms:GradientNorm.clip",)
 LAUNCH: Paths = ("megasnn.kernels.triton.launch:Launch.__call__", "megasnn.kernels.triton.launch:launch")
