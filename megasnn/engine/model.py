@@ -92,7 +92,7 @@ class DistributedModel:
         """Forward and backward for this replica's micro-batches; sums the step over all ranks. Collective.
 
         Reduces gradients over the replicas. The host does not wait for the device. Norms record statistics for
-        `merge_statistics`.
+        `running_statistics`.
         """
         self.loss.begin(global_batch_size)
         self.gradient_buckets.zero(len(micro_batches))
@@ -132,14 +132,6 @@ class DistributedModel:
         if figures.values["findings"][0]:
             self._raise_findings()
         return figures
-
-    def merge_statistics(self, most_micro_batches: int) -> None:
-        """Merges recorded statistics into running statistics. Collective over the replicas.
-
-        Args:
-            most_micro_batches: largest number on any replica.
-        """
-        self.running_statistics.merge(most_micro_batches)
 
     def refresh_copies(self) -> None:
         """Copies changed values to replicas and tied layers. Collective."""

@@ -144,6 +144,7 @@ class Bucket:
         self.flat.untyped_storage().resize_(0)
 
     def end(self) -> None:
+        """Waits for a sum that was started."""
         if self.await_sum is not None:
             self.await_sum()
             # It references the sent and received tensors.
@@ -240,7 +241,7 @@ class GradientBuckets:
         if self._is_scattered:
             return
         for bucket in self._by_segment.get(segment, ()):
-            if bucket.pending is not None:
+            if bucket.pending is not None and bucket.pending.parameters:
                 bucket.pending.end()
         self._reduce_complete()
 

@@ -100,7 +100,8 @@ class RunningStatistics:
         self._calls = [norm.calls for norm in self._norms]
         # Every step has the same norms, whose tensors and sizes are looked up once.
         self._table: _Table | None = None
-        self._update: _Update | None = None
+        self._called: list[RunningNorm] = []
+        self._rounds: list[_Round] = []
 
     def merge(self, most_micro_batches: int) -> None:
         """Merges the global batch's statistics, and consumes the norms' `pending` records. Collective.
@@ -126,9 +127,11 @@ class RunningStatistics:
         if self._of_owners is not None:
             found = self._of_owners(found)
         called = [norm for norm, _, _ in found]
-        if self._update is None or self._update.called != called:
-            self._update = _Update(called)
-        self._update(found)
+        if self._called != called:
+            self._called = called
+            self._rounds = _rounds(called)
+        for each in self._rounds:
+            each.update(found)
         for norm in norms:
             norm.pending.clear()
 
@@ -179,12 +182,20 @@ class _Table:
         return table
 
     def pooled(self, rows: Tensor) -> list[StepStatistics]:
-        """Statistics over all rows, by call."""
+        """Mean and unbiased variance over all rows, by call."""
         calls = len(self._channels)
         width = sum(self._channels)
         counts, means, variances = rows.split_with_sizes([calls, width, width], dim=1)
         counts = counts.repeat_interleave(self._repeats, dim=1, output_size=width)
-        mean, variance = _pooled(counts, means, variances)
+        total = counts.sum(0)
+        mean = torch.zeros_like(total)
+        squares = torch.zeros_like(total)
+        # Row by row, in the order of the micro-batches: torch.sum promises no order.
+        for row in (means * (counts / total)).unbind():
+            mean += row
+        for row in (counts * (variances + (means - mean) ** 2)).unbind():
+            squares += row
+        variance = squares / (total - 1).clamp_min(1)
         of_calls = mean.split_with_sizes(self._channels), variance.split_with_sizes(self._channels)
         return list(zip(self._called, *of_calls, strict=True))
 
@@ -197,43 +208,26 @@ def _on_device(counts: Sequence[int | Tensor], like: Tensor) -> Tensor:
     return without_waiting(torch.tensor(counts, dtype=torch.float64), like.device)
 
 
-def _pooled(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance by column."""
-    total = counts.sum(0)
-    mean = torch.zeros_like(total)
-    squares = torch.zeros_like(total)
-    # Row by row, in the order of the micro-batches: torch.sum promises no order.
-    for row in (means * (counts / total)).unbind():
-        mean += row
-    for row in (counts * (variances + (means - mean) ** 2)).unbind():
-        squares += row
-    return mean, squares / (total - 1).clamp_min(1)
-
-
-class _Update:
-    """running = (1 - weight) running + weight new, by call. The weight is the momentum, or 1 / batches.
-
-    Args:
-        called: a norm for each of its calls.
-    """
-
-    def __init__(self, called: Sequence[RunningNorm]) -> None:
-        self.called = called
-        positions_of: dict[RunningNorm, list[int]] = {}
-        for position, norm in enumerate(called):
-            positions_of.setdefault(norm, []).append(position)
-        self._rounds: list[_Round] = []
-        for number in range(max(map(len, positions_of.values()), default=0)):
-            positions = [of_norm[number] for of_norm in positions_of.values() if number < len(of_norm)]
-            self._rounds.append(_Round(positions, [called[position] for position in positions]))
-
-    def __call__(self, found: Sequence[StepStatistics]) -> None:
-        for each in self._rounds:
-            each.update(found)
+def _rounds(called: Sequence[RunningNorm]) -> list[_Round]:
+    """By number of the call: a norm called twice is updated twice."""
+    positions_of: dict[RunningNorm, list[int]] = {}
+    for position, norm in enumerate(called):
+        positions_of.setdefault(norm, []).append(position)
+    rounds = []
+    for number in range(max(map(len, positions_of.values()), default=0)):
+        positions = [of_norm[number] for of_norm in positions_of.values() if number < len(of_norm)]
+        rounds.append(_Round(positions, [called[position] for position in positions]))
+    return rounds
 
 
 class _Round:
-    """One call of each norm. Args: positions: of the calls among a step's."""
+    """One call of each norm: running = (1 - weight) running + weight new.
+
+    The weight is the momentum, or 1 / batches.
+
+    Args:
+        positions: of the calls among a step's.
+    """
 
     def __init__(self, positions: Sequence[int], norms: Sequence[RunningNorm]) -> None:
         self._positions = positions

@@ -15,7 +15,7 @@ from megasnn.common.bundle import Bundle, EntryKey, bundle_of, entries_of, map_e
 from megasnn.common.checks import explained
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.context import BuildContext
-from megasnn.layers.dropout import ParallelDropout, drawing_for
+from megasnn.layers.dropout import DropPath, ParallelDropout, drawing_for
 from megasnn.layers.facts import facts
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.plain.replicated import apply_layer
@@ -97,9 +97,12 @@ class PipelineChunk(nn.Module):
         self._span = span
         self._is_chain = description.is_chain
         self._stateful: list[NeuronLayer | ParallelDropout] = []
+        self._drawing: Callable[[range | None], AbstractContextManager[object]] = nullcontext
         for module in self.layers.modules():
             if isinstance(module, (NeuronLayer, ParallelDropout)) and module.stateful:
                 self._stateful.append(module)
+            if isinstance(module, (ParallelDropout, DropPath)):
+                self._drawing = drawing_for
         self._calls: list[_LayerCall] = []
         for number, layer in zip(span, layers, strict=True):
             described = description.layers[number]
@@ -170,7 +173,7 @@ class PipelineChunk(nn.Module):
 
     def _run(self, received: list[Tensor], samples: range | None, goes_on: bool = False) -> Any:
         call = self._called_in_trace if is_traced() else self._called
-        with self._explained_layer, drawing_for(samples):
+        with self._explained_layer, self._drawing(samples):
             if self._is_chain:
                 x: Bundle = received.pop()
                 for each in self._calls:

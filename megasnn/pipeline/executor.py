@@ -103,7 +103,7 @@ class PipelineExecutor:
         order = self._order(schedule)
         sizes = tuple([micro.size for micro in micro_batches])
         step = self._step
-        step.begin(micro_batches, consume)
+        step.reset(micro_batches, consume)
         if self._transfers is not None:
             self._transfers.begin(schedule, sizes)
         graphs = [segment.graphs for segment in self._segments.values() if segment.graphs is not None]
@@ -120,7 +120,7 @@ class PipelineExecutor:
         total = torch.zeros((), dtype=torch.float64, device=self._state.device)
         for loss in step.losses:
             total += loss
-        step.end()
+        step.reset()
         return total
 
     def _order(self, schedule: Schedule) -> PreparedOrder:

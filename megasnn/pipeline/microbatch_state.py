@@ -130,15 +130,10 @@ class StepState:
         self.weight_gradients: dict[ActionKey, deque[WeightGradientTask]] = {}
         self.losses: list[Tensor] = []
 
-    def begin(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None) -> None:
-        self.end()
+    def reset(self, micro_batches: Sequence[MicroBatchInput] = (), consume: OutputConsumer | None = None) -> None:
+        """Begins a step, or without micro-batches frees all tensors."""
         self.micro_batches = micro_batches
         self.consume = consume
-
-    def end(self) -> None:
-        """Frees all tensors."""
-        self.micro_batches = ()
-        self.consume = None
         for held in (self.stashed, self.learning, self.inputs, self.outputs, self.ends, self.gradients, self.awaited):
             held.clear()
         self.weight_gradients.clear()
@@ -162,7 +157,7 @@ class StepState:
 
     def hand_on(self, key: ActionKey, y: Sequence[Tensor], is_here: bool) -> None:
         """Outputs become the next segment's inputs, or are kept to be sent. `is_here`: the next one is this rank's."""
-        outputs = [_without_graph(each) for each in y]
+        outputs = [without_graph(each) for each in y]
         if is_here:
             self.inputs[key[0] + 1, key[1]] = outputs
         else:
@@ -191,7 +186,7 @@ class StepState:
             self.gradients[before] = [torch.zeros_like(each, device=self._anchor.device) for each in awaited]
 
 
-def _without_graph(y: Tensor) -> Tensor:
+def without_graph(y: Tensor) -> Tensor:
     """The output on the same memory, with its bits and `requires_grad`, outside the graph."""
     return remember_bits(y.detach().requires_grad_(y.requires_grad), bits_of(y))
 
