@@ -76,7 +76,7 @@ def build_replica(
     owned = [buckets.owned_part(entry) for entry in tensors]
     ties = None
     if description.ties:
-        gradient = buckets.gradient
+        gradient = buckets.gradient_of_part
         ties = Ties(description, plan.bounds, schedules.placement, chunks, state.pp, state.device, gradient, local_part)
     norms = [module for module in modules if isinstance(module, ParallelBatchNorm)]
     of_owners = None if ties is None else ties.statistics_of_owners

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.common.bundle import Bundle, EntryKey, bundle_of, entries_of, map_entries, plain_bundle
-from megasnn.common.checks import explained
+from megasnn.common.checks import Words, explained
+from megasnn.layers.apply import apply_layer
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import DropPath, ParallelDropout, drawing_for
 from megasnn.layers.facts import facts
 from megasnn.layers.neuron import NeuronLayer
-from megasnn.layers.plain.replicated import apply_layer
 from megasnn.layers.row_context import own_pixel_rows
 from megasnn.layers.shape_inference import to_channels_last
 from megasnn.layers.tensors import described_tensors, materialise, sharded_tensors
@@ -34,6 +34,7 @@ class _LayerCall:
 
     Attributes:
         number: of the layer in the model.
+        words: put its name before an error message.
         is_ours: MegaSNN's own; `apply_layer` calls any other module.
         inputs: numbers of the layers whose outputs it takes.
         last_uses: inputs that no later layer uses.
@@ -42,20 +43,12 @@ class _LayerCall:
 
     number: int
     name: str
+    words: Words
     layer: nn.Module
     is_ours: bool
     inputs: tuple[int, ...]
     last_uses: frozenset[int]
     entries: Mapping[EntryKey, Any]
-
-
-class _AtLayer:
-    """Puts the name of the layer at work before an error message."""
-
-    name = ""
-
-    def __call__(self, text: str) -> str:
-        return f"{self.name}: {text}"
 
 
 class PipelineChunk(nn.Module):
@@ -96,6 +89,8 @@ class PipelineChunk(nn.Module):
         self._description = description
         self._span = span
         self._is_chain = description.is_chain
+        self._input_names = description.task.input_names
+        self._input_specs = description.task.inputs
         self._stateful: list[NeuronLayer | ParallelDropout] = []
         self._drawing: Callable[[range | None], AbstractContextManager[object]] = nullcontext
         for module in self.layers.modules():
@@ -107,12 +102,18 @@ class PipelineChunk(nn.Module):
         for number, layer in zip(span, layers, strict=True):
             described = description.layers[number]
             last_uses = frozenset(described.inputs).difference(description.needed_from(number + 1))
-            is_ours = facts(layer).call is None
-            call = _LayerCall(number, described.name, layer, is_ours, described.inputs, last_uses, described.entries)
+            call = _LayerCall(
+                number=number,
+                name=described.name,
+                words=partial("{}: {}".format, described.name),
+                layer=layer,
+                is_ours=facts(layer).call is None,
+                inputs=described.inputs,
+                last_uses=last_uses,
+                entries=described.entries,
+            )
             self._calls.append(call)
-        # In an object of its own: torch checks every value that a module's attribute is set to.
-        self._at = _AtLayer()
-        self._explained_layer = explained(self._at)
+        self._explained_layer = explained(str)
         self.explained = explained(partial("{}: {}".format, ", ".join(self.names)))
         self.without_spikes: Callable[[], AbstractContextManager[None]] = nullcontext
         last = layers[-1] if layers else None
@@ -158,12 +159,11 @@ class PipelineChunk(nn.Module):
         if not goes_on and self._stateful:
             self.forget()
         if not isinstance(x, list):
-            inputs = [*self._description.task.inputs.items()]
-            named_inputs = {inputs[0][0]: x} if isinstance(x, Tensor) else x
+            named_inputs = {self._input_names[-1]: x} if isinstance(x, Tensor) else x
             x = []
             for carried in self.receives:
-                name, spec = inputs[-1 - carried.layer]
-                frames = spec.frames(named_inputs[name])
+                name = self._input_names[carried.layer]
+                frames = self._input_specs[name].frames(named_inputs[name])
                 x.append(frames if self._rows is None else own_pixel_rows(frames, self._rows))
         if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
             y = self.graphs.apply(x, samples, micro_batch)
@@ -194,7 +194,7 @@ class PipelineChunk(nn.Module):
 
     def _called(self, each: _LayerCall, inputs: list[Bundle], samples: range | None, goes_on: bool) -> Bundle:
         """A layer's output in the order of its dry run, with channels last in memory."""
-        self._at.name = each.name
+        self._explained_layer.words = each.words
         if each.is_ours:
             y: Bundle = each.layer(*inputs)
         else:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megasnn.common.bundle import Bundle
-from megasnn.common.checks import error_context
+from megasnn.common.checks import ErrorContext, error_context
 from megasnn.common.recompute import recording, replaying
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.parallel.fsdp import GatheredWeights
@@ -68,7 +68,6 @@ class PipelineExecutor:
             self._neurons += [module for module in segment.modules() if isinstance(module, NeuronLayer)]
         # Micro-batch sizes of the training steps so far: a step with new sizes runs without CUDA graphs.
         self._sizes: list[tuple[int, ...]] = []
-        self._action: Action | None = None  # at work
         # A schedule is data, and so is known before its first step: its actions are looked up once. The last training
         # schedule and the last evaluation schedule stay prepared.
         self._prepared: dict[bool, tuple[Schedule, PreparedOrder]] = {}
@@ -110,8 +109,8 @@ class PipelineExecutor:
         if graphs and consume is None:
             self._begin_graphs(graphs, sizes)
         perform = self._perform_in_trace if is_traced() else self._perform
-        with error_context(self._error_context), nullcontext() if consume is None else torch.no_grad():
-            perform(order)
+        with error_context("") as context, nullcontext() if consume is None else torch.no_grad():
+            perform(order, context)
         # Messages may still be sent from tensors of the step, and buckets reduced.
         if self._transfers is not None:
             self._transfers.wait()
@@ -159,16 +158,16 @@ class PipelineExecutor:
             works.append(partial(graphs.done, action.key[1]))
         return works
 
-    def _perform(self, order: PreparedOrder) -> None:
+    def _perform(self, order: PreparedOrder, context: ErrorContext) -> None:
         for action, works in order:
-            self._action = action
+            context.describe = partial(self._describe, action)
             for work in works:
                 work()
 
-    def _perform_in_trace(self, order: PreparedOrder) -> None:
+    def _perform_in_trace(self, order: PreparedOrder, context: ErrorContext) -> None:
         for prepared in order:
             with named(prepared[0]):
-                self._perform([prepared])
+                self._perform([prepared], context)
 
     def _begin_graphs(self, graphs: Sequence[ChunkGraphs], sizes: tuple[int, ...]) -> None:
         is_observed = any(neuron.is_observed for neuron in self._neurons)
@@ -178,9 +177,7 @@ class PipelineExecutor:
         for each in graphs:
             each.begin(has_graphs)
 
-    def _error_context(self) -> str:
-        action = self._action
-        assert action is not None
+    def _describe(self, action: Action) -> str:
         micro = "" if action.micro_batch is None else f", micro-batch {action.micro_batch}"
         return f"rank {self._state.world.rank}, pipeline stage {self._state.pp.rank}, action {action}{micro}"
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasnn.common.autograd import Function
 from megasnn.common.bundle import Bundle, map_entries
 from megasnn.common.checks import explained
 from megasnn.common.recompute import Cache
@@ -191,7 +192,7 @@ def without_graph(y: Tensor) -> Tensor:
     return remember_bits(y.detach().requires_grad_(y.requires_grad), bits_of(y))
 
 
-class _Entry(torch.autograd.Function):
+class _Entry(Function):
     """Starts a segment's graph: returns its inputs. Backward delivers all their gradients, or zeros, at once."""
 
     @staticmethod
@@ -207,7 +208,7 @@ class _Entry(torch.autograd.Function):
         return None, None, *[None] * len(gradients)
 
 
-class _Exit(torch.autograd.Function):
+class _Exit(Function):
     """Ends a segment's graph: a zero. Backward takes the output gradients."""
 
     @staticmethod

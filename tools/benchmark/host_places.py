@@ -40,7 +40,7 @@ KERNELS = "megasnn.kernels.triton"
 INTERPRETED: Paths = ("megasnn.kernels.triton.available:interpreted",)
 UNUSABLE: Paths = ("megasnn.kernels.triton.available:_unusable",)
 USABLE_ON: Paths = ("megasnn.kernels.triton.available:usable_on",)
-FASTEST: Paths = ("megasnn.kernels.backends:_fastest",)
+PREPARED: Paths = ("megasnn.kernels.backends:_prepared", "megasnn.kernels.backends:_fastest")
 RUNS_AHEAD: Paths = ("megasnn.common.checks:runs_ahead", "megasnn.device_checks:runs_ahead")
 IS_MATRIX_PRODUCT: Paths = ("megasnn.kernels.convolution:_is_matrix_product",)
 ON_GPU: Paths = ("megasnn.kernels.layout:on_gpu", "megasnn.kernels.tensor_cores:on_gpu")
@@ -61,7 +61,7 @@ _ANSWERS: dict[Paths, Any] = {
     INTERPRETED: lambda: True,  # on a CPU the kernels are then not refused
     UNUSABLE: lambda device: None,
     USABLE_ON: lambda device: True,
-    FASTEST: {},
+    PREPARED: {},
     RUNS_AHEAD: lambda device: True,
     IS_MATRIX_PRODUCT: _is_matrix_product,
     ON_GPU: lambda values: True,
