@@ -22,7 +22,7 @@ class PendingGradients:
     """Number of gradients that a bucket still expects in a step.
 
     Args:
-        expected: by parameter, in one micro-batch.
+        expected: by parameter, in one micro-batch; 0: any number until `end`.
         complete: called when the last one has arrived.
     Attributes:
         parameters: number of parameters that expect more.
@@ -38,7 +38,8 @@ class PendingGradients:
         self._complete = complete
 
     def begin(self, micro_batches: int) -> None:
-        self._left = [micro_batches * each for each in self._expected]
+        # Below 0 a count never becomes 0.
+        self._left = [micro_batches * each or -1 for each in self._expected]
         self.parameters = len(self._left)
 
     def end(self) -> None:
@@ -48,15 +49,15 @@ class PendingGradients:
 
     def count(self, index: int, parameter: Tensor) -> None:
         """Counts a parameter's gradient. Raises ValueError for an unexpected one."""
-        left = self._left[index] - 1
-        if left < 0:
+        left = self._left[index]
+        if left == 0:
             raise ValueError(
                 f"a layer with a weight of shape {list(parameter.shape)} was called more often than in the dry run, or "
                 "the module around it uses the weight as well: call the layer equally often in every forward, and use "
                 "its weight only by calling the layer"
             )
-        self._left[index] = left
-        if left == 0:
+        self._left[index] = left - 1
+        if left == 1:
             self.parameters -= 1
             if self.parameters == 0:
                 self._complete()
