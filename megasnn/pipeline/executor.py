@@ -108,7 +108,7 @@ class PipelineExecutor:
         graphs = [segment.graphs for segment in self._segments.values() if segment.graphs is not None]
         if graphs and consume is None:
             self._begin_graphs(graphs, sizes)
-        perform = self._perform_in_trace if is_traced() else self._perform
+        perform = self._perform_in_trace if is_traced() else self.perform
         with error_context("") as context, nullcontext() if consume is None else torch.no_grad():
             perform(order, context)
         # Messages may still be sent from tensors of the step, and buckets reduced.
@@ -158,7 +158,8 @@ class PipelineExecutor:
             works.append(partial(graphs.done, action.key[1]))
         return works
 
-    def _perform(self, order: PreparedOrder, context: ErrorContext) -> None:
+    def perform(self, order: PreparedOrder, context: ErrorContext) -> None:
+        """Performs prepared actions of a step."""
         for action, works in order:
             context.describe = partial(self._describe, action)
             for work in works:
@@ -167,7 +168,7 @@ class PipelineExecutor:
     def _perform_in_trace(self, order: PreparedOrder, context: ErrorContext) -> None:
         for prepared in order:
             with named(prepared[0]):
-                self._perform([prepared], context)
+                self.perform([prepared], context)
 
     def _begin_graphs(self, graphs: Sequence[ChunkGraphs], sizes: tuple[int, ...]) -> None:
         is_observed = any(neuron.is_observed for neuron in self._neurons)
