@@ -85,7 +85,7 @@ def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
         return parts
     handle = group.handle
     pending: list[dist.Work | None]
-    if group.is_gloo and mine.device.type == "cpu":
+    if mine.device.type == "cpu" and group.is_gloo:
         # Gloo's all-gather switches threads at each step. Two ranks on two cores: 5 kB take 330 us and 18 MB take
         # 77 ms; messages take 98 us and 30 ms.
         parts[group.rank].copy_(mine)
