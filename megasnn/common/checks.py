@@ -118,7 +118,11 @@ class _ContextNote(str):
 
 @dataclass
 class ErrorContext:
-    """Context of errors and findings, changed as work goes on. Attributes: describe: called for an error or finding."""
+    """Context of errors and findings in a block.
+
+    Attributes:
+        describe: returns its words; may be replaced inside, for later errors and findings.
+    """
 
     describe: Callable[[], str]
 
@@ -153,7 +157,7 @@ class explained:
     """Puts words around errors inside, the innermost first. May be entered again and again.
 
     Attributes:
-        words: may be changed inside, for what follows.
+        words: may be replaced inside, for later errors and findings.
     """
 
     # A class, because blocks of every layer enter one: a generator takes twice the calls.

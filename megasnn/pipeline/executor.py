@@ -68,8 +68,8 @@ class PipelineExecutor:
             self._neurons += [module for module in segment.modules() if isinstance(module, NeuronLayer)]
         # Micro-batch sizes of the training steps so far: a step with new sizes runs without CUDA graphs.
         self._sizes: list[tuple[int, ...]] = []
-        # A schedule is data, and so is known before its first step: its actions are looked up once. The last training
-        # schedule and the last evaluation schedule stay prepared.
+        # A schedule is known before its first action, so each action's work is looked up once. The last schedule of
+        # training and the last one of evaluation stay prepared.
         self._prepared: dict[bool, tuple[Schedule, PreparedOrder]] = {}
         self._preparers: dict[Kind, Callable[[Action], Work]] = {
             Kind.FORWARD: lambda action: partial(self._forward, segments[action.segment], action.key),
