@@ -90,8 +90,11 @@ def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
         # 77 ms; messages take 98 us and 30 ms.
         parts[group.rank].copy_(mine)
         peers = [rank for rank in range(group.size) if rank != group.rank]
-        pending = [dist.irecv(parts[peer], group.ranks[peer], group=handle) for peer in peers]
-        pending += [dist.isend(mine, group.ranks[peer], group=handle) for peer in peers]
+        pending = []
+        for peer in peers:
+            pending.append(dist.irecv(parts[peer], group.ranks[peer], group=handle))
+        for peer in peers:
+            pending.append(dist.isend(mine, group.ranks[peer], group=handle))
     else:
         # NCCL fills a list of tensors by way of one flat tensor and a copy. Flat input: Gloo refuses a GPU's matrix.
         pending = [_ALL_GATHER_SINGLE(into.view(-1), mine, group=handle, async_op=True)]
