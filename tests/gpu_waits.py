@@ -214,7 +214,7 @@ def stepping(model: str, flags: str) -> Iterator[tuple[Engine, Callable[..., Glo
     ):
 
         def batch(samples: int, start: int, **options: bool) -> GlobalBatch:
-            return engine.batches.share({"images": images[:samples]}, labels[:samples], samples, start, **options)
+            return engine.batches.local_batch({"images": images[:samples]}, labels[:samples], samples, start, **options)
 
         yield engine, batch
 

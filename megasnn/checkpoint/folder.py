@@ -74,11 +74,12 @@ def commit_folder(folder: Path, metadata: Metadata) -> Path:
     aside = _aside(folder, step)
     final = step_folder(folder, step)
     write_whole(aside / METADATA, to_text(metadata))
-    # The files must be on disk before their name is.
+    # The files must be on disk before their name is: a rename may survive a power cut that its content does not.
     sync(aside)
+    # Before the new name: a run that is killed between both has lost no iter_NNNNNNN of its own course.
     _give_up(folder, step)
-    # Later ones are renamed before: so every iter_NNNNNNN is this run's.
     aside.rename(final)
+    # For people alone: loading takes the highest number, so a kill before this line does no harm.
     _name(folder, LATEST, step)
     return final
 
@@ -90,10 +91,10 @@ def go_back(folder: Path, step: int) -> None:
 
 
 def forget_best_after(folder: Path, step: int, best: int | None) -> None:
-    """A run continues from here: a later checkpoint is no longer the best.
+    """Withdraws the best checkpoint if it is later than the one that the run continues from.
 
     Args:
-        best: best iteration so far; named in place if it exists.
+        best: the best iteration up to there, named in its place if it exists.
     """
     named = _best(folder)
     if named is None or named <= step:
@@ -110,6 +111,7 @@ def name_best(folder: Path, step: int) -> None:
 
 
 def _name(folder: Path, file: str, step: int) -> None:
+    # The renames before are on disk first: a file never names a checkpoint that a power cut takes back.
     sync(folder)
     write_whole(folder / file, f"{step}\n")
     sync(folder)
@@ -117,7 +119,7 @@ def _name(folder: Path, file: str, step: int) -> None:
 
 def _give_up(folder: Path, step: int) -> None:
     for other, path in checkpoints(folder).items():
-        # The run has left their course.
+        # Renamed, not removed: they are of another course of the run, and someone may want them back.
         if other >= step:
             given_up = path.with_name(f"{path.name}.given_up")
             number = 0

@@ -36,7 +36,7 @@ class LoadedState:
     Attributes:
         remarks: for the user: newer checkpoints passed over, and why.
         averaged_steps: steps that the loaded averages have followed; None where none were loaded.
-        left: tensors that kept their values.
+        untouched: tensors that kept their values.
     """
 
     iteration: int
@@ -45,10 +45,10 @@ class LoadedState:
     path: Path
     remarks: tuple[str, ...] = ()
     averaged_steps: int | None = None
-    left: frozenset[str] = frozenset()
+    untouched: frozenset[str] = frozenset()
 
 
-def _no_problems(metadata: Metadata) -> tuple[str, ...]:
+def _nothing(metadata: Metadata) -> tuple[str, ...]:
     return ()
 
 
@@ -58,8 +58,8 @@ def load_checkpoint(
     *,
     step: int | None = None,
     process_group: dist.ProcessGroup | None = None,
-    check: Callable[[Metadata], Iterable[str]] = _no_problems,
-    leave: Callable[[Metadata], Collection[str]] = _no_problems,
+    check: Callable[[Metadata], Iterable[str]] = _nothing,
+    untouched: Callable[[Metadata], Collection[str]] = _nothing,
     average: bool = False,
 ) -> LoadedState:
     """Loads iteration `step`, or the latest intact one, from any layout.
@@ -71,7 +71,7 @@ def load_checkpoint(
         CheckpointError: on every rank, when this step does not exist; and as `load_chosen`.
     """
     chosen = broadcast_result(process_group, lambda: choose_checkpoint(Path(folder), step))
-    return load_chosen(chosen, state, process_group=process_group, check=check, leave=leave, average=average)
+    return load_chosen(chosen, state, process_group=process_group, check=check, untouched=untouched, average=average)
 
 
 def load_chosen(
@@ -79,8 +79,8 @@ def load_chosen(
     state: LocalState,
     *,
     process_group: dist.ProcessGroup | None = None,
-    check: Callable[[Metadata], Iterable[str]] = _no_problems,
-    leave: Callable[[Metadata], Collection[str]] = _no_problems,
+    check: Callable[[Metadata], Iterable[str]] = _nothing,
+    untouched: Callable[[Metadata], Collection[str]] = _nothing,
     average: bool = False,
 ) -> LoadedState:
     """Loads a checkpoint, or the next older one if it is damaged.
@@ -92,7 +92,7 @@ def load_chosen(
         chosen: the same on every rank.
         state: without an optimizer or averages, the checkpoint's are ignored (--finetune).
         check: further problems, such as `model_differences`.
-        leave: tensors that keep their values; the same on every rank.
+        untouched: names of tensors that keep their values; the same on every rank.
         average: load the weights' average in their place, if any; without an optimizer.
     Raises:
         DamagedError: on every rank, when files are missing, cut or altered, in all older checkpoints too unless a step
@@ -100,7 +100,7 @@ def load_chosen(
         CheckpointError: on every rank, with nothing changed: `check` finds something, tensors do not fit, or another
             kind of optimizer.
     """
-    load = partial(_load, state=state, group=process_group, check=check, leave=leave, average=average)
+    load = partial(_load, state=state, group=process_group, check=check, untouched=untouched, average=average)
     return _first_intact(chosen, process_group, load)
 
 
@@ -120,12 +120,12 @@ def _load(
     state: LocalState,
     group: dist.ProcessGroup | None,
     check: Callable[[Metadata], Iterable[str]],
-    leave: Callable[[Metadata], Collection[str]],
+    untouched: Callable[[Metadata], Collection[str]],
     average: bool,
 ) -> LoadedState:
     path = chosen.path
     metadata = chosen.metadata
-    left = frozenset(leave(metadata))
+    left_alone = frozenset(untouched(metadata))
     tensors: Mapping[str, SavedTensor] = metadata.tensors
     averages = averages_of(tensors)
     if not averages:
@@ -133,10 +133,11 @@ def _load(
         average = False
     if average:
         tensors = averages
-    saved = {name: described for name, described in tensors.items() if name not in left}
+    saved = {name: described for name, described in tensors.items() if name not in left_alone}
     title = f"the checkpoint {path} does not fit this run:"
-    examine = partial(_examine, chosen, saved, left, state, group, check)
-    # Ranks agree twice: here before anything changes, and below after all have read.
+    examine = partial(_examine, chosen, saved, left_alone, state, group, check)
+    # Ranks agree twice: here before anything changes, and below after all have read. Between both only values of this
+    # run's own tensors are written, and a failure there leaves no run to go on with.
     (wanted, states), reports = run_and_gather(group, examine, title)
     fits = list[RankFit]()
     damaged = list[str]()
@@ -155,13 +156,15 @@ def _load(
         # Only now: a rank that failed to read has ended the call on all ranks.
         state.optimizer.state.update(states)
     steps = averaged_steps(metadata) if average or state.averages is not None else None
-    return LoadedState(metadata.iteration, metadata.consumed_samples, metadata.extra, path, chosen.remarks, steps, left)
+    return LoadedState(
+        metadata.iteration, metadata.consumed_samples, metadata.extra, path, chosen.remarks, steps, left_alone
+    )
 
 
 def _examine(
     chosen: ChosenCheckpoint,
     saved: Mapping[str, SavedTensor],
-    left: Collection[str],
+    untouched: Collection[str],
     state: LocalState,
     group: dist.ProcessGroup | None,
     check: Callable[[Metadata], Iterable[str]],
@@ -169,8 +172,8 @@ def _examine(
     """Compares a checkpoint with this rank's state, and reads this rank's share of the files for damage.
 
     Args:
-        saved: the checkpoint's tensors, without `left`.
-        left: tensors that keep their values.
+        saved: the checkpoint's tensors, without `untouched`.
+        untouched: tensors that keep their values.
     Returns:
         for this rank: tensors to load, and optimizer state without values; for all ranks: the fit, and damaged files.
     Raises:
@@ -181,7 +184,7 @@ def _examine(
         raise CheckpointError(*problems)
     states = {} if state.optimizer is None else allocate(state.stepped, state.optimizer, saved)
     entries = [*state.tensors, *(state.averages or ()), *describe_states(state.stepped, states)]
-    wanted = [entry for entry in entries if entry.name not in left]
+    wanted = [entry for entry in entries if entry.name not in untouched]
     fit = compare_tensors(saved, wanted, _used_names(saved, wanted, state))
     if fit.problems:
         # Checksums of large files take minutes: a rank that sees a misfit answers at once.
@@ -194,7 +197,7 @@ def _used_names(saved: Mapping[str, SavedTensor], wanted: Iterable[ShardedTensor
     frozen = {entry.name for entry in state.tensors if entry.is_parameter and not entry.tensor.requires_grad}
     used = {entry.name for entry in wanted}
     for kind, name in state_names(saved):
-        # Frozen parameters' optimizer state is ignored.
+        # Frozen parameters' optimizer state is ignored: a run may freeze layers that an earlier one trained.
         if name in frozen:
             used.add(f"{OPTIMIZER}{kind}.{name}")
     return used

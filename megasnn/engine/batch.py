@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from megasnn.models.build import task_of
 from megasnn.parallel.agreement import gather_in_call, sum_over_ranks
 from megasnn.parallel.sharding import own_span
 from megasnn.pipeline.microbatch_state import MicroBatchInput
+
+Call = Literal["train_step", "evaluate", "predict"]
+"""The Engine's method that a batch is for."""
 
 
 class BatchError(ValueError):
@@ -59,23 +62,23 @@ class Batches:
         if mixing is not None:
             # Mixing needs the whole micro-batch.
             self.trained_share = replace(self.evaluated_share, cp_size=1, cp_rank=0)
+        # A norm without running statistics uses the batch's own in evaluation too, and padding would change them.
         without_running = sum(norm.running_mean is None for norm in distributed.norms)
         world = distributed.state.world.handle
         self._evaluates_padding = samples.size == 1 or sum_over_ranks(world, [without_running]) == [0]
 
     def checked(
         self,
+        call: Call,
         inputs: Any,
         targets: Any = None,
-        trains: bool = False,
-        predicts: bool = False,
         problem: str | None = None,
         own: SampleShare | None = None,
     ) -> tuple[Mapping[str, Tensor], Tensor, int]:
-        """Returns a valid batch's inputs by name, targets, and sample number. Collective.
+        """Returns a valid batch's inputs by name, targets, and number of samples. Collective.
 
         Args:
-            predicts: the batch has no targets.
+            call: "predict" takes no targets.
             problem: the caller's own error on this rank.
             own: the batch has this rank's samples only.
         Raises:
@@ -86,24 +89,19 @@ class Batches:
         if len(names) == 1 and not isinstance(inputs, Mapping):
             named = {names[0]: inputs}
         if own is not None:
-            problem = problem or share_problem(own, trains)
+            problem = problem or share_problem(own, trains=call == "train_step")
         has_values = not problem and (own is None or bool(own.indices))
         if has_values:
-            problem = self._problem(named, targets, trains, predicts, own)
+            problem = self._problem(call, named, targets, own)
         samples = 0
         if not problem:
             samples = len(named[names[0]]) if own is None else own.samples
-        call = "evaluate"
-        if trains:
-            call = "train_step"
-        elif predicts:
-            call = "predict"
         self._agree(call, problem or samples)
         if isinstance(self._task.target, str) and has_values:
             targets = named[self._task.target]
         return named, targets, samples
 
-    def _agree(self, call: str, found: str | int) -> None:
+    def _agree(self, call: Call, found: str | int) -> None:
         """Raises BatchError on every rank for a problem on any.
 
         Args:
@@ -120,8 +118,9 @@ class Batches:
         if len(set(of_ranks)) > 1:
             raise BatchError(f"ranks have different numbers of samples (0 after the last batch): {of_ranks}")
 
-    def _problem(self, inputs: Any, targets: Any, trains: bool, predicts: bool, own: SampleShare | None) -> str | None:
+    def _problem(self, call: Call, inputs: Any, targets: Any, own: SampleShare | None) -> str | None:
         task = self._task
+        trains = call == "train_step"
         if not isinstance(inputs, Mapping) or inputs.keys() != task.inputs.keys():
             found = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
             return f"the model takes a dict of its inputs, {', '.join(task.inputs)}, and got {found}"
@@ -135,7 +134,7 @@ class Batches:
         if isinstance(task.target, str):
             if targets is not None:
                 return f"the target is the input {task.target!r}: leave targets out"
-        elif not predicts:
+        elif call != "predict":
             is_soft = trains and self._takes_soft and isinstance(targets, Tensor) and targets.is_floating_point()
             if not is_soft or targets.shape != (samples, task.classes):
                 name = "labels" if task.classes else "targets"
@@ -143,20 +142,22 @@ class Batches:
                 if problem:
                     return problem
         if not trains:
-            # In training, loss or gradient show nan and infinities.
-            return self._first_not_finite(inputs)
+            # A step's loss or gradient shows nan and infinities. An evaluation may hide them: nan crosses no threshold,
+            # so neurons answer it with silence.
+            return self._input_not_finite(inputs)
         if not torch.is_grad_enabled():
             return "a step needs gradients: call it outside of torch.no_grad() and torch.inference_mode()"
         if own is not None:
             samples = own.samples
         sizes = micro_batch_sizes(samples, min(self._config.training.micro_batch_size, samples))
         replicas = self._state.dp.size
+        # Replicas that share weights gather them together, once for each micro-batch.
         is_even = self._state.dp_shard.size == 1 or len(sizes) % replicas == 0
         if len(sizes) >= replicas and is_even and sizes[-1] >= self._samples.size:
             return None
         return self._size_problem(samples, sizes)
 
-    def _first_not_finite(self, inputs: Mapping[str, Tensor]) -> str | None:
+    def _input_not_finite(self, inputs: Mapping[str, Tensor]) -> str | None:
         if not self._takes_images:
             return None
         for name, values in inputs.items():
@@ -175,7 +176,7 @@ class Batches:
             "more samples, or the Engine another micro_batch_size"
         )
 
-    def share(
+    def local_batch(
         self,
         inputs: Mapping[str, Tensor],
         targets: Tensor,
@@ -184,7 +185,7 @@ class Batches:
         evaluates: bool = False,
         own: SampleShare | None = None,
     ) -> GlobalBatch:
-        """This rank's share; may be empty in evaluation.
+        """This rank's micro-batches of a checked batch; there may be none in evaluation.
 
         Args:
             position: the first sample's index in the training.
@@ -196,7 +197,7 @@ class Batches:
         inputs = {name: x.clone() if x.is_inference() else x for name, x in inputs.items()}
         targets = targets.clone() if targets.is_inference() else targets
         if self._takes_images:
-            # As a run's loader lays images out.
+            # As a run's loader lays images out: another memory order would take other kernels, with other roundings.
             order = torch.channels_last
             inputs = {name: x.contiguous(memory_format=order) if x.ndim == 4 else x for name, x in inputs.items()}
         micro_batches = []
@@ -218,14 +219,15 @@ class Batches:
             micro_batches.append(MicroBatch(start, size, positions, own_inputs, own_targets))
         return GlobalBatch(micro_batches, samples, position + samples)
 
-    def evaluated(self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int) -> Iterator[GlobalBatch]:
+    def for_evaluation(self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int) -> Iterator[GlobalBatch]:
         """In batches up to `global_batch_size`."""
         most = self._config.training.global_batch_size
         for start in range(0, samples, most):
             part = {name: each[start : start + most] for name, each in inputs.items()}
-            yield self.share(part, targets[start : start + most], min(most, samples - start), start, evaluates=True)
+            part_targets = targets[start : start + most]
+            yield self.local_batch(part, part_targets, min(most, samples - start), start, evaluates=True)
 
-    def evaluated_pairs(self, pairs: Iterable[Any]) -> Iterator[GlobalBatch]:
+    def of_pairs(self, pairs: Iterable[Any]) -> Iterator[GlobalBatch]:
         """Batches of `(inputs, targets)`, `(inputs, targets, share)` with own values, or inputs."""
         for pair in pairs:
             inputs = pair
@@ -235,14 +237,15 @@ class Batches:
                 inputs, targets = pair
             elif isinstance(pair, (tuple, list)) and len(pair) == 3:
                 inputs, targets, own = pair
-            checked = self.checked(inputs, targets, own=own)
+            checked = self.checked("evaluate", inputs, targets, own=own)
             if own is None:
-                yield from self.evaluated(*checked)
+                yield from self.for_evaluation(*checked)
             else:
-                yield self.share(*checked, 0, evaluates=True, own=own)
+                yield self.local_batch(*checked, 0, evaluates=True, own=own)
+        # Ranks whose iterables end early meet the others here instead of leaving them in the next batch.
         self._agree("evaluate", 0)
 
-    def inputs(self, batch: GlobalBatch, trains: bool) -> list[MicroBatchInput]:
+    def micro_batches(self, batch: GlobalBatch, trains: bool) -> list[MicroBatchInput]:
         """Moves a batch to this rank's device, in the model's types, and cuts it into windows.
 
         Training mixes samples. Evaluation pads where ranks need equally many micro-batches.
@@ -259,7 +262,7 @@ class Batches:
             inputs: dict[str, Tensor] | None = None
             targets: Tensor | None = None
             if micro.inputs is not None:
-                # A run's loader gives the only input without its name.
+                # A run's loader yields a model's only input without its name.
                 named = micro.inputs if isinstance(micro.inputs, Mapping) else dict.fromkeys(specs, micro.inputs)
                 inputs = {}
                 for name, x in named.items():
@@ -286,6 +289,7 @@ class Batches:
     def _mixed(
         self, mixing: Mixing, inputs: dict[str, Tensor] | None, targets: Tensor | None, samples: range
     ) -> tuple[dict[str, Tensor] | None, Tensor | None, range]:
+        # Samples mix with partners of the whole micro-batch, before this rank takes its own.
         own = own_span(len(samples), self._samples.sizes, self._samples.rank)
         part = slice(own.start, own.stop)
         if inputs is not None:
@@ -296,7 +300,7 @@ class Batches:
 
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
         """Empty micro-batches, up to the largest number on any replica."""
-        # Ranks that share micro-batches or weights need the same number.
+        # Ranks that share micro-batches or weights meet in collectives of every micro-batch, and need equally many.
         if self._state.dp_shard.size == self._samples.size == 1:
             return []
         size = min(self._config.training.micro_batch_size, batch.size)

@@ -67,6 +67,7 @@ def run_configuration(
                 ["give train_iters or train_samples: the learning rate decays until then; or lr_decay_style='constant'"]
             )
         config = replace(config, training=replace(config.training, train_iters=_ENDLESS))
+    # A program may have joined its ranks itself, without the variables of a launcher.
     if dist.is_initialized():
         world_size = dist.get_world_size()
     else:
@@ -80,7 +81,7 @@ def run_configuration(
 
 
 def model_problems(config: PretrainConfig) -> list[str]:
-    """With layers, their learning rates, and an explicit cut."""
+    """Problems with the layers, their learning rates, and an explicit cut."""
     parallel = config.parallel
     problems = building_problems(config.model, config.neuron.spec, parallel.grid, config.context_cut)
     if problems:
@@ -144,7 +145,7 @@ def build_model(
         seed=training.seed,
         cast_weights=CastWeights(),
     )
-    # All layers without memory: the plan decides which of them this rank has.
+    # All layers without memory: the plan decides which of them this rank has, and needs every layer's cost for it.
     with error_context("while building the model"):
         built = description.build(context)
     with error_context("while planning the pipeline"):

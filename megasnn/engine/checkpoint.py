@@ -36,7 +36,7 @@ class Checkpoints:
         self.state = LocalState(self._distributed.tensors, step.optimizer, self._distributed.owned, averages)
 
     def entries(self) -> list[ShardedTensor]:
-        """This rank's tensors and optimizer state, with parameters unsharded."""
+        """This rank's tensors and optimizer state; with ZeRO-1 whole parameters in place of their shards."""
         whole = {entry.name: entry for entry in self._distributed.tensors}
         return [whole.get(entry.name, entry) for entry in self.state.entries()]
 
@@ -69,7 +69,7 @@ class Checkpoints:
         """See `Engine.state_dict`. Collective."""
         mine = {entry.name: entry for entry in self._distributed.tensors if entry.shard.is_primary()}
         full = {}
-        # One tensor at a time bounds the memory.
+        # One tensor at a time: the ranks' parts of the whole model at once would double the memory.
         for described in self._distributed.description.tensors:
             own = []
             if described.name in mine:

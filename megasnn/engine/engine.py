@@ -93,10 +93,10 @@ class Engine:
         self.config = config = run_configuration(model, flags, lr_schedule is not None)
         # An Engine knows no epochs: an iteration counts as one.
         self.length = length = length or config.training.length(config.training.global_batch_size)
-        described = describe_windows(config)
+        description = describe_windows(config)
         if not config.training.evaluate_only and lr_schedule is None:
             require_schedule(config.optimizer, length.iterations, length.epoch)
-        # The grid of an Engine that was not closed may be gone.
+        # An Engine that was never closed does not count once its grid is gone: a test or a notebook may have freed it.
         if _open and model_parallel_is_initialized() and get_parallel_state() is _open[0].state:
             raise ValueError("another Engine is open in this process: close it first (engine.close() or `with`)")
         self._closed = False
@@ -112,7 +112,7 @@ class Engine:
             require_kernels(config, self.state.device)
             if self.state.device.type == "cpu":
                 keep_free_memory()
-            self.distributed = build_model(config, described, self.state, wants_to_stop)
+            self.distributed = build_model(config, description, self.state, wants_to_stop)
             self.plan = self.distributed.plan
             self.batches = Batches(config, self.distributed, mixing_of(config, length.epoch_samples))
             rate = partial(learning_rate, config.optimizer, iterations=length.iterations, epoch=length.epoch)
@@ -121,6 +121,7 @@ class Engine:
             self.takes_images = self.distributed.takes_images
             self.takes_labels = self.distributed.gives_logits
             self.checkpoints = Checkpoints(config, self.step)
+            # The Engine is complete: only `close` frees its process groups now.
             undo.pop_all()
 
     @property
@@ -166,14 +167,14 @@ class Engine:
             RuntimeError: an error has ended the Engine.
         """
         with self._running():
-            checked = self.batches.checked(inputs, targets, trains=True, problem=self.step.problem(), own=share)
-            batch = self.batches.share(*checked, self.step.consumed_samples, own=share)
-            return self.step(self.batches.inputs(batch, trains=True), batch)
+            checked = self.batches.checked("train_step", inputs, targets, problem=self.step.problem(), own=share)
+            batch = self.batches.local_batch(*checked, self.step.consumed_samples, own=share)
+            return self.step(self.batches.micro_batches(batch, trains=True), batch)
 
     def train_on(self, batch: GlobalBatch) -> StepResult:
         """Takes a step on this rank's share, from `megasnn.data.BatchLoader`."""
         with self._running():
-            return self.step(self.batches.inputs(batch, trains=True), batch)
+            return self.step(self.batches.micro_batches(batch, trains=True), batch)
 
     def evaluate(
         self,
@@ -191,7 +192,7 @@ class Engine:
         pairs = inputs
         if is_batch or share is not None:
             pairs = [(inputs, targets) if share is None else (inputs, targets, share)]
-        return self.evaluate_on(self.batches.evaluated_pairs(pairs))
+        return self.evaluate_on(self.batches.of_pairs(pairs))
 
     def evaluate_on(self, batches: Iterable[GlobalBatch]) -> EvaluationRecord:
         """Evaluates this rank's shares, from `megasnn.data.BatchLoader`."""
@@ -207,8 +208,8 @@ class Engine:
 
         with self._running(), self._averaged_weights():
             for batch in batches:
-                distributed.evaluate(self.batches.inputs(batch, trains=False), count)
-            loss, samples, *sums = distributed.of_all_replicas(totals).tolist()
+                distributed.evaluate(self.batches.micro_batches(batch, trains=False), count)
+            loss, samples, *sums = distributed.sum_over_replicas(totals).tolist()
         if not samples:
             raise ValueError("there are no samples to evaluate")
         metrics = {name: each / samples for name, each in zip(task.evaluated, sums, strict=True)}
@@ -223,19 +224,20 @@ class Engine:
         distributed = self.distributed
         task = distributed.description.task
         with self._running():
-            named, _, samples = self.batches.checked(inputs, predicts=True)
+            named, _, samples = self.batches.checked("predict", inputs)
             empty = task.answer.empty(samples, distributed.context.numerics.dtype)
             answers = torch.zeros_like(empty, device=self.state.device)
 
             def fill(output: Bundle, indices: Tensor) -> None:
                 answers[indices] = task.answers_of(output).to(answers.dtype)
 
-            # Each sample's index takes the place of its target.
+            # Each sample's index takes the place of its target, and says which row its answer fills.
             indices = torch.arange(samples)
             with self._averaged_weights():
-                for batch in self.batches.evaluated(named, indices, samples):
-                    distributed.evaluate(self.batches.inputs(batch, trains=False), fill)
-            return distributed.of_all_replicas(answers).cpu()
+                for batch in self.batches.for_evaluation(named, indices, samples):
+                    distributed.evaluate(self.batches.micro_batches(batch, trains=False), fill)
+            # Each row is an answer on one rank and zeros on all others, so that the sum joins them.
+            return distributed.sum_over_replicas(answers).cpu()
 
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:
@@ -266,7 +268,7 @@ class Engine:
         """
         self._begin("load_state_dict")
         load_globals_into(self.distributed.tensors, values, self.state.world.handle)
-        self.step.loaded()
+        self.step.after_loading()
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes weights, optimizer state and progress to `<folder>/iter_<iteration>`, for any layout.
@@ -305,26 +307,26 @@ class Engine:
             folder, into, step=step, process_group=world, check=check, average=weights_only and ema
         )
         if weights_only:
-            self.step.loaded()
+            self.step.after_loading()
         else:
-            self.step.loaded((loaded.iteration, loaded.consumed_samples), loaded.averaged_steps)
+            self.step.after_loading((loaded.iteration, loaded.consumed_samples), loaded.averaged_steps)
             training = config.training
             if training.train_samples is not None:
                 # The checkpoint's steps may have had another batch size.
                 batch_size = training.global_batch_size
-                self.follow(training.length(batch_size, self.iteration, self.consumed_samples))
+                self.set_length(training.length(batch_size, self.iteration, self.consumed_samples))
         changed = [] if weights_only else changed_recipe(loaded.extra, config)
         for remark in (*loaded.remarks, *changed):
             warnings.warn(remark, stacklevel=2)
 
-    def follow(self, length: Length) -> None:
+    def set_length(self, length: Length) -> None:
         """Sets the training length, which learning rates depend on."""
         self.length = length
         self.step.iterations = length.iterations
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Ends the Engine at an error in the block."""
+        """Ends the Engine at an error in the block, except a BatchError."""
         self._require_open()
         try:
             yield

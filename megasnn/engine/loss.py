@@ -37,6 +37,7 @@ class MicroBatchLoss:
         self._windows = config.windows
 
     def begin(self, global_batch_size: int) -> None:
+        # By the whole batch on every rank, however many samples it has: gradients are then sums, not means of means.
         self._parts = global_batch_size * self._windows
         self.metrics.zero_()
 
@@ -47,4 +48,6 @@ class MicroBatchLoss:
             whole = output if self.windows is None else self.windows.complete(output)
             if whole is not None:
                 self.metrics += self._task.sums(whole, targets, self._task.trained)
+        # A rank with the same logits runs its backward as well, because the others meet it in collectives. Its gradient
+        # is 0, and counts once in their sum.
         return loss if self._counts else 0 * loss

@@ -104,7 +104,7 @@ class DistributedModel:
         if self.ties is not None:
             self.ties.sum_gradients()
         largest = torch.finfo(self.context.numerics.dtype).max
-        # Of ranks with the same logits, one counts.
+        # Of ranks with the same logits, one counts. Everything else is this rank's own.
         parts = {
             "loss": loss if self.reports else torch.zeros_like(loss),
             "stop_votes": torch.full_like(loss, float(self.wants_to_stop())),
@@ -119,10 +119,10 @@ class DistributedModel:
         recorded = [value for norm in self.norms for record in norm.pending for value in record[:2]]
         if not recorded:
             return torch.zeros_like(like)
-        # One launch for all statistics.
+        # One launch for all statistics: a norm of order infinity is the largest magnitude.
         found = torch.stack([each.double() for each in torch._foreach_norm(recorded, math.inf)])
-        # Running variances are unbiased, at most twice the recorded ones.
-        # A nan is not smaller either, and counts.
+        # Running variances are unbiased: n / (n - 1), at most twice the recorded ones. A nan is not smaller than
+        # anything, so the comparison is negated.
         return (~(found <= largest / 2)).sum(0, keepdim=True, dtype=torch.float64)
 
     def check(self, sums: StepSums) -> StepFigures:
@@ -152,7 +152,7 @@ class DistributedModel:
             with self._mode(trains=False):
                 self.executor.run(schedule, micro_batches, consume)
         findings = self.checks.count()
-        # One exchange for both.
+        # One exchange for both: an evaluation waits once for each batch.
         vote = torch.full_like(findings, float(self.wants_to_stop()))
         self.stop_votes, found = all_reduce_sum(torch.cat([vote, findings]), self.context.state.world).tolist()
         if found:
@@ -162,15 +162,17 @@ class DistributedModel:
         """Repeats the last step's forward; training state stays. Collective."""
         for norm in self.norms:
             norm.record_statistics(False)
+        # The modules stay in training mode, so that norms take the batch's statistics as the step did. Recording alone
+        # is off, and the next step must turn it on.
         self._trains = None
-        # Collected and dropped: the step has reported these findings.
+        # Collected and dropped: a finding would have raised in the step.
         with self.checks.collecting():
             schedule = self.plan.schedules.evaluation(len(micro_batches))
             self.executor.run(schedule, micro_batches, lambda output, targets: None)
 
     @contextmanager
     def _mode(self, trains: bool) -> Iterator[None]:
-        """At the block's end, windows leave no state."""
+        """Modules train or evaluate inside; findings and cast weights are collected. Windows leave no state behind."""
         # A step visits the modules only after an evaluation: Spikformer-8-512 has 180.
         if trains is not self._trains:
             for chunk in self.chunks.values():
@@ -194,7 +196,7 @@ class DistributedModel:
         with error_context(first.context):
             raise ValueError(first.text + others)
 
-    def of_all_replicas(self, values: Tensor) -> Tensor:
+    def sum_over_replicas(self, values: Tensor) -> Tensor:
         """Sums over the ranks with `reports`. May change the tensor in place. Collective."""
         if not self.reports:
             values = torch.zeros_like(values)

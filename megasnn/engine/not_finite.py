@@ -16,7 +16,7 @@ Found = tuple[int, int, str]
 """(chunk, order within it, text); the smallest is first in the pass."""
 
 
-def first_not_finite(distributed: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> str | None:
+def locate_not_finite(distributed: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> str | None:
     """The last step's first output with nan or infinities, or else the first such gradient. Collective.
 
     Runs the forward again; training state stays. The same text on every rank; None where all values are finite.
@@ -35,7 +35,7 @@ def first_not_finite(distributed: DistributedModel, micro_batches: Sequence[Micr
 
 
 def _in_forward(distributed: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> list[Found]:
-    """Lowest chunk first. Collective."""
+    """Outputs with nan or infinities, the lowest chunk first. Collective."""
     found: list[Found] = []
     paths = _paths(distributed)
 
@@ -44,7 +44,7 @@ def _in_forward(distributed: DistributedModel, micro_batches: Sequence[MicroBatc
             return
         index, path = paths[module]
         tensors = [(path, leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        text = first_non_finite(tensors)
+        text = first_not_finite(tensors)
         if text is not None:
             found.append((index, len(found), text))
 
@@ -53,7 +53,7 @@ def _in_forward(distributed: DistributedModel, micro_batches: Sequence[MicroBatc
         distributed.run_again(micro_batches)
     finally:
         hook.remove()
-    # The lowest chunk first, whichever micro-batch came first.
+    # A schedule may run a later chunk of one micro-batch before an earlier chunk of the next.
     return sorted(found)
 
 
@@ -70,7 +70,7 @@ def _paths(distributed: DistributedModel) -> dict[nn.Module, tuple[int, str]]:
 
 
 def _in_gradients(distributed: DistributedModel) -> list[Found]:
-    """Each chunk's first in backward order."""
+    """Each chunk's first gradient with nan or infinities, in backward order."""
     found: list[Found] = []
     for index, chunk in reversed([*distributed.chunks.items()]):
         gradients = []
@@ -78,13 +78,14 @@ def _in_gradients(distributed: DistributedModel) -> list[Found]:
             gradient = distributed.gradient_buckets.gradient(entry.tensor)
             if gradient is not None:
                 gradients.append((entry.name, gradient))
-        text = first_non_finite(gradients)
+        text = first_not_finite(gradients)
         if text is not None:
+            # Backward starts in the last chunk, and the smallest number counts as the first.
             found.append((-index, 0, text))
     return found
 
 
-def first_non_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
+def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     """Names the tensor, and counts such values; None where all are finite."""
     for name, tensor in named:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

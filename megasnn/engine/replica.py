@@ -60,18 +60,19 @@ def build_replica(
         copies += [local_part(entry) for entry in chunk.copied_tensors()]
         modules += chunk.modules()
     # The first segment of each chunk, and at the end the number of segments.
-    first = [0, *accumulate(schedules.segment_counts)]
+    first_segments = [0, *accumulate(schedules.segment_counts)]
     segments = chunks
     if schedules.segments_per_chunk is not None:
-        segments = _segments(chunks, plan, first)
+        segments = _segments(chunks, plan, first_segments)
     # Gradients scattered after each micro-batch are reduced after each segment. Otherwise a chunk is reduced when its
     # first segment, the last in backward, is complete.
     scatters = schedules.weights is not None and bool(schedules.weights.scattered)
     reduced = segments
     if not scatters:
-        reduced = {first[index]: chunk for index, chunk in chunks.items()}
+        reduced = {first_segments[index]: chunk for index, chunk in chunks.items()}
     buckets = _gradient_buckets(config, modules, reduced, state, weights, scatters)
-    # Layers add weight gradients outside of autograd, whose hooks do not see them.
+    # Layers add weight gradients outside of autograd (layers/weight_grad.py). Its hooks do not see them, so the queue
+    # reports each one to its bucket.
     context.weight_gradients.report_to(buckets.accumulated)
     owned = [buckets.owned_part(entry) for entry in tensors]
     ties = None
@@ -80,7 +81,7 @@ def build_replica(
         ties = Ties(description, plan.bounds, schedules.placement, chunks, state.pp, state.device, gradient, local_part)
     norms = [module for module in modules if isinstance(module, ParallelBatchNorm)]
     of_owners = None if ties is None else ties.statistics_of_owners
-    # A parameter's slot in the norm is its place in this list, the same on every rank.
+    # A parameter's slot in the norm is its place in this list: that of the whole model, the same on every rank.
     names = [entry.name for entry in description.tensors if entry.is_parameter]
     loss = MicroBatchLoss(config, description.task, context.counts_logits, state.device)
     checks = DeviceChecks(state.device)
@@ -113,11 +114,11 @@ def build_replica(
 
 
 def _segments(
-    chunks: Mapping[int, PipelineChunk], plan: PipelinePlan, first: Sequence[int]
+    chunks: Mapping[int, PipelineChunk], plan: PipelinePlan, first_segments: Sequence[int]
 ) -> dict[int, PipelineChunk]:
     segments = {}
     for index, chunk in chunks.items():
-        for number in range(first[index], first[index + 1]):
+        for number in range(first_segments[index], first_segments[index + 1]):
             segments[number] = chunk.part(plan.segment_bounds, number)
     return segments
 
@@ -130,7 +131,7 @@ def _gradient_buckets(
     weights: GatheredWeights | None,
     scatters: bool,
 ) -> GradientBuckets:
-    # A layer called several times in a forward adds as many gradients.
+    # A layer called several times in a forward adds as many gradients, and its bucket waits for all of them.
     additions = {}
     for module in modules:
         if isinstance(module, (ParallelConv, ParallelLinear)):

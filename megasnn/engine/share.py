@@ -39,6 +39,7 @@ def share_of(batch: Sequence[int] | Tensor, layout: BatchShare, evaluates: bool)
         limit = f"1 to {most} (global_batch_size)" if evaluates else "1 or more"
         raise ValueError(f"share a global batch of {limit} samples, not of {len(numbers)}")
     own: list[int] = []
+    # The global batch is cut by position, so that any list of numbers gives the same micro-batches on every layout.
     for start, size in layout.spans(len(numbers)):
         own += numbers[start : start + size]
     return SampleShare(own, len(numbers), evaluates)

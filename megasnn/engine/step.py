@@ -11,7 +11,7 @@ from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine.batch import BatchError
 from megasnn.engine.model import DistributedModel
-from megasnn.engine.not_finite import first_not_finite
+from megasnn.engine.not_finite import locate_not_finite
 from megasnn.optim.average import WeightAverage
 from megasnn.optim.build import build_optimizer, takes_found_inf
 from megasnn.optim.scales import learning_rate_scales
@@ -55,9 +55,11 @@ class TrainStep:
         self._counts_samples = config.training.counts_samples
         self._rate = rate
         self.iterations = iterations
-        self._cut = config.training.micro_batch_size, distributed.state.dp.size, config.windows
+        self._micro_batch_size = config.training.micro_batch_size
+        self._replicas = distributed.state.dp.size
+        self._windows = config.windows
         self._groups_set = self._groups()
-        self._masks = takes_found_inf(self.optimizer, config.optimizer)
+        self._takes_found_inf = takes_found_inf(self.optimizer, config.optimizer)
 
     def __call__(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
         """Takes one step on this replica's micro-batches. Collective.
@@ -79,8 +81,9 @@ class TrainStep:
         rate = self._rate(done)
         if not 0 <= rate < math.inf:
             raise ValueError(f"the learning rate of step {self.iteration} is {rate}: lr_schedule must give 0 or more")
-        # On a GPU the optimizer is launched before the host has read the sums; the device skips a void step.
-        updates_unread = self._masks and checks.runs_ahead(distributed.context.state.device)
+        # On a GPU the optimizer is launched before the host has read the sums: the device never waits for the host, and
+        # skips a void step by itself.
+        updates_unread = self._takes_found_inf and checks.runs_ahead(distributed.context.state.device)
         with self.timers("forward_backward"):
             # Zeroes gradients; forward, backward and reductions by schedule.
             sums = distributed.run(micro_batches, batch.size)
@@ -89,15 +92,18 @@ class TrainStep:
                 self._update(rate, sums.norm, sums.is_void)
             figures = distributed.check(sums)  # waits for the device
             if figures.is_finite:
-                distributed.running_statistics.merge(micro_batch_counts(batch.size, *self._cut).most)
+                counts = micro_batch_counts(batch.size, self._micro_batch_size, self._replicas, self._windows)
+                distributed.running_statistics.merge(counts.most)
+                # With the host's norm: an optimizer without found_inf must not start a void step.
                 if not updates_unread:
                     self._update(rate, figures.grad_norm)
                 distributed.refresh_copies()
                 if self.average is not None:
                     self.average.update()
-        where = None
+        not_finite = None
         if not figures.is_finite:
-            where = first_not_finite(distributed, micro_batches) or _OVERFLOW
+            not_finite = locate_not_finite(distributed, micro_batches) or _OVERFLOW
+        # A skipped step counts: the rate and the order of samples do not depend on it.
         self.iteration += 1
         self.consumed_samples = batch.consumed_samples
         return StepResult(
@@ -107,7 +113,7 @@ class TrainStep:
             grad_norm=figures.grad_norm,
             learning_rate=rate,
             skipped=not figures.is_finite,
-            not_finite=where,
+            not_finite=not_finite,
         )
 
     def _update(self, rate: float, norm: float | Tensor, is_void: Tensor | None = None) -> None:
@@ -115,8 +121,8 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]
         self._groups_set = self._groups()
-        # Some optimizers skip a step on the device where found_inf is 1.
-        if self._masks:
+        # torch's fused steps read it on the device, and change nothing where it is 1.
+        if self._takes_found_inf:
             self.optimizer.found_inf = None if is_void is None else is_void.float()  # type: ignore[attr-defined]
         self.optimizer.step()
 
@@ -127,7 +133,7 @@ class TrainStep:
     def _groups(self) -> list[tuple[object, ...]]:
         return [(group["lr"], *map(id, group["params"])) for group in self.optimizer.param_groups]
 
-    def loaded(self, position: tuple[int, int] | None = None, averaged_steps: int | None = None) -> None:
+    def after_loading(self, position: tuple[int, int] | None = None, averaged_steps: int | None = None) -> None:
         """Adopts loaded weights. Collective.
 
         Args:

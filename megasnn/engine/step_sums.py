@@ -39,10 +39,11 @@ class StepSums:
         for name, part in parts.items():
             slices[name] = slice(end, end + len(part))
             end += len(part)
+        # One message: what a step agrees on is a few numbers, and each message costs a latency.
         values = all_reduce_sum(torch.cat([*parts.values()]), world)
         squares = values[slices["squares"]].sum()
         loss = values[slices["loss"].start]
-        # With a finding on any rank, values are not the model's.
+        # With a finding on any rank, values are not the model's. The norm of nan or of an overflow fails `<=`, too.
         is_void = (values[slices["findings"].start] != 0) | (values[slices["overflows"].start] != 0)
         is_void = is_void | ~(loss.isfinite() & (squares <= largest))
         return cls(values, slices, squares.sqrt(), is_void)
@@ -52,7 +53,7 @@ class StepSums:
         is_void, *numbers = torch.cat([self.is_void.to(self.values.dtype).reshape(1), self.values]).tolist()
         values = {name: numbers[part] for name, part in self.slices.items()}
         (loss,) = values["loss"]
-        # Summed exactly, so that the norm does not depend on the order.
+        # Rounded once, so that the reported norm does not depend on the order of the parameters.
         grad_norm = math.sqrt(math.fsum(values["squares"]))
         return StepFigures(loss, grad_norm, not is_void, values)
 

@@ -27,7 +27,7 @@ def describe_windows(config: PretrainConfig) -> ModelDescription:
     steps = config.training.bptt_steps
     if steps is None or steps == model.time_steps:
         return whole
-    # A weight over all time steps, as PSN's, cannot be applied to a window.
+    # A weight over all time steps, as a parallel spiking neuron's [T, T], cannot be applied to a window.
     of_window = describe_model(replace(model, time_steps=steps), config.neuron.spec)
     shapes = {entry.name: entry.shard.global_shape for entry in of_window.tensors}
     for entry in whole.tensors:
@@ -40,7 +40,7 @@ def describe_windows(config: PretrainConfig) -> ModelDescription:
 
 
 def windows_of(micro: MicroBatchInput, task: Task, windows: int, steps: int) -> list[MicroBatchInput]:
-    """Images without time are repeated."""
+    """Cuts a micro-batch along time. An input without time goes to every window."""
     cut = []
     for number in range(windows):
         inputs = micro.inputs
@@ -65,6 +65,7 @@ class WindowOutputs:
             return None
         whole = {}
         for key in self._outputs[0]:
+            # Time is the first dimension of every output.
             whole[key] = torch.cat([each[key] for each in self._outputs])
         self._outputs.clear()
         return bundle_of(whole)

@@ -83,8 +83,9 @@ def _continue(
         check=partial(_problems, config, data.data_position),
         average=evaluates_only and options.ema,
     )
+    # An evaluation alone consumes no samples, whatever the training did before.
     samples = 0 if evaluates_only else loaded.consumed_samples
-    engine.step.loaded((loaded.iteration, samples), loaded.averaged_steps)
+    engine.step.after_loading((loaded.iteration, samples), loaded.averaged_steps)
     if evaluates_only:
         remarks = [*loaded.remarks, *changed_samples(loaded.extra, config)]
         return LoadedStart(_warnings(remarks), averaged=loaded.averaged_steps is not None)
@@ -101,6 +102,7 @@ def _continue(
     remarks = [*loaded.remarks, *changed_recipe(loaded.extra, config)]
     if not options.keep_best:
         best = None
+    # Accuracies over other samples, or after another preprocessing, do not compare.
     elif best is not None and best.evaluation != data.evaluation:
         changed = [name for name, value in data.evaluation.items() if best.evaluation.get(name) != value]
         remarks.append(
@@ -124,32 +126,33 @@ def _load_weights(config: PretrainConfig, engine: Engine, data: RunData, checkpo
     of_last = {name for name in shapes if name.startswith(f"{last}.")}
     of_first = {name for name in shapes if name.startswith(f"{first}.")} - of_last
 
-    def leave(metadata: Metadata) -> set[str]:
-        left = set[str]()
+    def untouched(metadata: Metadata) -> set[str]:
+        names = set[str]()
         for name, shape in shapes.items():
             saved = metadata.tensors.get(name)
             if saved is None or saved.shape == shape:
                 continue
             if name in of_last:
-                left |= of_last
+                # Weight and bias together: a new weight with the old classes' bias is no layer.
+                names |= of_last
             elif name in of_first and _differ_in_channels(saved.shape, shape):
-                left.add(name)
-        return left
+                names.add(name)
+        return names
 
     loaded = load_chosen(
         checkpoint,
         LocalState(engine.distributed.tensors),
         process_group=engine.state.world.handle,
         check=lambda metadata: model_differences(metadata, config.model.name, None),
-        leave=leave,
+        untouched=untouched,
         average=config.checkpoint.ema,
     )
-    engine.step.loaded()
+    engine.step.after_loading()
     remarks = [*loaded.remarks, *changed_samples(loaded.extra, config)]
-    if channels := loaded.left & of_first:
+    if channels := loaded.untouched & of_first:
         names = ", ".join(sorted(channels))
         remarks.append(f"{names} has other input channels in the checkpoint and keeps its initial values")
-    if loaded.left & of_last:
+    if loaded.untouched & of_last:
         remarks.append(f"{last} has another shape in the checkpoint and keeps its initial values")
     elif different := _class_difference(data.data_position, loaded.extra):
         remarks.append(f"{different} in the checkpoint and in the data, and {last} keeps its weights")

@@ -14,7 +14,7 @@ from megasnn.config import PretrainConfig
 from megasnn.config.data import NO_DATASETS, GivenDatasets
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
-from megasnn.engine.not_finite import first_non_finite
+from megasnn.engine.not_finite import first_not_finite
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.collectives import traffic
 from megasnn.parallel.replica_check import ReplicaError, compare_replicas
@@ -79,9 +79,9 @@ class TrainingRun:
             undo.callback(engine.close)
             with error_context("while starting the run"):
                 loaded = load_start(config, engine, data, start, lock)
-                # A run by epochs counts its remaining steps from the samples consumed so far.
+                # A run by epochs counts its remaining steps from the samples consumed so far, known only after loading.
                 epoch = data.length.epoch_samples
-                engine.follow(config.training.length(epoch, engine.iteration, engine.consumed_samples))
+                engine.set_length(config.training.length(epoch, engine.iteration, engine.consumed_samples))
                 self.iterations = engine.length.iterations
                 self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
                 self.saves = Saves(config, engine, data, reporter, lock, loaded.best, loaded.is_saved)
@@ -135,6 +135,7 @@ class TrainingRun:
             if self.config.training.evaluate_only:
                 self.evaluate()
                 return
+            # Replicas that start with other weights would stay different: only gradients are summed.
             self._compare_replicas_if(True)
             traffic.reset()  # traffic before the first step belongs to no iteration
             self.reporter.begin()
@@ -151,13 +152,15 @@ class TrainingRun:
     def _iterate(self, batch: GlobalBatch, trace: StepTrace) -> None:
         """Takes and logs one step; evaluates, compares replicas and saves if due."""
         number = self.engine.iteration + 1
-        ends = number == self.iterations or _due(number, self.config.training.exit_interval)
-        logs = ends or _due(number, self.config.logging.log_interval)
+        is_last = number == self.iterations or _due(number, self.config.training.exit_interval)
+        logs = is_last or _due(number, self.config.logging.log_interval)
+        # Counting spikes costs time in every layer, so only logged steps count them.
         self.metrics.spikes.enabled = logs
         self.pictures.begin(batch, self.engine.iteration)
         with trace.around(number):
             result = self.engine.train_on(batch)
         self.metrics.spikes.enabled = False
+        # One skipped step may be a bad batch. Many in a row mean weights that no batch repairs.
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         self._skipped_steps += result.skipped
         self._skipped_samples += sum(micro.skipped for micro in batch.micro_batches)
@@ -168,7 +171,7 @@ class TrainingRun:
             self._log()
         self.pictures.end(self.engine.iteration)
         if self.engine.iteration < self.iterations and not self._should_exit():  # else `_end` evaluates and saves
-            self._between_steps()
+            self._evaluate_and_save()
 
     def _log(self) -> None:
         engine = self.engine
@@ -177,13 +180,15 @@ class TrainingRun:
         skipped = self.data.skipped_over_replicas(engine, self._skipped_samples, training=True)
         self.reporter.log(engine.iteration, engine.consumed_samples, {**measured, **predicted}, layers, skipped)
 
-    def _between_steps(self) -> None:
+    def _evaluate_and_save(self) -> None:
+        """Evaluates, saves and compares replicas, each if due after this step."""
         number = self.engine.iteration
         if self._evaluates and _due(number, self.config.logging.eval_interval):
             self.evaluate()
+            # The end of the run saves this iteration.
             if self.engine.distributed.stop_votes:
                 return
-        saves = _due(number, self.config.checkpoint.save_interval) or self.saves.at_best(number)
+        saves = _due(number, self.config.checkpoint.save_interval) or self.saves.is_best(number)
         # A save compares replicas as well.
         self._compare_replicas_if(_due(number, self.config.parallel.check_replicas_interval) and not saves)
         self._save_if(saves)
@@ -199,6 +204,7 @@ class TrainingRun:
             self.reporter.line(f"asked to stop: the run ends at iteration {self.engine.iteration} of {self.iterations}")
         elif self._evaluates:
             self.evaluate()
+        # After divergence the last checkpoint before it must stay the latest.
         if not self.has_diverged:
             self._save_if(True)
         self.saves_succeeded = self.saves.finish()
@@ -234,10 +240,11 @@ class TrainingRun:
         with traffic.counting(False), self.reporter.pause(), closing(batches):
             with self.operations.counting():
                 record = engine.evaluate_on(self._until_asked_to_stop(batches))
-            operations = self.operations.of_sample(record.samples)
+            operations = self.operations.mean_per_sample(record.samples)
             skipped = data.skipped_over_replicas(engine, loader.skipped, training=False)
         self._in_evaluation = False
         due = data.samples_to_evaluate
+        # An accuracy over fewer samples must not become the best.
         self.has_evaluated = record.samples + skipped == due
         if not self.has_evaluated:
             self.reporter.line(
@@ -245,7 +252,7 @@ class TrainingRun:
                 f"{due} samples, and does not count"
             )
             return
-        self.saves.found(engine.iteration, record.metrics.get("top1", 0.0))
+        self.saves.consider(engine.iteration, record.metrics.get("top1", 0.0))
         self.reporter.evaluation(replace(record, skipped_samples=skipped), operations)
 
     def _until_asked_to_stop(self, batches: Iterable[GlobalBatch]) -> Iterator[GlobalBatch]:
@@ -269,13 +276,15 @@ class TrainingRun:
         """Raises ValueError on every rank if any rank would save a tensor that is not finite. Collective."""
         if not self.config.checkpoint.save:
             return
-        found = first_non_finite((entry.name, entry.tensor) for entry in self.engine.checkpoints.entries())
+        found = first_not_finite((entry.name, entry.tensor) for entry in self.engine.checkpoints.entries())
         where = next(filter(None, gather(self.state.world.handle, found)), None)
         if where is not None:
+            # A save in the background has copied the finite state before.
             self.saves.finish()
             raise ValueError(f"iteration {self.engine.iteration} is not saved, since it is not finite: {where}")
 
     def _compare_replicas_if(self, due: bool) -> None:
+        # Tensor-parallel ranks share tensors too, such as the optimizer's step counts.
         has_replicas = self.state.world.size > self.state.pp.size
         if not (due and self.config.parallel.check_replicas_interval and has_replicas):
             return

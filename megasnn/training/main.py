@@ -80,7 +80,8 @@ def _recorded(
     try:
         return _train(config, callbacks, checkpoint, given)
     except Exception as error:
-        # `record` writes the first failing rank's error for torchrun, and no later ones.
+        # `record` must write the first failing rank's error alone: torchrun shows one, and later ones are mostly broken
+        # connections to the rank that failed.
         if not claim_fault(error):
             end_process()
         if isinstance(error, MISTAKES):
@@ -94,7 +95,7 @@ def _train(
     checkpoint: ChosenCheckpoint | None,
     given: GivenDatasets,
 ) -> int:
-    """Joins, builds, loads, trains, evaluates, saves; returns the exit status."""
+    """Joins, builds, loads, trains, evaluates, saves; returns the exit status of a run without an error."""
     state, leave = join_ranks(config)
     stage = f"pipeline stage {state.pp.rank}"
     is_alone = state.world.size == 1
@@ -103,6 +104,7 @@ def _train(
     try:
         with error_context(f"on {stage}"):
             run = TrainingRun(config, state, stop, callbacks, checkpoint, given)
+        # Only now: before the first step there is nothing to save, and a signal ends the start at once.
         handlers.enter_context(stop)
         with error_context(lambda: f"on {stage}, after iteration {run.engine.iteration}"):
             try:
@@ -118,7 +120,7 @@ def _train(
             run.close()
         gather(state.world.handle, None)  # an error of another rank at its end still ends all
     finally:
-        # After an error, nothing that waits for other ranks may run.
+        # After an error, nothing that waits for other ranks may run: they are at another place, or gone.
         if is_alone or sys.exc_info()[0] is None:
             leave()
         handlers.close()  # not before the ranks have left: a rank lost to a signal would break the others' leaving

@@ -135,6 +135,7 @@ class StepTrace:
         trace = profile(activities=self._activities)
         with self._reporter.best_effort("the trace of --profile-step"):
             trace.start()
+        # No `finally`: after an error in the step there is no whole iteration to show.
         yield
         with self._reporter.best_effort("the trace of --profile-step"):
             trace.stop()
@@ -159,7 +160,7 @@ class Pictures:
         self._layers = engine.distributed.description.layer_names
         self._labels = datasets.train.labels
         self._rasters = rasters
-        # Rank 0 draws, for the pipeline that it belongs to.
+        # Rank 0 draws, and gathers from the stages of its own pipeline. Other pipelines see other samples.
         self._draws = engine.state.dp_cp.rank == 0 and engine.state.tp.rank == 0
         self._shown = False
 

@@ -21,7 +21,7 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 class Operations:
-    """Counts inside `counting`, for this rank's layers."""
+    """Counts the synaptic operations of this rank's layers, inside `counting`."""
 
     def __init__(self, distributed: DistributedModel) -> None:
         self._state = distributed.state
@@ -52,8 +52,8 @@ class Operations:
                 if isinstance(module, WeightedLayer):
                     module.observer = None
 
-    def of_sample(self, samples: int) -> list[LayerOperations]:
-        """Mean operations per sample, by layer in model order. Collective."""
+    def mean_per_sample(self, samples: int) -> list[LayerOperations]:
+        """Mean operations per sample, by layer in model order; ends the count. Collective."""
         of_ranks = gather(self._state.world.handle, self._counter.take())
         found = add_ranks(of_ranks, samples)
         return sorted(found, key=lambda each: position_in_model(each.name, self._order))

@@ -62,6 +62,7 @@ class Saves:
         self._keeps_best = options.keep_best
         self._engine = engine
         self._lock = lock
+        # When the run continues, another order of samples is refused, and another preprocessing only reported.
         self._extra = {**data.data_position, SAMPLES_KEY: samples(config)}
         self._evaluation = data.evaluation
         self._best = best
@@ -94,17 +95,17 @@ class Saves:
         best = {} if self._best is None else {"best": asdict(self._best)}
         progress = self._engine.checkpoints.progress({**self._extra, **best}, skipped_steps)
         # A best that is saved already, as after a restart, needs no second save.
-        is_best = self.at_best(self._engine.iteration) and self._best != self._saved_best
+        is_best = self.is_best(self._engine.iteration) and self._best != self._saved_best
         if is_best:
             self._saved_best = self._best
         self._writer.save(progress, self._engine.checkpoints.state, is_best)
 
-    def found(self, iteration: int, accuracy: float) -> None:
+    def consider(self, iteration: int, accuracy: float) -> None:
         """Compares top-1 accuracy, the same on every rank, with the best so far."""
         if self._keeps_best and (self._best is None or accuracy > self._best.accuracy_top1):
             self._best = Best(iteration, accuracy, self._evaluation)
 
-    def at_best(self, iteration: int) -> bool:
+    def is_best(self, iteration: int) -> bool:
         """Whether to keep this iteration as the best so far."""
         return self._best is not None and self._best.iteration == iteration
 

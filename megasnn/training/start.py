@@ -24,7 +24,7 @@ _SECONDS_BETWEEN_TRIES = 0.1
 
 @dataclass(frozen=True)
 class Start:
-    """The same on every rank.
+    """The decision where a run starts, the same on every rank.
 
     Attributes:
         checkpoint: to load first; None without one.
@@ -59,6 +59,7 @@ def agree_on_start(
         start, lock = decide_start(config, checkpoint)
         return start
 
+    # The lock stays on the first rank: it belongs to that process.
     start = broadcast_result(state.world.handle, decide)
     if start.mark:
         try:
@@ -97,8 +98,8 @@ def decide_start(config: PretrainConfig, checkpoint: ChosenCheckpoint | None) ->
             start = Start(choose_checkpoint(folder, None), restarted=True)
         else:
             start = _start_from_load(options, checkpoint)
-        mark = f".shared_{secrets.token_hex()}"
         # A random name, so that no file from before is taken for it.
+        mark = f".shared_{secrets.token_hex()}"
         (folder / mark).touch()
     except Exception:
         lock.release()
@@ -130,6 +131,7 @@ def _require_shared(folder: Path, mark: str, state: ParallelState) -> None:
     def see() -> None:
         # A network file system may show a new file late: a host has 3 s.
         for _ in range(_SHARED_FOLDER_TRIES):
+            # Listed, not looked up: NFS remembers for seconds that a name was absent.
             with suppress(OSError):
                 if mark in os.listdir(folder):
                     return

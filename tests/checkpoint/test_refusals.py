@@ -114,7 +114,7 @@ def test_what_is_left_stays_as_it_is(checkpoint):
     rank.tensors.append(ShardedTensor("stem.w", torch.full((), 3.0), Shard(()), False))
     before = {entry.name: entry.tensor.clone() for entry in rank.tensors}
     left = {"stem.w", "head.weight", "head.bias"}
-    load_checkpoint(checkpoint, LocalState(rank.tensors), leave=lambda saved: left)
+    load_checkpoint(checkpoint, LocalState(rank.tensors), untouched=lambda saved: left)
     after = {entry.name: entry.tensor for entry in rank.tensors}
     unchanged = {name for name in before if torch.equal(before[name], after[name])}
     assert unchanged >= left and not unchanged & {"stem.weight", "blocks.0.w"}

@@ -43,7 +43,7 @@ FIXED = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b", "pipeli
 
 def batch_of(engine: Engine, number: int = 0) -> GlobalBatch:
     images = torch.rand(4, *engine.config.model.input_shape, generator=torch.Generator().manual_seed(0))
-    return engine.batches.share({"images": images}, torch.arange(4) % CLASSES, 4, 4 * number)
+    return engine.batches.local_batch({"images": images}, torch.arange(4) % CLASSES, 4, 4 * number)
 
 
 def tensors_of(engine: Engine) -> dict[str, Tensor]:

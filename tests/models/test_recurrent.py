@@ -247,7 +247,7 @@ def test_recurrent_operations_are_counted_once_a_spike() -> None:
         operations = Operations(engine.distributed)
         with operations.counting():
             engine.evaluate(inputs, labels)
-        found = {each.name: each for each in operations.of_sample(4)}["neuron.0.recurrent"]
+        found = {each.name: each for each in operations.mean_per_sample(4)}["neuron.0.recurrent"]
     # A spike of any step but the last reaches all 16 neurons.
     assert found.effective_acs == 16 * sum(fired) / 4 > 0 and found.effective_macs == 0
 

@@ -213,7 +213,7 @@ def evaluated(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput]
         totals[2:] += correct_predictions(logits_of(output), labels)
 
     engine.evaluate(micro_batches, count)
-    return engine.of_all_replicas(totals).tolist()
+    return engine.sum_over_replicas(totals).tolist()
 
 
 def bits_of(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput], samples: int) -> Bits:

@@ -45,7 +45,7 @@ def counted(name: str, values: dict[str, Tensor], x: Tensor, **flags: Any) -> li
         with operations.counting():
             record = engine.evaluate([(x, torch.zeros(len(x), dtype=torch.long))])
         assert record.samples == len(x)
-        return operations.of_sample(record.samples)
+        return operations.mean_per_sample(record.samples)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,7 +104,7 @@ def counts_of_plain(**flags: Any) -> tuple[dict[str, tuple[float, float]], dict[
         operations = Operations(engine.distributed)
         with operations.counting():
             engine.evaluate([(x, torch.zeros(5, dtype=torch.long))])
-        found = {each.name: each[1:] for each in operations.of_sample(5)}
+        found = {each.name: each[1:] for each in operations.mean_per_sample(5)}
     return found, {name: torch.cat(seen) for name, seen in inputs.items()}
 
 

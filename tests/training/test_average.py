@@ -212,14 +212,14 @@ def accuracies(monkeypatch, *values: float) -> None:
     """Evaluations find these shares of right answers, one after the other."""
     monkeypatch.undo()
     coming = iter(values)
-    total = DistributedModel.of_all_replicas
+    total = DistributedModel.sum_over_replicas
 
     def found(model: DistributedModel, sums: torch.Tensor) -> torch.Tensor:
         found = total(model, sums)
         found[2] = next(coming) * found[1]
         return found
 
-    monkeypatch.setattr(DistributedModel, "of_all_replicas", found)
+    monkeypatch.setattr(DistributedModel, "sum_over_replicas", found)
 
 
 def test_the_best_checkpoint_stays(cache, tmp_path, monkeypatch) -> None:
