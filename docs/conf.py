@@ -29,7 +29,7 @@ highlight_language = "none"  # default for code blocks without a language
 CONTENTS = {
     "Start": ["quickstart", "models", "tasks", "data", "recipes", "python", "beside"],
     "Many ranks": ["parallelism", "schedules", "memory", "planner", "clusters"],
-    "Runs": ["checkpoints", "nir", "flags", "gpu", "api"],
+    "Runs": ["watching", "checkpoints", "nir", "flags", "gpu", "api"],
 }
 LISTED = {name for names in CONTENTS.values() for name in names}
 OTHERS = sorted(file.stem for file in Path(__file__).parent.glob("*.md") if file.stem not in LISTED)

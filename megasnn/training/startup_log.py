@@ -122,18 +122,19 @@ def _summary(config: PretrainConfig, engine: Engine) -> list[str]:
         data = config.data.valid_data_path
     if data == SAMPLE:
         data = "scikit-learn's digits, because there is no --data-path"
-    neurons = "the model's own, in plain PyTorch"
-    if description.neurons:
+    neurons = []
+    if description.kernel_neurons:
         sample = torch.empty(1, 1, 1, dtype=distributed.context.numerics.compute_dtype, device=state.device)
         backend = backend_for(config.neuron.neuron_backend, sample, config.neuron.spec)
-        kinds = ", ".join(sorted({each.kind for each in description.neurons}))
-        neurons = f"{kinds} by {backend.summary}"
+        neurons.append(f"{', '.join(sorted(description.kernel_neurons))} by {backend.summary}")
+    if description.plain_neurons:
+        neurons.append(f"{', '.join(sorted(description.plain_neurons))} in plain PyTorch")
     return [
         f"{name} with {distributed.parameters:,} parameters{frozen_text} in {len(description.layers)} layers on "
         f"{ranks}, {_device(state.device, config.parallel)}",
         _length(config, engine),
         f"data: {data}",
-        f"neurons: {neurons}",
+        f"neurons: {'; '.join(neurons) or 'none'}",
     ]
 
 
