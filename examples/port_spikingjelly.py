@@ -4,7 +4,8 @@
 
 The network is as it was. These parts of a script for one process go away: the repetition of the image over T and the
 mean over T (neurons repeat a single step, and the loss takes the mean), `functional.reset_net` (neurons start at rest
-in every micro-batch), the optimizer and its schedule (flags), and the share of a rank in the batch (an Engine takes it).
+in every micro-batch), the optimizer and its schedule (flags), and the share of a rank in the batch (an Engine takes
+it).
 """
 
 from __future__ import annotations
