@@ -31,13 +31,13 @@ class Finding:
 
 
 class DeviceChecks:
-    """A step's findings on this rank. `words` apply to each message, the last first."""
+    """A step's findings on this rank. The words of `words` are put around each message, the last first."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.words: list[Words] = []
+        self.words: list[explained] = []
         self._certain: list[Finding] = []
-        self._open: list[tuple[Tensor, Finding]] = []  # findings if the tensor is not 0
+        self._open: list[tuple[Tensor, Callable[[], Finding]]] = []  # findings if the tensor is not 0
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -61,25 +61,32 @@ class DeviceChecks:
     def findings(self) -> list[Finding]:
         """All findings. Waits for the device."""
         flags = self._flags().tolist() if self._open else []
-        return self._certain + [finding for (_, finding), flag in zip(self._open, flags, strict=True) if flag]
+        return self._certain + [describe() for (_, describe), flag in zip(self._open, flags, strict=True) if flag]
 
     def note(self, wrong: Tensor | bool, complaint: str) -> None:
-        for words in reversed(self.words):
-            complaint = words(complaint)
-        finding = Finding(complaint, _context.get()())
+        # Described only if it is wrong, which is known at the step's end.
+        words = [each.words for each in self.words]
+        context = _context.get()
+        describe = partial(_described, complaint, words, str if context is None else context.describe)
         if isinstance(wrong, Tensor):
-            self._open.append((wrong.reshape(1), finding))
+            self._open.append((wrong.reshape(1), describe))
         elif wrong:
-            self._certain.append(finding)
+            self._certain.append(describe())
 
     def noted(self) -> list[tuple[Tensor, str]]:
         """Tensors that must be 0, with messages. Raises ValueError for a certain finding."""
         if self._certain:
             raise ValueError(self._certain[0].text)
-        return [(flag, finding.text) for flag, finding in self._open]
+        return [(flag, describe().text) for flag, describe in self._open]
 
     def _flags(self) -> Tensor:
         return torch.cat([flag for flag, _ in self._open])
+
+
+def _described(complaint: str, words: list[Words], context: Callable[[], str]) -> Finding:
+    for each in reversed(words):
+        complaint = each(complaint)
+    return Finding(complaint, context())
 
 
 _collecting: ContextVar[DeviceChecks | None] = ContextVar("DeviceChecks", default=None)
@@ -105,22 +112,33 @@ def check_value(wrong: Tensor | bool, complaint: str, seen: Callable[[], str] | 
 
 
 # Other notes, such as a data worker's traceback, belong to the error.
-class _ErrorContext(str):
+class _ContextNote(str):
     """Note with an error's context."""
 
 
-_context: ContextVar[Callable[[], str]] = ContextVar("context", default=str)
+@dataclass
+class ErrorContext:
+    """Context of errors and findings in a block.
+
+    Attributes:
+        describe: returns its words; may be replaced inside, for later errors and findings.
+    """
+
+    describe: Callable[[], str]
+
+
+_context: ContextVar[ErrorContext | None] = ContextVar("context", default=None)
 
 
 @contextmanager
-def error_context(where: str | Callable[[], str]) -> Iterator[None]:
+def error_context(where: str | Callable[[], str]) -> Iterator[ErrorContext]:
     """Names the context of errors and findings inside the block or function."""
-    context = partial(str, where) if isinstance(where, str) else where
+    context = ErrorContext(partial(str, where) if isinstance(where, str) else where)
     token = _context.set(context)
     try:
-        yield
+        yield context
     except Exception as error:
-        error.add_note(_ErrorContext(context()))
+        error.add_note(_ContextNote(context.describe()))
         raise
     finally:
         _context.reset(token)
@@ -128,23 +146,33 @@ def error_context(where: str | Callable[[], str]) -> Iterator[None]:
 
 def context_of_error(error: BaseException) -> str:
     """Innermost first; "" if unknown."""
-    return ", ".join(note for note in getattr(error, "__notes__", []) if isinstance(note, _ErrorContext))
+    return ", ".join(note for note in getattr(error, "__notes__", []) if isinstance(note, _ContextNote))
 
 
 def other_notes(error: BaseException) -> list[str]:
-    return [note for note in getattr(error, "__notes__", []) if not isinstance(note, _ErrorContext)]
+    return [note for note in getattr(error, "__notes__", []) if not isinstance(note, _ContextNote)]
 
 
-@contextmanager
-def explained(words: Words) -> Iterator[None]:
-    """Puts words around errors inside, the innermost first."""
-    checks = _collecting.get()
-    if checks is not None:
-        checks.words.append(words)
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(words(str(error))) from error
-    finally:
+class explained:
+    """Puts words around errors inside, the innermost first. May be entered again and again.
+
+    Attributes:
+        words: may be replaced inside, for later errors and findings.
+    """
+
+    # A class, because blocks of every layer enter one: a generator takes twice the calls.
+
+    def __init__(self, words: Words) -> None:
+        self.words = words
+
+    def __enter__(self) -> None:
+        checks = _collecting.get()
+        if checks is not None:
+            checks.words.append(self)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        checks = _collecting.get()
         if checks is not None:
             checks.words.pop()
+        if isinstance(error, ValueError):
+            raise ValueError(self.words(str(error))) from error

@@ -60,17 +60,18 @@ def run_configuration(
     # Refuses values of other types, which a plain dataclass takes.
     build_part(type(model), to_dict(model), type(model).__name__)
     config = with_keywords(run_config(type(model))(model=model), flags)
+    # A rate that decays needs its end; a constant one does not.
     if config.training.train_iters is None and config.training.train_samples is None:
         if config.optimizer.lr_decay_style != "constant" and not has_schedule:
             raise ConfigError(
                 ["give train_iters or train_samples: the learning rate decays until then; or lr_decay_style='constant'"]
             )
         config = replace(config, training=replace(config.training, train_iters=_ENDLESS))
-    if not dist.is_initialized():
-        take_ranks()
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():
         world_size = dist.get_world_size()
+    else:
+        take_ranks()
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
     validate(config, world_size)
     problems = model_problems(config)
     if problems:

@@ -23,7 +23,7 @@ class ParallelBatchNorm(nn.Module):
     """Batch norm of `[T, N, C_local, *space]` over time, samples and space (nn.BatchNorm's arithmetic).
 
     Every micro-batch is normalised by its own mean and biased variance. With `record_statistics` a forward appends
-    (mean, biased variance, values per channel) to `pending`; `merge_running_statistics` makes one update a step from
+    (mean, biased variance, values per channel) to `pending`; `RunningStatistics` makes one update a step from
     the global batch's records, for each call in a forward.
 
     Args:
@@ -127,7 +127,7 @@ class ParallelBatchNorm(nn.Module):
         if mean.is_meta:
             facts(self).count_call()
         # A recomputed forward has recorded its statistics before.
-        if self._is_recording and self.running_mean is not None and not is_replaying():
+        if self._is_recording and self._buffers["running_mean"] is not None and not is_replaying():
             self.pending.append((mean.detach(), variance.detach(), count))
 
 

@@ -29,8 +29,8 @@ from megasnn.layers.init import tensors_of
 from megasnn.layers.row_context import WholeImages
 from megasnn.layers.shape_inference import is_channels_last
 from megasnn.models.description import DRY_SAMPLES, Built, Carried, ModelDescription
-from megasnn.parallel.collectives import traffic
 from megasnn.parallel.sharding import own_span
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group, ParallelState, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.schedule import Action, Kind, Schedule
@@ -263,7 +263,7 @@ class Transfers:
                         "the shapes and types of the layer's inputs alone"
                     )
                 message = spec.pack(tensor)
-            traffic.record(group, message.nbytes, tensor.nbytes)
+            traffic.record(group, "message", message.nbytes, tensor.nbytes)
             link.send(message)
 
     def announce(self, action: Action) -> None:
@@ -278,7 +278,9 @@ class Transfers:
         self.announce(action)
         link, carried = self._messages[action]
         let_go = partial(link.arrived, self._arrivals[action])
-        tensors = {position: link.receive(spec, let_go) for position, (spec, _) in carried.items()}
+        tensors: dict[int, Tensor] = {}
+        for position, (spec, _) in carried.items():
+            tensors[position] = link.receive(spec, let_go)
         let_go()
         return tensors
 
@@ -290,7 +292,8 @@ class Transfers:
         segment = self._segments[action.segment]
         forward = action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
         # A forward is received at the start of a segment, a backward at its end.
-        boundary = segment.receives if action.kind.is_receive == forward else segment.hands_on
+        is_at_start = (action.kind in RECEIVES) == forward
+        boundary = segment.receives if is_at_start else segment.hands_on
         carried: dict[int, tuple[TensorSpec, str]] = {}
         for position, each in enumerate(boundary):
             spec = self._boundaries.spec(each, sizes[action.key[1]])

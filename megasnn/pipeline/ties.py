@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megasnn.layers import ParallelBatchNorm
 from megasnn.models.description import ModelDescription
-from megasnn.parallel.collectives import traffic
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel.sync_batch_norm import StepStatistics
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.p2p import linked
@@ -93,30 +93,38 @@ class Ties:
         # Messages start in one order on all ranks: see megasnn/parallel_state.py.
         for low, high in linked((pair.owner, pair.copy) for pair in pairs.values()):
             start_messages(pipeline, low, high, device)
-        self._pairs = [pair for _, pair in sorted(pairs.items()) if pipeline.rank in (pair.owner, pair.copy)]
-        for pair in self._pairs:
+        # Both ranks of a message go through the pairs in one order.
+        self._pairs: list[_Pair] = []
+        self._copied_norms: set[ParallelBatchNorm] = set()
+        for _, pair in sorted(pairs.items()):
+            if pipeline.rank not in (pair.owner, pair.copy):
+                continue
+            self._pairs.append(pair)
             pair.owning_norms = [norm_of[tensor] for tensor in pair.originals if tensor in norm_of]
             pair.copied_norms = [norm_of[tensor] for tensor in pair.copies if tensor in norm_of]
-        self._copied_norms: set[ParallelBatchNorm] = set()
-        for pair in self._pairs:
             self._copied_norms.update(pair.copied_norms)
 
     def sum_gradients(self) -> None:
         """Adds copies' gradients to their owners'. Both are already reduced over the replicas."""
         with torch.no_grad():
             for pair in self._pairs:
-                originals = [self._gradient_of(tensor) for tensor in pair.originals if tensor.requires_grad]
-                copies = [self._gradient_of(tensor) for tensor in pair.copies if tensor.requires_grad]
+                originals = self._gradients_of(pair.originals)
+                copies = self._gradients_of(pair.copies)
                 arrived = self._moved(copies, originals, pair.copy, pair.owner)
                 for gradient, part in zip(originals, arrived, strict=True):
                     gradient.add_(part)
 
-    def _gradient_of(self, tensor: Tensor) -> Tensor:
-        gradient = self._gradient(tensor)
-        # A hook may remove it, but both ranks in a message need the same tensors.
-        if gradient is None:
-            gradient = tensor.grad = torch.zeros_like(tensor)
-        return gradient
+    def _gradients_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        gradients = []
+        for tensor in tensors:
+            if not tensor.requires_grad:
+                continue
+            gradient = self._gradient(tensor)
+            # A hook may remove it, but both ranks in a message need the same tensors.
+            if gradient is None:
+                gradient = tensor.grad = torch.zeros_like(tensor)
+            gradients.append(gradient)
+        return gradients
 
     def refresh(self) -> None:
         """Copies the owners' values to the copies."""
@@ -161,7 +169,7 @@ class Ties:
             for tensor in outgoing:
                 # Gloo's send refuses other strides (findings/gloo_memory_order.sh).
                 message = tensor.detach().contiguous()
-                traffic.record("ties", message.nbytes)
+                traffic.record("ties", "message", message.nbytes)
                 dist.send(message, pipeline.ranks[target], group=pipeline.handle)
         moved: list[Tensor] = []
         if pipeline.rank == target:

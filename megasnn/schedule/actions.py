@@ -21,8 +21,8 @@ or one of its layers after `refine`. Both are numbered from input to loss across
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -46,10 +46,6 @@ class Kind(Enum):
 
     # Enum's own __hash__ is a Python function, and every look-up of an action calls it. Members are single objects.
     __hash__ = object.__hash__
-
-    @property
-    def is_receive(self) -> bool:
-        return self in RECEIVES
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.RECOMPUTE})
@@ -127,6 +123,10 @@ class Schedule:
     @property
     def segments(self) -> int:
         return len(self.placement)
+
+    def with_orders(self, change: Callable[[tuple[Action, ...]], tuple[Action, ...]]) -> Schedule:
+        """The schedule with each rank's actions changed."""
+        return replace(self, actions=tuple(map(change, self.actions)))
 
     def segments_of(self, rank: int) -> tuple[int, ...]:
         """Ascending."""

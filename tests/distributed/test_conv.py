@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import mark_spikes
 from megasnn.layers.weight_grad import CastWeights
-from megasnn.parallel.collectives import traffic
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
 from tests.distributed.whole import (
     build,

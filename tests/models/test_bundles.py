@@ -19,7 +19,7 @@ from megasnn.layers.tensors import materialise
 from megasnn.models.build import describe_model
 from megasnn.models.losses import cross_entropy_sum
 from megasnn.models.model import Model
-from megasnn.parallel.collectives import traffic
+from megasnn.parallel.traffic import traffic
 from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.profile_layers import count_memory, profile_layers
 from tests.models.networks import CLASSES, Bundles, Random, Sum, UNet, Up, between
@@ -76,7 +76,7 @@ def _random_step(seed: int, chunks: int) -> tuple[float, dict[str, Tensor]]:
     with built(model, layout, torch.float32, bounds=bounds) as engine:
         x, labels = images(Random())
         loss = forward_backward(engine, inputs_of(engine, x[:4].float(), labels[:4], 2), 4)
-        engine.merge_statistics(2)
+        engine.running_statistics.merge(2)
         return loss, tensors_of(engine)
 
 

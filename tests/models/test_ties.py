@@ -23,8 +23,8 @@ from megasnn.models.build import describe_model
 from megasnn.models.losses import cross_entropy_sum
 from megasnn.models.model import Model
 from megasnn.models.registry import MODELS
-from megasnn.parallel.collectives import traffic
 from megasnn.parallel.sharding import parameter_count
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import ParallelState
 from tests.models.networks import Again, Tied, TwoTied, between
 from tests.parity.ranks import (
@@ -64,7 +64,7 @@ def _one_micro_batch() -> dict[str, Tensor]:
         before = {f"before {entry.name}": entry.tensor.detach().clone() for entry in engine.tensors}
         x, labels = images(model)
         forward_backward(engine, inputs_of(engine, x, labels, len(x)), len(x))
-        engine.merge_statistics(1)
+        engine.running_statistics.merge(1)
         return before | {name: value.detach().clone() for name, value in tensors_of(engine).items()}
 
 

@@ -1,7 +1,7 @@
 """Places inside megasnn at which a host is made to work as in front of a GPU.
 
-The table below is all that the benchmark of the host knows of the package's inside. It measures other checkouts, too.
-So a place may have several paths, the newest first, and the first that exists counts.
+The host's benchmark knows the package's inside by the table below alone. It measures other checkouts, too: a place may
+have several paths, the newest first, and the first existing one counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ UNIT: Paths = ("megasnn.layers.blocks:ConvNormNeuron.forward",)
 ATTENTION: Paths = ("megasnn.layers.attention:SpikingSelfAttention.forward",)
 CHUNK: Paths = ("megasnn.pipeline.chunk:PipelineChunk.forward",)
 EXECUTOR: Paths = ("megasnn.pipeline.executor:PipelineExecutor.run",)
-WEIGHT_GRADIENTS: Paths = ("megasnn.layers.weight_grad:WeightGradients.leave",)
+WEIGHT_GRADIENTS: Paths = (
+    "megasnn.layers.weight_grad:WeightGradients.run_or_defer",
+    "megasnn.layers.weight_grad:WeightGradients.leave",
+)
 """Takes the task of a weight gradient, and starts it or keeps it for later."""
 CLIP: Paths = ("megasnn.optim.norms:GradientNorm.clip",)
 LAUNCH: Paths = ("megasnn.kernels.triton.launch:Launch.__call__", "megasnn.kernels.triton.launch:launch")
@@ -37,7 +40,7 @@ KERNELS = "megasnn.kernels.triton"
 INTERPRETED: Paths = ("megasnn.kernels.triton.available:interpreted",)
 UNUSABLE: Paths = ("megasnn.kernels.triton.available:_unusable",)
 USABLE_ON: Paths = ("megasnn.kernels.triton.available:usable_on",)
-FASTEST: Paths = ("megasnn.kernels.backends:_fastest",)
+PREPARED: Paths = ("megasnn.kernels.backends:_prepared", "megasnn.kernels.backends:_fastest")
 RUNS_AHEAD: Paths = ("megasnn.common.checks:runs_ahead", "megasnn.device_checks:runs_ahead")
 IS_MATRIX_PRODUCT: Paths = ("megasnn.kernels.convolution:_is_matrix_product",)
 ON_GPU: Paths = ("megasnn.kernels.layout:on_gpu", "megasnn.kernels.tensor_cores:on_gpu")
@@ -58,7 +61,7 @@ _ANSWERS: dict[Paths, Any] = {
     INTERPRETED: lambda: True,  # on a CPU the kernels are then not refused
     UNUSABLE: lambda device: None,
     USABLE_ON: lambda device: True,
-    FASTEST: {},
+    PREPARED: {},
     RUNS_AHEAD: lambda device: True,
     IS_MATRIX_PRODUCT: _is_matrix_product,
     ON_GPU: lambda values: True,
@@ -67,7 +70,7 @@ _ANSWERS: dict[Paths, Any] = {
 
 
 def resolved(paths: Paths) -> tuple[Any, str]:
-    """Returns the module or class of a place, and its name there.
+    """A place's module or class, and its name there.
 
     Raises:
         LookupError: none of the paths exists.
@@ -86,8 +89,8 @@ def resolved(paths: Paths) -> tuple[Any, str]:
 
 
 def _module(name: str) -> ModuleType | None:
-    """Returns a module, or None where its package's folder has none. Others are not asked: an editable installation of
-    another checkout would give its modules for those that this one lacks."""
+    """A module, or None if its package's folder lacks it."""
+    # No other finder is asked: an editable installation would offer another checkout's module.
     parent, _, _ = name.rpartition(".")
     if parent:
         package = _module(parent)
@@ -98,7 +101,7 @@ def _module(name: str) -> ModuleType | None:
 
 @contextmanager
 def replaced(paths: Paths, replacement: Any) -> Iterator[None]:
-    """Inside, a replacement stands at a place, and in all modules of megasnn that have taken it from there."""
+    """Replaces a place inside, and its imports in all modules of megasnn."""
     holder, name = resolved(paths)
     original = getattr(holder, name)
     holders = [holder]
@@ -113,7 +116,7 @@ def replaced(paths: Paths, replacement: Any) -> Iterator[None]:
 
 @contextmanager
 def as_on_gpu(launch: Any) -> Iterator[None]:
-    """Inside, megasnn works as on a GPU, and `launch` is called in place of what starts its Triton kernels."""
+    """Inside, megasnn works as on a GPU, and `launch` replaces the start of its Triton kernels."""
     package = import_module(KERNELS)
     for each in pkgutil.iter_modules(package.__path__, f"{KERNELS}."):
         import_module(each.name)  # a module that came later would keep a replacement for good
