@@ -123,6 +123,7 @@ class Scaled(nn.Module):
     def __init__(self, channels: int, *, start: float, **more: Any) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.full((channels, 1, 1), start))
+        self.register_buffer("mask", torch.tensor([True, False]))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale
@@ -141,7 +142,8 @@ class Inside(nn.Module):
 
 
 def test_modules_of_ones_own_keep_theirs_too() -> None:
-    assert built(partial(Scaled, 4, start=0.25)).scale.unique().tolist() == [0.25]
+    scaled = built(partial(Scaled, 4, start=0.25))
+    assert scaled.scale.unique().tolist() == [0.25] and scaled.mask.tolist() == [True, False]
     assert built(partial(Scaled, 4, start=0.5, other=1)).scale.unique().tolist() == [0.5]
 
 
