@@ -15,7 +15,8 @@ from spikingjelly.activation_based import layer as sj
 from torch import Tensor, nn
 
 import megasnn
-from megasnn.layers import BuildContext, Numerics, apply_layer
+from megasnn.layers import BuildContext, Numerics
+from megasnn.layers.apply import apply_layer
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.tensors import materialise
 from megasnn.models.build import describe_model
