@@ -142,8 +142,8 @@ def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | N
             constructed = _constructed(module, generator).get(name)
             if constructed is None:
                 raise ValueError(
-                    f"nothing initialises {name!r} of {type(module).__name__}: its constructor leaves it unset, or "
-                    "takes tensors, or makes those of other modules, and then is not called again; give the module a method "
+                    f"nothing initialises {name!r} of {type(module).__name__}: its constructor leaves it unset, or it "
+                    "takes tensors or makes those of other modules, and is not called again; give the module a method "
                     "reset_parameters that sets it, or the layer a function initialise=..."
                 )
             values = constructed
