@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megasnn.common.memory import let_others_go
 from megasnn.common.recompute import cached_collective
-from megasnn.kernels.layout import empty
+from megasnn.kernels.layout import empty, on_gpu
 from megasnn.kernels.spike_codec import Content, decode_into, encode
 from megasnn.parallel_state import Group
 
@@ -56,7 +56,7 @@ def gather_columns(
         mine = payload()
         others = group.size - 1
         traffic.record(group.name, others * mine.nbytes, others * rows.nbytes)
-        return all_gather_into(mine.new_empty(group.size * len(mine)), mine, group)
+        return all_gather_into(mine.new_empty(group.size * mine.shape[0]), mine, group)
 
     if group.size == 1:
         return rows, [payload()]
@@ -80,11 +80,11 @@ def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
         mine: `[n]` on every rank.
     """
     require_dense(mine)
-    parts = list(into.view(group.size, -1))
+    parts = list(into.view(group.size, -1).unbind())
     mine = mine.view(-1)
     handle = group.handle
     pending: list[dist.Work | None]
-    if mine.device.type != "cpu":
+    if on_gpu(mine):
         # NCCL fills a list of tensors by way of one flat tensor and a copy. Flat input: Gloo refuses a GPU's matrix.
         pending = [_ALL_GATHER_SINGLE(into.view(-1), mine, group=handle, async_op=True)]
     elif mine.numel() and "gloo" in dist.get_backend(handle):
@@ -141,14 +141,14 @@ def sum_and_scatter_columns(rows: Tensor, group: Group) -> Callable[[], Tensor]:
 
 def sum_in_rank_order(parts: Sequence[Tensor] | Tensor) -> Tensor:
     """Sum from first to last. bfloat16 accumulates in float32 and rounds once."""
-    if parts[0].dtype == torch.bfloat16:
-        return sum_in_rank_order([part.float() for part in parts]).to(parts[0].dtype)
-    if len(parts) == 1:
-        return parts[0].clone()
-    total = parts[0] + parts[1]
-    for part in parts[2:]:
-        total += part
-    return total
+    first, *others = parts.unbind() if isinstance(parts, Tensor) else parts
+    if not others:
+        return first.clone()
+    wide = torch.float32 if first.dtype == torch.bfloat16 else first.dtype
+    total = first.to(wide) + others[0].to(wide)
+    for part in others[1:]:
+        total += part.to(wide)
+    return total.to(first.dtype)
 
 
 def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
