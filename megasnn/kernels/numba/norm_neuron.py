@@ -59,7 +59,8 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
         values = torch.from_numpy(merged)
         if norm is None:
             return Statistics(values)
-        return Statistics(values, self.coefficients(*values.unbind(), norm))
+        mean, variance = values.unbind()
+        return Statistics(values, self.coefficients(mean, variance, norm))
 
     def coefficients(self, mean: Tensor, variance: Tensor, norm: BatchNorm) -> Tensor:
         weight = torch.ones_like(mean) if norm.weight is None else norm.weight.detach()
