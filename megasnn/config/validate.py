@@ -72,7 +72,6 @@ def cut_problems(parallel: ParallelConfig, layer_groups: Sequence[str]) -> list[
 
 
 def _graph_problems(config: PretrainConfig) -> Iterator[str]:
-    """Flags that rule out CUDA graphs."""
     if config.training.cuda_graphs != "on":
         return
     parallel = config.parallel
@@ -136,7 +135,6 @@ def _unequal_replicas(config: PretrainConfig, grid: Grid) -> Iterator[str]:
 
 
 def _ranks_without_samples(config: PretrainConfig) -> Iterator[str]:
-    """Micro-batches with fewer samples than context-parallel ranks."""
     training = config.training
     size = training.micro_batch_size
     context = config.parallel.context_parallel_size
@@ -151,7 +149,6 @@ def _ranks_without_samples(config: PretrainConfig) -> Iterator[str]:
 
 
 def _window_problems(config: PretrainConfig) -> Iterator[str]:
-    """Windows in time of unequal length, or with recomputation."""
     parallel = config.parallel
     steps = config.training.bptt_steps
     if steps is None:
@@ -172,7 +169,6 @@ def _window_problems(config: PretrainConfig) -> Iterator[str]:
 
 
 def _task_problems(config: PretrainConfig) -> Iterator[str]:
-    """Flags for images and classes, with a model for another task."""
     model = config.model
     training = config.training
     task = model.own_task()
@@ -196,15 +192,17 @@ def _task_problems(config: PretrainConfig) -> Iterator[str]:
 
 
 def _evaluation_problems(config: PretrainConfig) -> Iterator[str]:
-    """Evaluations without a checkpoint or validation data."""
     options = config.checkpoint
     evaluates_only = config.training.evaluate_only
     if evaluates_only and options.load is None:
         yield "--evaluate-only needs --load"
     if options.keep_best and config.logging.eval_interval is None and not evaluates_only:
         yield "--keep-best needs --eval-interval: it keeps the best evaluation of the training"
-    if not (options.ema or evaluates_only or options.finetune):
-        yield "--no-ema is for --evaluate-only and --finetune: a run that continues loads the weights and their average"
+    if not (options.ema or evaluates_only or options.finetune or options.loads_weights):
+        yield (
+            "--no-ema is for --evaluate-only, --finetune and weight files: a run that continues loads the weights and "
+            "their average"
+        )
     if config.data.data_path == SAMPLE or config.data.valid_data_path is not None:
         return
     asked = ["--evaluate-only"] if evaluates_only else []
@@ -212,12 +210,12 @@ def _evaluation_problems(config: PretrainConfig) -> Iterator[str]:
         value = getattr(config.logging, name)
         if value:
             asked.append(f"{flag(name)} {value}")
+    needed = "pretrain(..., valid_dataset=...)" if config.data.is_in_python else "--valid-data-path"
     for each in asked:
-        yield f"{each} needs --valid-data-path"
+        yield f"{each} needs {needed}"
 
 
 def _mixing_problems(config: PretrainConfig) -> Iterator[str]:
-    """Mixed samples with a loss for class numbers only."""
     if not config.data.mixes or LOSSES[config.training.loss].mixes:
         return
     asked = " and ".join(config.data.changed("mixup_alpha", "cutmix_alpha"))
@@ -226,7 +224,6 @@ def _mixing_problems(config: PretrainConfig) -> Iterator[str]:
 
 
 def _neuron_problems(config: PretrainConfig) -> Iterator[str]:
-    """Neurons or surrogates missing in the backend."""
     neuron = config.neuron
     if neuron.neuron_backend in BACKENDS.also:
         return
