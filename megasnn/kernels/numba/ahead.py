@@ -27,7 +27,7 @@ _SECONDS = {  # processor seconds of compiling on an AMD EPYC (Zen 4), which ord
 }
 
 
-class _Trial(NamedTuple):
+class Trial(NamedTuple):
     """A call on a few values, which compiles a kernel for the call's types."""
 
     name: str
@@ -44,9 +44,9 @@ def compile_ahead(
         trains: also the kernels of the backward.
         rank, ranks: this process, and the processes on its host that call this.
     """
-    trials: dict[tuple[str, NeuronSpec | None], _Trial] = {}
+    trials: dict[tuple[str, NeuronSpec | None], Trial] = {}
     for use in sorted(uses, key=repr):
-        for trial in _trials(use, dtype, trains):
+        for trial in trials_of(use, dtype, trains):
             trials.setdefault((trial.name, trial.spec), trial)
     ordered = sorted(trials.values(), key=lambda each: -_SECONDS[each.name])
     mine = ordered[rank % ranks :: ranks]
@@ -56,16 +56,16 @@ def compile_ahead(
     progress.total = 0
 
 
-def _trials(use: NeuronUse, dtype: torch.dtype, trains: bool) -> Iterator[_Trial]:
+def trials_of(use: NeuronUse, dtype: torch.dtype, trains: bool) -> Iterator[Trial]:
     kernels = NumbaKernels()
     spec = use.spec
     x = torch.zeros(_SHAPE, dtype=dtype)
     w = torch.zeros((), dtype=dtype) if NEURONS[spec.kind].learns else None
     if not use.has_norm:
         alone = NeuronInput(x, None, w, spec)
-        yield _Trial("forward without norm", spec, partial(kernels.fire_alone, alone, packed=True))
+        yield Trial("forward without norm", spec, partial(kernels.fire_alone, alone, packed=True))
         if trains:
-            yield _Trial("backward without norm", spec, partial(kernels.backward_alone, alone, x, None, learn=False))
+            yield Trial("backward without norm", spec, partial(kernels.backward_alone, alone, x, None, learn=False))
         return
     channels = x.shape[2]
     norm = Norm(torch.zeros(channels).double(), torch.ones(channels).double(), None, None)
@@ -73,10 +73,10 @@ def _trials(use: NeuronUse, dtype: torch.dtype, trains: bool) -> Iterator[_Trial
     inputs = NormNeuronInput(x, norm, w, norm_neuron)
     g_spikes = torch.zeros(norm_neuron.shape_of_spikes(x), dtype=dtype)
     pooled = " with pooling" if use.pools else ""
-    yield _Trial(f"forward{pooled}", spec, partial(kernels.fire, inputs, packed=True))
+    yield Trial(f"forward{pooled}", spec, partial(kernels.fire, inputs, packed=True))
     if trains:
-        yield _Trial("statistics", None, partial(kernels.statistics, x))
-        yield _Trial(f"backward{pooled}", spec, partial(kernels.backward_sums, inputs, g_spikes, learn=False))
+        yield Trial("statistics", None, partial(kernels.statistics, x))
+        yield Trial(f"backward{pooled}", spec, partial(kernels.backward_sums, inputs, g_spikes, learn=False))
         carried = torch.zeros(x.movedim(2, -1).shape, dtype=torch.float32 if dtype in REDUCED else dtype).numpy()
-        yield _Trial("input gradient", None, partial(kernels.input_gradient, inputs, g_spikes, None, 1, carried))
+        yield Trial("input gradient", None, partial(kernels.input_gradient, inputs, g_spikes, None, 1, carried))
 
