@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megasnn.common.grid import ContextCut
+from megasnn.common.grid import ContextCut, Grid
 from megasnn.common.memory import keep_free_memory, processor_name, release_free_memory, resident_memory_mb
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError
@@ -40,7 +40,7 @@ from megasnn.pipeline.profile_layers import (
     profile_layers,
     profile_pipeline,
 )
-from megasnn.planner.costs import Analysis, Counted, CutAxis, PlannedLayer, ResidentTensor, Timed, cost_identity
+from megasnn.planner.costs import Analysis, CutAxis, LayoutBytes, PlannedLayer, ResidentTensor, Timed, cost_identity
 from megasnn.planner.machines import DEVICES, Machine
 
 TENSOR_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -58,7 +58,7 @@ def analyze(config: PretrainConfig, measure: bool = False) -> Analysis:
     Raises:
         ConfigError: one rank cannot build the model.
     """
-    wrong = config.model.problems(1) or building_problems(config.model, config.neuron.spec, 1)
+    wrong = config.model.problems(1) or building_problems(config.model, config.neuron.spec)
     if wrong:
         raise ConfigError(wrong)
     description = describe_model(config.model, config.neuron.spec)
@@ -89,7 +89,7 @@ def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu:
         "samples": dict.fromkeys(context_sizes, samples),
         "rows": {size: _refusal(config, 1, size, "rows") for size in context_sizes},
     }
-    shared: dict[CutAxis, Counted] = {}
+    shared: dict[CutAxis, LayoutBytes] = {}
     for axis, sizes in possible.items():
         able = [size for size, refused in sizes.items() if size > 1 and refused is None]
         if not able:
@@ -122,13 +122,13 @@ def count_layers(
     context: int = 1,
     cut: ContextCut = "samples",
     on_cpu: bool = False,
-) -> Counted:
+) -> LayoutBytes:
     """The layers' bytes on the first rank, in trial steps."""
     with fake_ranks(tensor, context) as state:
         built_for = context_of(state, config, cut, on_cpu)
         costs = tuple(count_memory(description, size, built_for, CPU).layers for size in trial_sizes(config))
         tensors = [tuple(_tensors_of(name, layer)) for name, layer in description.named_layers(built_for)]
-        return Counted(tensor, context, cut, costs, tuple(tensors))
+        return LayoutBytes(tensor, context, cut, costs, tuple(tensors))
 
 
 def trial_sizes(config: PretrainConfig) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ def one_rank(config: PretrainConfig, on_cpu: bool) -> BuildContext:
 def _refusal(config: PretrainConfig, tensor: int, context: int, cut: ContextCut) -> str | None:
     """Why the model cannot be built at these sizes; None if it can."""
     wrong = config.model.problems(tensor)
-    wrong = wrong or building_problems(config.model, config.neuron.spec, tensor, context, cut)
+    wrong = wrong or building_problems(config.model, config.neuron.spec, Grid(tp=tensor, cp=context), cut)
     return wrong[0] if wrong else None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
+from megasnn.checkpoint.folder import ChosenCheckpoint
 from megasnn.common.checks import error_context
 from megasnn.common.memory import memory_scalars
 from megasnn.config import PretrainConfig
@@ -21,10 +22,10 @@ from megasnn.telemetry.callback import Callback
 from megasnn.telemetry.records import RunOutline
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.data import RunData
+from megasnn.training.loading import load_start
 from megasnn.training.memory import announce, compare, forecast_memory
 from megasnn.training.metrics import Metrics, Pictures, StepTrace
 from megasnn.training.operations import Operations
-from megasnn.training.resume import load_start
 from megasnn.training.saving import Saves
 from megasnn.training.signals import StopSignals
 from megasnn.training.start import agree_on_start
@@ -40,9 +41,10 @@ class TrainingRun:
     Args:
         stop: signals that ask the run to end.
         callbacks: called on the first rank.
+        checkpoint: as for `agree_on_start`.
 
     Attributes:
-        saved: False when the last checkpoint could not be written.
+        saves_succeeded: False when the last checkpoint could not be written.
         has_evaluated: False when a stop request interrupted the last evaluation.
     """
 
@@ -52,18 +54,19 @@ class TrainingRun:
         state: ParallelState,
         stop: StopSignals | None = None,
         callbacks: Sequence[Callback] = (),
+        checkpoint: ChosenCheckpoint | None = None,
     ) -> None:
         self.config = config
         self.state = state
         self.stop = stop or StopSignals()
         self._started = time.monotonic()
         self._in_evaluation = False
-        self.saved = True
+        self.saves_succeeded = True
         self.has_evaluated = True
         self._skipped_samples = 0
         self._skipped_steps = 0  # since the last save
         self._skipped_in_a_row = 0
-        start, lock = agree_on_start(config, state)
+        start, lock = agree_on_start(config, state, checkpoint)
         with ExitStack() as undo:
             if lock is not None:
                 undo.callback(lock.release)
@@ -77,7 +80,7 @@ class TrainingRun:
                 engine.follow(config.training.length(epoch, engine.iteration, engine.consumed_samples))
                 self.iterations = engine.length.iterations
                 self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
-                self.saves = Saves(config, engine, data, reporter, lock, loaded.best, loaded.saved)
+                self.saves = Saves(config, engine, data, reporter, lock, loaded.best, loaded.is_saved)
                 self.metrics = Metrics(engine)
                 self.operations = Operations(engine.distributed)
                 self.pictures = Pictures(config, engine, data.datasets, self.metrics.rasters, reporter)
@@ -90,13 +93,13 @@ class TrainingRun:
     def _outline(self) -> RunOutline:
         iteration = self.engine.iteration
         # An evaluation alone has no iterations: it neither continues the log of a training nor removes lines of it.
-        resumes = iteration > 0 and self.iterations > 0
+        continues = iteration > 0 and self.iterations > 0
         return RunOutline(
             self.iterations,
             self.data.length.epoch_samples,
             self.config.logging.tensorboard_dir,
             log_folder(self.config),
-            (iteration, self.engine.consumed_samples) if resumes else None,
+            (iteration, self.engine.consumed_samples) if continues else None,
         )
 
     def _introduce_start(self, averaged: bool, notices: Sequence[str]) -> None:
@@ -195,7 +198,7 @@ class TrainingRun:
             self.evaluate()
         if not self.has_diverged:
             self._save_if(True)
-        self.saved = self.saves.finish()
+        self.saves_succeeded = self.saves.finish()
         if not self.has_diverged:
             compare(self._memory, self.state, self.reporter)
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from megasnn.layers.apply import is_stateful
 from megasnn.layers.context import BuildContext, context_for, is_building
 from megasnn.layers.init import ModuleInitialiser, own_tensors, tensors_of
 from megasnn.layers.layer import Layer, LayerSource, require_initialiser, require_module
+from megasnn.layers.layer_call import LayerCall
 from megasnn.layers.plain.initial_values import without_values
-from megasnn.layers.plain.layer_call import LayerCall
 from megasnn.layers.plain.refusals import (
     SEQUENCES,
     is_by_channel,
-    is_stateful,
     module_label,
     note_stepped,
     problem_of,
@@ -174,9 +174,4 @@ def _why_not_cut(module: nn.Module, conversion: Conversion | None) -> str | None
             return "has tensors of its own, and is not in the table"
         is_foreign = class_name(module) is not None and _is_leaf(module) and not is_by_channel(module)
         return "may mix channels" if is_foreign else None
-    if isinstance(module, nn.modules.conv._ConvNd):
-        sizes = zip(module.kernel_size, module.dilation, strict=True)
-        is_uneven = module.padding == "same" and any(step * (size - 1) % 2 for size, step in sizes)
-        if module.padding_mode != "zeros" or is_uneven:
-            return f"has padding_mode {module.padding_mode!r}, or padding 'same' of an even kernel"
     return None
