@@ -21,7 +21,7 @@ from megasnn.layers.plain.initial_values import without_memory
 from megasnn.layers.plain.network import convert_network, why_whole
 from megasnn.layers.plain.refusals import is_plain, refuse_mixed_rows, require_supported
 from megasnn.layers.plain.replicated import plain_layer
-from megasnn.layers.tensors import described_tensors, sharded_tensors
+from megasnn.layers.tensors import described_tensors, initialise_further, sharded_tensors
 from megasnn.models.description import (
     DRY_SAMPLES,
     Built,
@@ -295,7 +295,8 @@ def _made(layer: Layer, context: BuildContext) -> nn.Module:
             elif is_plain(module):
                 module = plain_layer(module, layer.name, context, layer.initialise)
             elif layer.initialise is not None:
-                raise ValueError("initialise=... is for plain modules: give it to the sharded layers in this one")
+                require_supported(module, "inside")
+                initialise_further(module, layer.name, layer.initialise)
             else:
                 require_supported(module, "inside")
             refuse_mixed_rows(module, context)

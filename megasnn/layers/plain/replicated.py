@@ -12,7 +12,7 @@ from torch import nn
 
 from megasnn.layers.context import BuildContext
 from megasnn.layers.facts import facts
-from megasnn.layers.init import ModuleInitialiser, own_tensors
+from megasnn.layers.init import ModuleInitialiser, below, own_tensors
 from megasnn.layers.layer_call import LayerCall
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.plain.initial_values import initializer_from_module
@@ -36,14 +36,14 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
     dtype = None if context.numerics.traceable else context.dtype
     call = LayerCall(context.time_steps, folds_time(module), dtype)
     ours: dict[nn.Module, nn.Module] = {}
-    for each in module.modules():
+    for path, each in module.named_modules(prefix=name):
         conversion = in_table(each)
         if conversion in (sharded_batch_norm, ConvertedDropout):
-            ours[each] = convert(each, conversion, context, initialise)
+            ours[each] = convert(each, conversion, context, below(path, initialise))
     module = swapped(module, ours)
-    for each in module.modules():
+    for path, each in module.named_modules(prefix=name):
         if not isinstance(each, ParallelBatchNorm):
-            _describe_tensors(each, context, initialise)
+            _describe_tensors(each, context, below(path, initialise))
     return as_layer(module, name, call)
 
 
