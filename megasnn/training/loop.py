@@ -26,7 +26,7 @@ from megasnn.training.loading import load_start
 from megasnn.training.memory import announce, compare, forecast_memory
 from megasnn.training.metrics import Metrics, Pictures, StepTrace
 from megasnn.training.operations import Operations
-from megasnn.training.saving import Saves
+from megasnn.training.saving import Saves, how_to_go_on
 from megasnn.training.signals import StopSignals
 from megasnn.training.start import agree_on_start
 from megasnn.training.startup_log import introduce, log_folder
@@ -79,6 +79,7 @@ class TrainingRun:
                 epoch = data.length.epoch_samples
                 engine.follow(config.training.length(epoch, engine.iteration, engine.consumed_samples))
                 self.iterations = engine.length.iterations
+                self._first = engine.iteration + 1
                 self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
                 self.saves = Saves(config, engine, data, reporter, lock, loaded.best, loaded.is_saved)
                 self.metrics = Metrics(engine)
@@ -159,6 +160,9 @@ class TrainingRun:
         self.reporter.step(result)
         if logs:
             self._log()
+        elif number == self._first:
+            interval = self.config.logging.log_interval
+            self.reporter.first_step(result, interval, time.monotonic() - self._started)
         self.pictures.end(self.engine.iteration)
         if self.engine.iteration < self.iterations and not self._should_exit():  # else `_end` evaluates and saves
             self._between_steps()
@@ -201,6 +205,8 @@ class TrainingRun:
         self.saves_succeeded = self.saves.finish()
         if not self.has_diverged:
             compare(self._memory, self.state, self.reporter)
+            if self.engine.iteration < self.iterations:
+                self.reporter.line(how_to_go_on(self.config.checkpoint, self.saves_succeeded))
 
     def _should_exit(self) -> bool:
         at_interval = _due(self.engine.iteration, self.config.training.exit_interval)
