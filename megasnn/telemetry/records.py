@@ -173,12 +173,13 @@ def _failures(record: IterationRecord) -> dict[str, int]:
 
 
 def format_for_terminal(record: IterationRecord, now: datetime | None = None) -> str:
-    """The log line within `COLUMNS`. Failures and metrics stay; norm, rate and epoch go where there is no room."""
+    """The log line within `COLUMNS`: parts without room are left out, norm and rate first, metrics last."""
+    metrics = _metrics(record, digits=1)
     parts = {
         "iteration": f"{now or datetime.now():%H:%M:%S}  {record.iteration}/{record.train_iters}",
         "epoch": f"epoch {record.epoch:.2f}",
         "loss": f"loss {record.loss:.4f}",
-        "metrics": "  ".join(_metrics(record, digits=1)).replace(":", ""),
+        **{text: text.replace(":", "") for text in metrics},
         "failures": "  ".join(f"{count} {name}" for name, count in _failures(record).items()),
         "norm": f"norm {record.grad_norm:.3g}",
         "rate": f"lr {record.learning_rate:.2E}",
@@ -186,11 +187,12 @@ def format_for_terminal(record: IterationRecord, now: datetime | None = None) ->
         "left": f"{format_duration(record.seconds_left)} left",
     }
     line = "  ".join(filter(None, parts.values()))
-    for name in ("norm", "rate", "epoch", "speed"):
-        if len(line) > COLUMNS:
-            del parts[name]
-            line = "  ".join(filter(None, parts.values()))
-    return line[:COLUMNS]
+    for name in ("norm", "rate", "epoch", "speed", "left", *reversed(metrics)):
+        if len(line) <= COLUMNS:
+            break
+        del parts[name]
+        line = "  ".join(filter(None, parts.values()))
+    return line
 
 
 def format_evaluation(record: EvaluationRecord, now: datetime | None = None) -> str:
