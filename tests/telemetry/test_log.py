@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+import termios
 from datetime import datetime
 from math import inf, nan
 from pathlib import Path
@@ -90,6 +91,7 @@ console.close_bar()
 
 def test_a_terminal_has_a_bar_below_its_lines_and_a_file_has_none() -> None:
     master, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
     ended = subprocess.run([sys.executable, "-c", BAR], stdout=terminal, stderr=terminal, timeout=60)
     os.close(terminal)
     shown = os.read(master, 1 << 16).decode()
