@@ -73,6 +73,8 @@ def run_configuration(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():
         world_size = dist.get_world_size()
+    if config.training.finds_micro_batch:
+        raise ConfigError(["micro_batch_size='auto' is for runs (megasnn.pretrain): give an Engine a number"])
     validate(config, world_size)
     problems = model_problems(config)
     if problems:
