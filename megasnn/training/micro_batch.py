@@ -59,9 +59,10 @@ def find_micro_batch(
 
 
 def _size_in(checkpoint: ChosenCheckpoint | None) -> int | None:
-    values: Any = None if checkpoint is None else checkpoint.metadata.config
-    match values:
-        case {"training": {"micro_batch_size": int(size)}}:
+    """The size that a checkpoint's run has used; None for weights from elsewhere."""
+    beside: Any = None if checkpoint is None else checkpoint.metadata.extra
+    match beside:
+        case {"recipe": {"--micro-batch-size": int(size)}}:
             return size
     return None
 
@@ -78,13 +79,14 @@ def _largest_predicted(config: PretrainConfig, state: ParallelState, sizes: Sequ
         own = resident_memory_mb(state.device) + available_memory_mb(state.device) / ranks_of_host
         limit = SHARE * min(gather(state.world.handle, own))
         for size in reversed(sizes):
-            need = max(gather(state.world.handle, _predicted(with_micro_batch(config, size), engine)))
+            need = max(gather(state.world.handle, predicted_mb(with_micro_batch(config, size), engine)))
             if need <= limit:
-                return size, f"the largest part of {sizes[-1]} that fits: {need:.0f} MB a rank predicted, of {limit:.0f}"
+                why = f"the largest part of {sizes[-1]} that fits: {need:.0f} MB a rank predicted, of {limit:.0f}"
+                return size, why
     raise ValueError(_too_large(sizes[0], f"needs {need:.0f} MB a rank, and {limit:.0f} MB are there"))
 
 
-def _predicted(config: PretrainConfig, engine: Engine) -> float:
+def predicted_mb(config: PretrainConfig, engine: Engine) -> float:
     """This rank's peak in MB. Collective over ranks that share layers."""
     distributed = engine.distributed
     samples = config.training.micro_batch_size

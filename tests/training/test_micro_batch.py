@@ -29,9 +29,9 @@ def config_of(*flags: str):
 def sizes_of(folder: Path) -> tuple[int, int, str]:
     """Size in config.json, in the first checkpoint, and the line in the log."""
     config = json.loads((folder / "config.json").read_text())
-    saved = json.loads((folder / "iter_0000001" / "metadata.json").read_text())
+    saved = json.loads((folder / "iter_0000001" / "metadata.json").read_text())["extra"]["recipe"]
     lines = [line["text"] for line in log_of(folder, "message") if line["text"].startswith("--micro-batch-size auto: ")]
-    return config["training"]["micro_batch_size"], saved["config"]["training"]["micro_batch_size"], lines[-1]
+    return config["training"]["micro_batch_size"], saved["--micro-batch-size"], lines[-1]
 
 
 def test_sizes_share_the_batch_evenly_and_give_every_stage_a_micro_batch() -> None:
@@ -75,17 +75,11 @@ def test_the_number_follows_the_memory_and_is_kept(cache, tmp_path: Path) -> Non
     assert sizes_of(tmp_path / "run")[2].endswith("12, that of the checkpoint")
 
 
-def predicted(size: int) -> mock.Mock:
-    return mock.Mock(side_effect=lambda config, engine: 100.0 * config.training.micro_batch_size)
-
-
 @pytest.mark.parametrize(("room", "found"), [(450.0, 4), (1000.0, 6), (101.0, 1)])
 def test_the_largest_size_below_the_limit_is_taken(cache, tmp_path: Path, room: float, found: int) -> None:
     need = mock.Mock(side_effect=lambda config, engine: 100.0 * config.training.micro_batch_size)
-    limit = mock.patch.multiple(
-        micro_batch, _predicted=need, SHARE=1.0, resident_memory_mb=lambda device: room, available_memory_mb=lambda d: 0.0
-    )
-    with limit, without_trial():
+    limit = mock.patch.multiple(micro_batch, predicted_mb=need, SHARE=1.0, resident_memory_mb=lambda device: room)
+    with limit, with_room(0.0), without_trial():
         train(cache, *AUTO, "--save", str(tmp_path / "run"))
     assert sizes_of(tmp_path / "run")[0] == found
 
