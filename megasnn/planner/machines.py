@@ -126,9 +126,10 @@ def _gpu(
         memory=memory,
         operations={precision: PRODUCTS * 0.5e12 * rate for precision, rate in teraflops.items()},
         moved=MOVES * bandwidth,
-        # Eager steps are bound by their host: 1,059 launches of the 22 layers of Spikformer-8-512, at 33 us of Python
-        # each, are 16 for each of the three parts of a layer.
-        least=5.3e-4,
+        # Eager steps are bound by their host. The 22 layers of Spikformer-8-512, in three parts each, start 759
+        # operators (tests/kernels/test_counted.py). One took 69 us beside an H200: 72.6 ms for 1,058 (docs/gpu.md).
+        # Kernels start with less Python since, which no GPU has measured: the figure is an upper bound.
+        least=7.9e-4,
         update=MOVED_IN_UPDATE / (UPDATE_REACHES * bandwidth),
         within=LinkCost(latency, 1 / (LINKS * within)),
         between=LinkCost(2.5 * latency, 1 / (LINKS * between)),
@@ -136,7 +137,7 @@ def _gpu(
         rest=0.05,
         source=f"the table of devices; of its peak rates, products reach {PRODUCTS:.0%}, memory {MOVES:.0%} and links "
         f"{LINKS:.0%}: fitted to figures that SpikingJelly publishes for an RTX 4090 and its own implementation; "
-        "on an H200 MegaSNN took twice as long as foreseen (docs/planner.md): compare with a run before you rely on it",
+        "small batches take the time of launches, measured beside one H200 (docs/planner.md): compare with a run",
     )
 
 
