@@ -31,7 +31,7 @@ from megasnn.parallel_state import Group, ParallelState
 from megasnn.pipeline.graphs import Capture, CudaCapture
 from megasnn.pipeline.plan import plan_pipeline
 
-_ENDLESS = 10**12  # steps of a training with a constant learning rate
+ENDLESS = 10**12  # steps of a training with a constant learning rate
 _PER_HOST = ("data", "checkpoint", "logging")  # configuration that may differ between ranks: paths, workers
 
 
@@ -68,12 +68,14 @@ def run_configuration(
             raise ConfigError(
                 ["give train_iters or train_samples: the learning rate decays until then; or lr_decay_style='constant'"]
             )
-        config = replace(config, training=replace(config.training, train_iters=_ENDLESS))
+        config = replace(config, training=replace(config.training, train_iters=ENDLESS))
     if not dist.is_initialized():
         take_ranks()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():
         world_size = dist.get_world_size()
+    if config.training.finds_micro_batch:
+        raise ConfigError(["micro_batch_size='auto' is for runs (megasnn.pretrain): give an Engine a number"])
     validate(config, world_size)
     problems = model_problems(config)
     if problems:

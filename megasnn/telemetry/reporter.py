@@ -83,7 +83,8 @@ class Reporter:
             self._log.add(kind, values)
 
     def flags(self, values: Mapping[str, bool | int | float | str]) -> None:
-        """Calls `Callback.start`. values: flags to compare runs by."""
+        """Calls `Callback.start`, and writes TensorBoard's hyperparameters. values: flags to compare runs by."""
+        self.board.hyperparameters(values)
         self._call("start", self._outline, values)
 
     def step(self, result: StepResult) -> None:

@@ -25,6 +25,7 @@ from megasnn.training.data import RunData
 from megasnn.training.loading import load_start
 from megasnn.training.memory import announce, compare, forecast_memory
 from megasnn.training.metrics import Metrics, Pictures, StepTrace
+from megasnn.training.micro_batch import find_micro_batch
 from megasnn.training.operations import Operations
 from megasnn.training.saving import Saves, how_to_go_on
 from megasnn.training.signals import StopSignals
@@ -70,6 +71,8 @@ class TrainingRun:
         with ExitStack() as undo:
             if lock is not None:
                 undo.callback(lock.release)
+            config, size_notice = find_micro_batch(config, state, start.checkpoint)
+            self.config = config
             self.data = data = RunData(config, state)
             self.engine = engine = Engine(config, length=data.length, wants_to_stop=self._wants_to_stop)
             undo.callback(engine.close)
@@ -88,7 +91,7 @@ class TrainingRun:
                 introduce(config, engine, reporter)
                 self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
                 announce(self._memory, reporter)
-                self._introduce_start(loaded.averaged, [*start.notices, *loaded.notices, *data.notices])
+                self._introduce_start(loaded.averaged, [size_notice, *start.notices, *loaded.notices, *data.notices])
             undo.pop_all()
 
     def _outline(self) -> RunOutline:
