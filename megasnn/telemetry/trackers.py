@@ -14,10 +14,10 @@ Flags = Mapping[str, bool | int | float | str]
 
 
 class Tracker(Callback):
-    """Sends flags, log lines and evaluations to a package's run.
+    """Sends flags, log lines and evaluations to an experiment tracker.
 
     Args:
-        options: for the package's function that starts a run.
+        options: for the tracker's function to start a run.
     Raises:
         ImportError: the package is not installed.
     """
@@ -35,6 +35,9 @@ class Tracker(Callback):
         # Imported on the first rank alone, which calls the methods.
         return importlib.import_module(self.package)
 
+    def start(self, outline: RunOutline, flags: Flags) -> None:
+        self.api.init(config=dict(flags), **self.options)
+
     def send(self, scalars: dict[str, float], iteration: int) -> None:
         """Records values by TensorBoard name."""
         self.api.log(scalars, step=iteration)
@@ -45,33 +48,24 @@ class Tracker(Callback):
     def evaluation(self, record: EvaluationRecord) -> None:
         self.send(scalars_of(record), record.iteration)
 
+    def end(self, iteration: int) -> None:
+        self.api.finish()
+
 
 class Wandb(Tracker):
-    """Weights & Biases. Options of `wandb.init`: `project="snn"`; `id="a", resume="allow"` for a continued run."""
+    """Weights & Biases. Options for `wandb.init`: `project="snn"`; `id="a", resume="allow"` continues a run."""
 
     package = "wandb"
 
-    def start(self, outline: RunOutline, flags: Flags) -> None:
-        self.api.init(config=dict(flags), **self.options)
-
-    def end(self, iteration: int) -> None:
-        self.api.finish()
-
 
 class Trackio(Tracker):
-    """trackio. Options of `trackio.init`: `project="snn"` is required; `name="a", resume="allow"` continues."""
+    """trackio. Options for `trackio.init`: `project="snn"` is required; `name="a", resume="allow"` continues a run."""
 
     package = "trackio"
 
-    def start(self, outline: RunOutline, flags: Flags) -> None:
-        self.api.init(config=dict(flags), **self.options)
-
-    def end(self, iteration: int) -> None:
-        self.api.finish()
-
 
 class MLflow(Tracker):
-    """MLflow. Options of `mlflow.start_run`: `run_name="a"`; `run_id=...` for a continued run."""
+    """MLflow. Options for `mlflow.start_run`: `run_name="a"`; `run_id=...` continues a run."""
 
     package = "mlflow"
 

@@ -1,4 +1,4 @@
-"""Logs for a loop of one's own around an Engine."""
+"""Logs for a user's own loop around an Engine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megasnn.training.startup_log import record_configuration
 
 
 class EngineLog:
-    """Console, log.jsonl, TensorBoard and callbacks, as a run has them.
+    """Console, log.jsonl, TensorBoard and callbacks, as in a run.
 
         with megasnn.EngineLog(engine, "runs/own", callbacks=[megasnn.Wandb(project="snn")]) as log:
             for images, labels in batches:
                 log.step(engine.train_step(images, labels))
             log.evaluation(engine.evaluate(test_images, test_labels))
 
-    All methods are collective: every rank calls them, and the first one writes.
+    All methods are collective. The first rank writes.
 
     Args:
         folder: for log.jsonl and TensorBoard; None for neither.
@@ -72,7 +72,7 @@ class EngineLog:
         return iteration % self._interval == 0 or iteration == self._iterations
 
     def step(self, result: StepResult) -> None:
-        """Takes the result of `Engine.train_step`. Collective."""
+        """Logs `Engine.train_step`'s result."""
         engine = self._engine
         self._reporter.step(result)
         if self._is_due(engine.iteration):
@@ -80,15 +80,15 @@ class EngineLog:
             self._reporter.log(engine.iteration, engine.consumed_samples, measured, layers)
         elif engine.iteration == self._first:
             self._reporter.first_step(result, self._interval, time.monotonic() - self._started)
-        # Spikes are counted in the steps that have a log line.
+        # Counting takes time, so only steps with a log line count spikes.
         self._metrics.spikes.enabled = self._is_due(engine.iteration + 1)
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """Takes the result of `Engine.evaluate`."""
+        """Logs `Engine.evaluate`'s result."""
         self._reporter.evaluation(record)
 
     def line(self, text: str) -> None:
-        """Writes a line of one's own to the console and log.jsonl, on the first rank."""
+        """Writes the user's own line to console and log.jsonl."""
         self._reporter.line(text)
 
     def close(self) -> None:

@@ -23,31 +23,29 @@ from megasnn.pipeline.profile_layers import count_memory
 from megasnn.training.memory import forecast_of_rank
 
 SHARE = 0.8
-"""Of the memory that a rank may have: predictions err by a tenth, and other programs need memory, too."""
+"""Usable share, since predictions err by a tenth and other programs need memory."""
 
 
 @error_context("while finding the micro-batch size")
 def find_micro_batch(
     config: PretrainConfig, state: ParallelState, checkpoint: ChosenCheckpoint | None
 ) -> tuple[PretrainConfig, str]:
-    """The configuration with a number in place of auto, and a notice about it. Collective; the same on every rank.
-
-    Sizes define the function that is trained, so that a checkpoint's number is kept. One rank on a GPU tries a step of
-    each size. Several ranks, and ranks on CPUs, predict: a rank without memory would leave the others waiting, and on a
-    CPU it would be killed.
+    """Configuration with a number in place of auto, and a notice. Collective; the same on every rank.
 
     Args:
-        checkpoint: that the run continues.
+        checkpoint: to continue from; its size is kept.
     Raises:
-        ValueError: not even the smallest size fits.
+        ValueError: even the smallest size does not fit.
     """
     if not config.training.finds_micro_batch:
         return config, ""
+    # Norms see a micro-batch: another size would train another function.
     kept = None if config.checkpoint.finetune else _size_in(checkpoint)
     if kept is not None:
         found, why = kept, "that of the checkpoint"
     else:
         sizes = micro_batch_candidates(config, state.world.size)
+        # A rank without memory is killed on a CPU, and leaves other ranks waiting: only a single GPU tries.
         tries = state.world.size == 1 and state.device.type == "cuda"
         if tries:
             found, why = largest_tried(config, sizes, try_step)
@@ -59,7 +57,7 @@ def find_micro_batch(
 
 
 def _size_in(checkpoint: ChosenCheckpoint | None) -> int | None:
-    """The size that a checkpoint's run has used; None for weights from elsewhere."""
+    """None for weights from elsewhere."""
     beside: Any = None if checkpoint is None else checkpoint.metadata.extra
     match beside:
         case {"recipe": {"--micro-batch-size": int(size)}}:
@@ -73,8 +71,9 @@ def _engine_of(config: PretrainConfig, size: int) -> Engine:
 
 
 def _largest_predicted(config: PretrainConfig, state: ParallelState, sizes: Sequence[int]) -> tuple[int, str]:
-    """Collective. The Engine of the smallest size has the tensors that every size has."""
+    """Collective."""
     ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if state.device.type == "cpu" else 1
+    # Weights, gradients and optimizer state are the same for all sizes.
     with _engine_of(config, sizes[0]) as engine:
         own = resident_memory_mb(state.device) + available_memory_mb(state.device) / ranks_of_host
         limit = SHARE * min(gather(state.world.handle, own))
@@ -87,7 +86,7 @@ def _largest_predicted(config: PretrainConfig, state: ParallelState, sizes: Sequ
 
 
 def predicted_mb(config: PretrainConfig, engine: Engine) -> float:
-    """This rank's peak in MB. Collective over ranks that share layers."""
+    """This rank's peak. Collective over tensor-parallel ranks."""
     distributed = engine.distributed
     samples = config.training.micro_batch_size
     costs = count_memory(distributed.description, samples, distributed.context, engine.state.device)
@@ -99,7 +98,7 @@ def predicted_mb(config: PretrainConfig, engine: Engine) -> float:
 def largest_tried(
     config: PretrainConfig, sizes: Sequence[int], try_step: Callable[[PretrainConfig, int], None]
 ) -> tuple[int, str]:
-    """By a step of each size, from the smallest on, until the memory is exhausted."""
+    """Tries steps in ascending size until memory is exhausted."""
     largest = 0
     for size in sizes:
         try:

@@ -122,7 +122,7 @@ class Saves:
 
 
 def how_to_go_on(options: CheckpointConfig, succeeded: bool) -> str:
-    """A sentence for the user of a run that ends before its last iteration.
+    """Sentence after a run's early end.
 
     Args:
         succeeded: all checkpoints could be written.
