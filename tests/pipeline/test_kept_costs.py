@@ -113,7 +113,7 @@ def start(cache: str, folder: str) -> None:
     train(cache, *PIPELINE, folder)
 
 
-def test_all_ranks_of_a_run_take_the_kept_costs(ranks, cache, tmp_path: Path) -> None:
+def test_all_ranks_of_a_run_take_the_kept_costs(ranks, tmp_path: Path) -> None:
     outcomes = []
     for name in ("first", "second"):
         ranks(2, start, str(tmp_path / "cache"), str(tmp_path / name))
