@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 
 from megasnn.kernels.neuron_spec import NEURONS, NeuronSpec
-from megasnn.kernels.norm_neuron_kernels import NeuronInput, NeuronUse, Norm, NormNeuron, NormNeuronInput
+from megasnn.kernels.norm_neuron_kernels import NeuronInput, NeuronUse, NormNeuron, NormNeuronInput
 from megasnn.kernels.numba.jit import progress
-from megasnn.kernels.numba.norm_neuron import NumbaKernels
+from megasnn.kernels.numba.neuron import NumbaNeuron
+from megasnn.kernels.numba.norm_neuron import NumbaNormNeuron
 from megasnn.kernels.torch_backend import REDUCED
 
 _SHAPE = 1, 1, 8, 2, 2  # T, N, C, H, W of the trial input
@@ -57,26 +58,25 @@ def compile_ahead(
 
 
 def trials_of(use: NeuronUse, dtype: torch.dtype, trains: bool) -> Iterator[Trial]:
-    kernels = NumbaKernels()
     spec = use.spec
     x = torch.zeros(_SHAPE, dtype=dtype)
     w = torch.zeros((), dtype=dtype) if NEURONS[spec.kind].learns else None
     if not use.has_norm:
-        alone = NeuronInput(x, None, w, spec)
-        yield Trial("forward without norm", spec, partial(kernels.fire_alone, alone, packed=True))
+        neuron = NumbaNeuron(x.shape, dtype, spec)
+        alone = NeuronInput(x, None, w)
+        yield Trial("forward without norm", spec, partial(neuron.fire, alone, packed=True))
         if trains:
-            yield Trial("backward without norm", spec, partial(kernels.backward_alone, alone, x, None, learn=False))
+            yield Trial("backward without norm", spec, partial(neuron.backward, alone, x, None, learn=False))
         return
     channels = x.shape[2]
-    norm = Norm(torch.zeros(channels).double(), torch.ones(channels).double(), None, None)
     norm_neuron = NormNeuron(spec, 1e-5, use.pools, time_steps=1)
-    inputs = NormNeuronInput(x, norm, w, norm_neuron)
+    kernels = NumbaNormNeuron(x.shape, dtype, norm_neuron)
+    inputs = NormNeuronInput(x, torch.zeros(channels).double(), torch.ones(channels).double(), None, None, w)
     g_spikes = torch.zeros(norm_neuron.shape_of_spikes(x), dtype=dtype)
     pooled = " with pooling" if use.pools else ""
     yield Trial(f"forward{pooled}", spec, partial(kernels.fire, inputs, packed=True))
     if trains:
         yield Trial("statistics", None, partial(kernels.statistics, x))
         yield Trial(f"backward{pooled}", spec, partial(kernels.backward_sums, inputs, g_spikes, learn=False))
-        carried = torch.zeros(x.movedim(2, -1).shape, dtype=torch.float32 if dtype in REDUCED else dtype).numpy()
-        yield Trial("input gradient", None, partial(kernels.input_gradient, inputs, g_spikes, None, 1, carried))
-
+        gradient = torch.zeros(x.movedim(2, -1).shape, dtype=torch.float32 if dtype in REDUCED else dtype).numpy()
+        yield Trial("input gradient", None, partial(kernels.input_gradient, inputs, g_spikes, None, 1, gradient))
