@@ -9,7 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 
@@ -26,6 +26,7 @@ _LARGEST_TRIM = 2**31 - 1  # largest values mallopt accepts
 _LARGEST_MMAP = 32 * 1024 * 1024
 _ARRAY = "bytes of arrays:"
 _RELEASE_SECONDS = 1e-3
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def keep_free_memory() -> None:
@@ -67,14 +68,14 @@ def peak_memory_mb(device: torch.device) -> float:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
-    return _resident("VmHWM:") / 1e6
+    return _resident("VmHWM") / 1e6
 
 
 def resident_memory_mb(device: torch.device) -> float:
     """This rank's current memory, as in `peak_memory_mb`."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / 1e6
-    return _resident("VmRSS:") / 1e6
+    return _resident("VmRSS") / 1e6
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -85,6 +86,26 @@ def reset_peak_memory(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
+def available_memory_mb(device: torch.device) -> float:
+    """Memory that this machine or device still has. On a CPU all processes of the machine share it.
+
+    A container's limit counts (cgroup v2).
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # The allocator's unused blocks are free, too.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (free + unused) / 1e6
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    group = CGROUP / Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
+    for folder in (group, CGROUP):
+        with suppress(OSError, ValueError):  # no such file, or no limit
+            limit = int((folder / "memory.max").read_text())
+            available = min(available, limit - int((folder / "memory.current").read_text()))
+    return available / 1e6
+
+
 def memory_scalars(peaks: Sequence[float], kind: str = "peak") -> dict[str, float]:
     """Maximum and mean over all ranks."""
     if not peaks:
@@ -93,14 +114,21 @@ def memory_scalars(peaks: Sequence[float], kind: str = "peak") -> dict[str, floa
 
 
 def processor_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return _proc_value("/proc/cpuinfo", "model name")
 
 
 def _resident(name: str) -> int:
     # getrusage's maximum survives exec: a rank started by a large launcher would report the launcher's memory.
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
+    kilobytes = _proc_value("/proc/self/status", name)
+    return 1024 * int(kilobytes.removesuffix("kB")) if kilobytes else 0
+
+
+def _proc_value(file: str, name: str) -> str:
+    """The first value of this name, as "name: value" in a line; empty without one."""
+    for line in Path(file).read_text(encoding="utf-8").splitlines():
+        if line.startswith(name):
+            return line.partition(":")[2].strip()
+    return ""
 
 
 class AllocationCounter:

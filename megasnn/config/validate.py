@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from megasnn.common.grid import Grid, micro_batch_sizes
 from megasnn.config.checks import ConfigError, flag, refusal
@@ -17,8 +17,42 @@ from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.passes import NEVER
 
 
+def micro_batch_candidates(config: PretrainConfig, world_size: int) -> list[int]:
+    """Sizes for --micro-batch-size auto, ascending: equal micro-batches, at least one for each pipeline stage.
+
+    Raises:
+        ConfigError: no size gives every replica the same number of equal micro-batches.
+    """
+    training = config.training
+    parallel = config.parallel
+    grid = parallel.grid.over_ranks(world_size)
+    share, rest = divmod(training.global_batch_size, grid.replicas)
+    sizes = []
+    if not rest:
+        sizes = [size for size in range(1, share + 1) if share % size == 0 and share // size >= grid.pp]
+    if not sizes:
+        raise ConfigError(
+            [
+                f"--micro-batch-size auto: --global-batch-size {training.global_batch_size} on {grid.replicas} data "
+                f"parallel replicas and {grid.pp} pipeline stages gives them no equal micro-batches; use a multiple "
+                f"of {grid.replicas * grid.pp}"
+            ]
+        )
+    return sizes
+
+
+def with_micro_batch(config: PretrainConfig, size: int) -> PretrainConfig:
+    return replace(config, training=replace(config.training, micro_batch_size=size))
+
+
 def validate(config: PretrainConfig, world_size: int) -> None:
     """Raises ConfigError with all problems within and between the parts, each with value and flag."""
+    if config.training.finds_micro_batch:
+        problems = list(_auto_problems(config)) or refusal(micro_batch_candidates, config, world_size)
+        if problems:
+            raise ConfigError(problems)
+        # Larger sizes have no other problems: the candidates divide the batch evenly.
+        config = with_micro_batch(config, micro_batch_candidates(config, world_size)[0])
     build_part(type(config.model), to_dict(config.model), "model")  # an object made in Python was not checked yet
     problems = config.model.problems(config.parallel.tensor_model_parallel_size)
     for part in fields(config):
@@ -34,6 +68,18 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     problems += _neuron_problems(config)
     if problems:
         raise ConfigError(problems)
+
+
+def _auto_problems(config: PretrainConfig) -> Iterator[str]:
+    """Flags that --micro-batch-size auto cannot stand beside."""
+    parallel = config.parallel
+    if parallel.memory_budget is not None:
+        yield f"--micro-batch-size auto and --memory-budget {parallel.memory_budget:g} both follow memory; give one"
+    if parallel.context_parallel_size > 1:
+        yield (
+            f"--micro-batch-size auto with --context-parallel-size {parallel.context_parallel_size}: give a number; "
+            "ranks share a micro-batch by its size"
+        )
 
 
 def layout_problems(config: PretrainConfig, world_size: int) -> list[str]:
@@ -72,7 +118,6 @@ def cut_problems(parallel: ParallelConfig, layer_groups: Sequence[str]) -> list[
 
 
 def _graph_problems(config: PretrainConfig) -> Iterator[str]:
-    """Flags that rule out CUDA graphs."""
     if config.training.cuda_graphs != "on":
         return
     parallel = config.parallel
@@ -136,7 +181,6 @@ def _unequal_replicas(config: PretrainConfig, grid: Grid) -> Iterator[str]:
 
 
 def _ranks_without_samples(config: PretrainConfig) -> Iterator[str]:
-    """Micro-batches with fewer samples than context-parallel ranks."""
     training = config.training
     size = training.micro_batch_size
     context = config.parallel.context_parallel_size
@@ -151,7 +195,6 @@ def _ranks_without_samples(config: PretrainConfig) -> Iterator[str]:
 
 
 def _window_problems(config: PretrainConfig) -> Iterator[str]:
-    """Windows in time of unequal length, or with recomputation."""
     parallel = config.parallel
     steps = config.training.bptt_steps
     if steps is None:
@@ -172,7 +215,6 @@ def _window_problems(config: PretrainConfig) -> Iterator[str]:
 
 
 def _task_problems(config: PretrainConfig) -> Iterator[str]:
-    """Flags for images and classes, with a model for another task."""
     model = config.model
     training = config.training
     task = model.own_task()
@@ -196,15 +238,17 @@ def _task_problems(config: PretrainConfig) -> Iterator[str]:
 
 
 def _evaluation_problems(config: PretrainConfig) -> Iterator[str]:
-    """Evaluations without a checkpoint or validation data."""
     options = config.checkpoint
     evaluates_only = config.training.evaluate_only
     if evaluates_only and options.load is None:
         yield "--evaluate-only needs --load"
     if options.keep_best and config.logging.eval_interval is None and not evaluates_only:
         yield "--keep-best needs --eval-interval: it keeps the best evaluation of the training"
-    if not (options.ema or evaluates_only or options.finetune):
-        yield "--no-ema is for --evaluate-only and --finetune: a run that continues loads the weights and their average"
+    if not (options.ema or evaluates_only or options.finetune or options.loads_weights):
+        yield (
+            "--no-ema is for --evaluate-only, --finetune and weight files: a run that continues loads the weights and "
+            "their average"
+        )
     if config.data.data_path == SAMPLE or config.data.valid_data_path is not None:
         return
     asked = ["--evaluate-only"] if evaluates_only else []
@@ -212,12 +256,12 @@ def _evaluation_problems(config: PretrainConfig) -> Iterator[str]:
         value = getattr(config.logging, name)
         if value:
             asked.append(f"{flag(name)} {value}")
+    needed = "pretrain(..., valid_dataset=...)" if config.data.is_in_python else "--valid-data-path"
     for each in asked:
-        yield f"{each} needs --valid-data-path"
+        yield f"{each} needs {needed}"
 
 
 def _mixing_problems(config: PretrainConfig) -> Iterator[str]:
-    """Mixed samples with a loss for class numbers only."""
     if not config.data.mixes or LOSSES[config.training.loss].mixes:
         return
     asked = " and ".join(config.data.changed("mixup_alpha", "cutmix_alpha"))
@@ -226,7 +270,6 @@ def _mixing_problems(config: PretrainConfig) -> Iterator[str]:
 
 
 def _neuron_problems(config: PretrainConfig) -> Iterator[str]:
-    """Neurons or surrogates missing in the backend."""
     neuron = config.neuron
     if neuron.neuron_backend in BACKENDS.also:
         return

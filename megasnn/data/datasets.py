@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -22,17 +23,14 @@ from megasnn.data.events import FrameOptions
 from megasnn.data.formats import FRAMES, EventFormat, FormatMismatch, SampleFormat
 from megasnn.data.images import NORMALISATIONS, ImageFormat
 from megasnn.data.remote import Address, describe_remote, expand_shards, open_remote, shown_path
+from megasnn.data.samples import BrokenSample, SampleSource
 from megasnn.data.shards import INDEX_NAME, FileState, TarFile, file_state, open_shard
 
 if TYPE_CHECKING:
     from megasnn.config import DataConfig
 
 
-class BrokenSample(ValueError):
-    """A sample that cannot be decoded."""
-
-
-class ShardDataset:
+class ShardDataset(SampleSource):
     """Samples of shards by index, decoded by `format`; can be pickled.
 
     Raises:
@@ -40,7 +38,7 @@ class ShardDataset:
     """
 
     def __init__(self, shards: Sequence[TarFile], format: SampleFormat, num_classes: int) -> None:
-        self.format = format
+        self.format: SampleFormat = format
         self._shards = [(shard.name, shard.tar, shard.state) for shard in shards]
         self._first = np.cumsum([0] + [len(shard.members.keys) for shard in shards])
         # Arrays, since lists of millions of samples would take several times the memory.
@@ -49,7 +47,7 @@ class ShardDataset:
             encoded = [key.encode() for key in shard.members.keys]
             keys.append(np.array(encoded, np.bytes_))
         self._keys = np.concatenate(keys)
-        self.labels = _joined(shards, "labels")
+        self.labels: NDArray[np.int64] = _joined(shards, "labels")
         if format.reads_all:
             self._offsets = _joined(shards, "starts")
             self._sizes = _joined(shards, "ends") - self._offsets
@@ -141,8 +139,8 @@ class Datasets:
         warnings: for the user.
     """
 
-    train: ShardDataset
-    valid: ShardDataset | None
+    train: SampleSource
+    valid: SampleSource | None
     classes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -183,7 +181,7 @@ def open_datasets(
     for number, (flag, path) in enumerate(paths):
         addresses.append([made[number]] if path == SAMPLE else expand_shards(path, flag))
     shards = [open_shards(each, decide) for each in addresses]
-    classes = _class_names([shard for each in shards for shard in each]) if num_classes else ()
+    classes = _class_names([*chain(*shards)]) if num_classes else ()
     datasets = [_dataset(config, format, num_classes, each) for each in shards]
     warnings: list[str] = []
     for (flag, _), each in zip(paths, shards, strict=True):
@@ -191,7 +189,8 @@ def open_datasets(
     if not evaluates:
         warnings += _used_twice(*addresses)
     distinct = tuple(dict.fromkeys(warnings))
-    return Datasets(datasets[0], datasets[1] if valid_path else None, classes, distinct)
+    valid = datasets[1] if valid_path else None
+    return Datasets(datasets[0], valid, classes, distinct)
 
 
 def class_difference(one: Sequence[str], other: Sequence[str]) -> str | None:

@@ -12,7 +12,7 @@ from megasnn.checkpoint.format import Metadata
 from megasnn.checkpoint.load import load_chosen
 from megasnn.checkpoint.lock import FolderLock
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.source import read_state_dict
+from megasnn.checkpoint.weight_file import read_weights
 from megasnn.common.checks import error_context
 from megasnn.common.files import in_message
 from megasnn.config import PretrainConfig
@@ -53,7 +53,9 @@ def load_start(
     options = config.checkpoint
     if start.checkpoint is None:
         if options.load and options.loads_weights:
-            engine.load_state_dict(config.model.from_spikingjelly(read_state_dict(options.load)))
+            file = read_weights(options.load, options.ema)
+            engine.load_state_dict(config.model.from_spikingjelly(file.tensors))
+            return LoadedStart(file.notices)
         return LoadedStart()
     if options.finetune and not start.restarted:
         return _load_weights(config, engine, data, start.checkpoint)
@@ -72,9 +74,11 @@ def _continue(
     options = config.checkpoint
     state = engine.checkpoints.state
     evaluates_only = config.training.evaluate_only
+    if evaluates_only:
+        state = LocalState(state.tensors)
     loaded = load_chosen(
         checkpoint,
-        LocalState(state.tensors) if evaluates_only else state,
+        state,
         process_group=engine.state.world.handle,
         check=partial(_problems, config, data.data_position),
         average=evaluates_only and options.ema,
@@ -90,7 +94,8 @@ def _continue(
         # By the first rank alone: an error here ends the others as any error does.
         if checkpoint.by_step:
             go_back(checkpoint.folder, loaded.iteration)
-        forget_best_after(checkpoint.folder, loaded.iteration, None if best is None else best.iteration)
+        best_iteration = None if best is None else best.iteration
+        forget_best_after(checkpoint.folder, loaded.iteration, best_iteration)
         if lock is not None:
             lock.adopt()
     remarks = [*loaded.remarks, *changed_recipe(loaded.extra, config)]

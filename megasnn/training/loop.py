@@ -11,6 +11,7 @@ from megasnn.checkpoint.folder import ChosenCheckpoint
 from megasnn.common.checks import error_context
 from megasnn.common.memory import memory_scalars
 from megasnn.config import PretrainConfig
+from megasnn.config.data import NO_DATASETS, GivenDatasets
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.engine.not_finite import first_non_finite
@@ -25,8 +26,9 @@ from megasnn.training.data import RunData
 from megasnn.training.loading import load_start
 from megasnn.training.memory import announce, compare, forecast_memory
 from megasnn.training.metrics import Metrics, Pictures, StepTrace
+from megasnn.training.micro_batch import find_micro_batch
 from megasnn.training.operations import Operations
-from megasnn.training.saving import Saves
+from megasnn.training.saving import Saves, how_to_go_on
 from megasnn.training.signals import StopSignals
 from megasnn.training.start import agree_on_start
 from megasnn.training.startup_log import introduce, log_folder
@@ -42,6 +44,7 @@ class TrainingRun:
         stop: signals that ask the run to end.
         callbacks: called on the first rank.
         checkpoint: as for `agree_on_start`.
+        given: data sets in Python, in place of the shards of the flags.
 
     Attributes:
         saves_succeeded: False when the last checkpoint could not be written.
@@ -55,6 +58,7 @@ class TrainingRun:
         stop: StopSignals | None = None,
         callbacks: Sequence[Callback] = (),
         checkpoint: ChosenCheckpoint | None = None,
+        given: GivenDatasets = NO_DATASETS,
     ) -> None:
         self.config = config
         self.state = state
@@ -66,11 +70,14 @@ class TrainingRun:
         self._skipped_samples = 0
         self._skipped_steps = 0  # since the last save
         self._skipped_in_a_row = 0
+        # First of all: a run that is refused its folder or checkpoint has built nothing.
         start, lock = agree_on_start(config, state, checkpoint)
         with ExitStack() as undo:
             if lock is not None:
                 undo.callback(lock.release)
-            self.data = data = RunData(config, state)
+            config, size_notice = find_micro_batch(config, state, start.checkpoint)
+            self.config = config
+            self.data = data = RunData(config, state, given)
             self.engine = engine = Engine(config, length=data.length, wants_to_stop=self._wants_to_stop)
             undo.callback(engine.close)
             with error_context("while starting the run"):
@@ -79,6 +86,7 @@ class TrainingRun:
                 epoch = data.length.epoch_samples
                 engine.follow(config.training.length(epoch, engine.iteration, engine.consumed_samples))
                 self.iterations = engine.length.iterations
+                self._first = engine.iteration + 1
                 self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
                 self.saves = Saves(config, engine, data, reporter, lock, loaded.best, loaded.is_saved)
                 self.metrics = Metrics(engine)
@@ -87,19 +95,21 @@ class TrainingRun:
                 introduce(config, engine, reporter)
                 self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
                 announce(self._memory, reporter)
-                self._introduce_start(loaded.averaged, [*start.notices, *loaded.notices, *data.notices])
+                self._introduce_start(loaded.averaged, [size_notice, *start.notices, *loaded.notices, *data.notices])
             undo.pop_all()
 
     def _outline(self) -> RunOutline:
         iteration = self.engine.iteration
+        continued = None
         # An evaluation alone has no iterations: it neither continues the log of a training nor removes lines of it.
-        continues = iteration > 0 and self.iterations > 0
+        if iteration and self.iterations:
+            continued = iteration, self.engine.consumed_samples
         return RunOutline(
             self.iterations,
             self.data.length.epoch_samples,
             self.config.logging.tensorboard_dir,
             log_folder(self.config),
-            (iteration, self.engine.consumed_samples) if continues else None,
+            continued,
         )
 
     def _introduce_start(self, averaged: bool, notices: Sequence[str]) -> None:
@@ -160,6 +170,9 @@ class TrainingRun:
         self.reporter.step(result)
         if logs:
             self._log()
+        elif number == self._first:
+            interval = self.config.logging.log_interval
+            self.reporter.first_step(result, interval, time.monotonic() - self._started)
         self.pictures.end(self.engine.iteration)
         if self.engine.iteration < self.iterations and not self._should_exit():  # else `_end` evaluates and saves
             self._between_steps()
@@ -198,6 +211,8 @@ class TrainingRun:
         self.saves_succeeded = self.saves.finish()
         if not self.has_diverged:
             compare(self._memory, self.state, self.reporter)
+            if self.engine.iteration < self.iterations:
+                self.reporter.line(how_to_go_on(self.config.checkpoint, self.saves_succeeded))
 
     def _should_exit(self) -> bool:
         at_interval = _due(self.engine.iteration, self.config.training.exit_interval)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from megasnn.checkpoint.lock import FolderLock
 from megasnn.checkpoint.writer import Writer
 from megasnn.config import PretrainConfig
+from megasnn.config.run import CheckpointConfig
 from megasnn.config.values import SAMPLES_KEY, samples
 from megasnn.engine import Engine
 from megasnn.telemetry.reporter import Reporter
@@ -33,7 +35,9 @@ class Best:
         match entry:
             case {"iteration": int(iteration), "accuracy_top1": float(accuracy), **others}:
                 evaluation = others.get("evaluation")
-                return cls(iteration, accuracy, evaluation if isinstance(evaluation, dict) else {})
+                if not isinstance(evaluation, dict):
+                    evaluation = {}
+                return cls(iteration, accuracy, evaluation)
         return None
 
 
@@ -63,7 +67,11 @@ class Saves:
         self._extra = {**data.data_position, SAMPLES_KEY: samples(config)}
         self._evaluation = data.evaluation
         self._best = best
-        self._saved_best = best if is_saved else None
+        self._saved_best = None
+        saved_iteration = None
+        if is_saved:
+            self._saved_best = best
+            saved_iteration = engine.iteration
         self._writer: Writer | None = None
         if options.save and not config.training.evaluate_only:
             self._writer = Writer(
@@ -74,7 +82,7 @@ class Saves:
                 keep_every=options.keep_every,
                 report=reporter.line,
                 complete=reporter.report_save,
-                saved_iteration=engine.iteration if is_saved else None,
+                saved_iteration=saved_iteration,
             )
 
     def save(self, skipped_steps: int) -> None:
@@ -87,6 +95,7 @@ class Saves:
             return
         best = {} if self._best is None else {"best": asdict(self._best)}
         progress = self._engine.checkpoints.progress({**self._extra, **best}, skipped_steps)
+        # A best that is saved already, as after a restart, needs no second save.
         is_best = self.at_best(self._engine.iteration) and self._best != self._saved_best
         if is_best:
             self._saved_best = self._best
@@ -117,3 +126,22 @@ class Saves:
             self._writer.close()
         if self._lock is not None:
             self._lock.release()
+
+
+def how_to_go_on(options: CheckpointConfig, succeeded: bool) -> str:
+    """Sentence after a run's early end.
+
+    Args:
+        succeeded: all checkpoints could be written.
+    """
+    if not options.save:
+        return "nothing is saved without --save: the same command begins anew"
+    if not succeeded:
+        return "the last checkpoint could not be written: the run goes on from the one before it"
+    folder = shlex.quote(options.save)
+    text = f"to go on, give the same command with --load {folder} --save {folder}"
+    if options.finetune:
+        text += ", without --finetune"
+    if options.ckpt_step is not None:
+        text += ", without --ckpt-step"
+    return text
