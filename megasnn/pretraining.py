@@ -145,11 +145,11 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
         ConfigError, SystemExit: as `parse`.
     """
     flags = parse(run_config(model), argv, console_outputs, model.recipes())
-    saved = _saved_values(model, flags)
-    if not saved:
+    checkpoint_values = _saved_values(model, flags)
+    if not checkpoint_values:
         return flags
-    config = parse(run_config(model), argv, console_outputs, model.recipes(), saved)
-    before = from_dict(run_config(model), {"model": saved["model"]}).model.input_shape
+    config = parse(run_config(model), argv, console_outputs, model.recipes(), checkpoint_values)
+    before = from_dict(run_config(model), {"model": checkpoint_values["model"]}).model.input_shape
     now = config.model.input_shape
     if (len(before), before[-3:-2]) != (len(now), now[-3:-2]):
         # Events after images, or other channels: the checkpoint's normalisation does not apply to them.

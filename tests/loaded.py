@@ -29,7 +29,7 @@ def _load_kernels(dtype: torch.dtype) -> None:
         inputs = NormNeuronInput(x, norm, None, neuron)
         spikes, _ = kernels.fire(inputs)
         backward = kernels.backward_sums(inputs, spikes, False)
-        kernels.input_gradient(inputs, spikes, backward.sums, 4, backward.carried)
+        kernels.input_gradient(inputs, spikes, backward.sums, 4, backward.intermediate)
         unpack_bits_into(pack_bits(spikes), spikes.movedim(2, -1).view(1, -1))
     images, weight, products = torch.ones(1, 8, 1, 1), torch.zeros(8, 8, 1, 1), Products(sparse=True)
     images[:, 1:] = 0

@@ -135,7 +135,7 @@ def test_auto_takes_the_last_backend_that_can_be_used() -> None:
     other = replace(
         BACKENDS["torch"],
         neurons=("if",),
-        refuses=lambda x: "it is too large" if x.numel() > 10 else None,
+        why_unusable=lambda x: "it is too large" if x.numel() > 10 else None,
         norm_neuron_kernels=InputForSpikes,
     )
     small, large = torch.rand(3, 2), torch.rand(3, 20)

@@ -13,10 +13,18 @@ from megasnn.augment.event_frames import flip_and_one_more, flip_and_roll
 from megasnn.augment.images import crop_and_flip, flip
 from megasnn.common.registry import Registry
 
-__all__ = ["AUGMENTATIONS", "FRAMES", "IMAGES", "Augmentation", "crop_and_flip", "flip_and_one_more", "flip_and_roll"]
+__all__ = [
+    "AUGMENTATIONS",
+    "EVENT_FRAMES",
+    "IMAGES",
+    "Augmentation",
+    "crop_and_flip",
+    "flip_and_one_more",
+    "flip_and_roll",
+]
 
 IMAGES = "images"
-FRAMES = "event frames"
+EVENT_FRAMES = "event frames"
 SampleKey = tuple[int, int, int]
 """Key of a random change: seed, epoch, sample number."""
 
@@ -28,7 +36,7 @@ class Augmentation:
     Attributes:
         summary: for --help.
         change: (sample, seed, epoch, sample number) -> changed sample, same shape.
-        samples: IMAGES, FRAMES or both.
+        samples: IMAGES, EVENT_FRAMES or both.
         normalisation: default constants for RGB images.
         crops: use a random part, not the image's middle.
     """
@@ -48,7 +56,7 @@ def unchanged(sample: NDArray[Any], seed: int, epoch: int, number: int) -> NDArr
 AUGMENTATIONS: Registry[Augmentation] = Registry(
     "--augment",
     {
-        "none": Augmentation("", unchanged, (IMAGES, FRAMES)),
+        "none": Augmentation("", unchanged, (IMAGES, EVENT_FRAMES)),
         "cifar": Augmentation("crop and flip images", crop_and_flip, (IMAGES,), normalisation="cifar10"),
         "cifar2": Augmentation(
             "the same by at most 2 pixels instead of 4, for short trainings",
@@ -63,9 +71,9 @@ AUGMENTATIONS: Registry[Augmentation] = Registry(
             normalisation="imagenet",
             crops=True,
         ),
-        "dvs": Augmentation("flip and roll event frames", flip_and_roll, (FRAMES,)),
+        "dvs": Augmentation("flip and roll event frames", flip_and_roll, (EVENT_FRAMES,)),
         "nda": Augmentation(
-            "flip them, then roll, rotate, shear or cut out (Li et al. 2022)", flip_and_one_more, (FRAMES,)
+            "flip them, then roll, rotate, shear or cut out (Li et al. 2022)", flip_and_one_more, (EVENT_FRAMES,)
         ),
     },
 )

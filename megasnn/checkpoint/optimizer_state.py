@@ -27,18 +27,18 @@ class LocalState:
     Attributes:
         tensors: parameters and buffers.
         optimizer: None if its state is neither saved nor loaded.
-        owned: the optimizer's share under ZeRO; None: `tensors`.
-        averages: the owned tensors' moving average, if any.
+        optimizer_tensors: the tensors that the optimizer updates, under ZeRO its shards; None: `tensors`.
+        averages: moving average of the same tensors, if any.
     """
 
     tensors: Sequence[ShardedTensor]
     optimizer: torch.optim.Optimizer | None = None
-    owned: Sequence[ShardedTensor] | None = None
+    optimizer_tensors: Sequence[ShardedTensor] | None = None
     averages: Sequence[ShardedTensor] | None = None
 
     @property
     def stepped(self) -> Sequence[ShardedTensor]:
-        return self.tensors if self.owned is None else self.owned
+        return self.tensors if self.optimizer_tensors is None else self.optimizer_tensors
 
     def entries(self) -> list[ShardedTensor]:
         """All this rank's tensors in a checkpoint. Raises CheckpointError as `describe_states`."""

@@ -51,19 +51,19 @@ class Target:
             raise ValueError(f"every size of the target must be at least 1, got {sizes}")
         return PLACEMENTS[self.shape](self.pipeline, self.virtual)
 
-    def bounds(self, description: ModelDescription, saved: str) -> list[range]:
+    def bounds(self, description: ModelDescription, saved_layout: str) -> list[range]:
         """Each chunk's layers. Raises ValueError for a layout that does not fit, or more chunks than layers.
 
         Args:
-            saved: the checkpoint's layout, as layers in each chunk.
+            saved_layout: the checkpoint's layout, as layers in each chunk.
         """
         layers = description.layers
         chunks = len(self.placement)
         if self.layout is not None:
             return layout_to_bounds(parse_layout(self.layout), [layer.layer_group for layer in layers], chunks)
-        if saved.count("|") + 1 != chunks:
+        if saved_layout.count("|") + 1 != chunks:
             return placed_bounds([layer.operations for layer in layers], self.placement)
-        layout = saved or str(len(layers))
+        layout = saved_layout or str(len(layers))
         return layout_to_bounds(parse_layout(layout), [layer.name for layer in layers], chunks)
 
 
@@ -82,26 +82,26 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
         ValueError: the model cannot be cut like this. No files stay then, nor when writing fails.
     """
     folders.require_empty(save)
-    saved = source.metadata
+    before = source.metadata
     name, description = model_of_checkpoint(source)
-    bounds = target.bounds(description, str((saved.layout or {}).get("bounds", "")))
+    bounds = target.bounds(description, str((before.layout or {}).get("bounds", "")))
     ranks = target_ranks(description, source.tensors, target, bounds)
     # After the fit, which needs no values: checksums read every byte.
-    require_intact(source.path, saved)
+    require_intact(source.path, before)
     layout = "|".join(str(len(span)) for span in bounds)
     sizes = {"tp": target.tensor, "pp": target.pipeline, "dp": 1, "virtual": target.virtual}
-    metadata = replace(saved, model=name, layout={**sizes, "bounds": layout}, tensors={}, files={})
-    aside = folders.begin(save, saved.iteration)
+    metadata = replace(before, model=name, layout={**sizes, "bounds": layout}, tensors={}, files={})
+    aside = folders.begin(save, before.iteration)
     written = list[Written]()
     try:
         for rank, entries in enumerate(ranks):  # one rank's values are in memory at a time
             filled = [replace(entry, tensor=torch.empty_like(entry.tensor, device="cpu")) for entry in entries]
-            read_boxes(source.path, saved.tensors, filled)
+            read_boxes(source.path, before.tensors, filled)
             written.append(write_file(aside, rank, boxes_of(filled, file_name(rank))))
         return commit_checkpoint(save, metadata, written), layout
     # Ctrl-C leaves nothing behind either.
     except BaseException:
-        folders.discard(save, saved.iteration)
+        folders.discard(save, before.iteration)
         raise
 
 

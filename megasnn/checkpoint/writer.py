@@ -40,7 +40,7 @@ class Writer:
         report: receives lines for the user, on the first rank, maybe from another thread.
         complete: receives each complete checkpoint's iteration and path, like `report`.
     Attributes:
-        saved: iteration in the folder with the current state; None before the first save.
+        saved_iteration: iteration in the folder with the current state; None before the first save.
         failed: whether the last save failed. The same on every rank after `finish`.
     """
 
@@ -54,7 +54,7 @@ class Writer:
         keep_every: int | None = None,
         report: Callable[[str], None] = print,
         complete: Callable[[int, Path], None] = lambda iteration, path: None,
-        saved: int | None = None,
+        saved_iteration: int | None = None,
     ) -> None:
         if background and process_group is not None:
             # The thread's collectives run beside those of training, so they need another group.
@@ -68,7 +68,7 @@ class Writer:
         self._keep_every = keep_every
         self._report = report
         self._complete = complete
-        self.saved = saved
+        self.saved_iteration = saved_iteration
         self.failed = False
         self._thread = threading.Thread()
         self._tensors = list[tuple[int, int]]()
@@ -85,7 +85,7 @@ class Writer:
         if self.busy:
             self._tell("the checkpoint before is still being written: waiting for it")
         self.finish()
-        if self.saved == progress.iteration and not best:
+        if self.saved_iteration == progress.iteration and not best:
             return
         kind = kind_of(state.optimizer)
         if not self._background:
@@ -142,7 +142,7 @@ class Writer:
             torch._foreach_copy_(self._copies, values, non_blocking=True)
         if any(each.is_cuda for each in values):
             torch.cuda.current_stream().synchronize()  # training may overwrite the values after this
-        return [(name, saved, copy) for (name, saved, _), copy in zip(content, self._copies, strict=True)]
+        return [(name, tensor, copy) for (name, tensor, _), copy in zip(content, self._copies, strict=True)]
 
     def _attempt(self, progress: Progress, kind: str | None, make: Callable[[], FileContent], best: bool) -> None:
         began = time.monotonic()
@@ -159,7 +159,7 @@ class Writer:
             )
             return
         self.failed = False
-        self.saved = progress.iteration
+        self.saved_iteration = progress.iteration
         self._tell(f"saved {path} in {time.monotonic() - began:.1f} s")
         if rank_in(self._group) == 0:
             self._complete(progress.iteration, path)

@@ -33,7 +33,7 @@ def parse(
     argv: Sequence[str],
     console_outputs: bool = True,
     recipes: Mapping[str, Path] = MappingProxyType({}),
-    saved: Values = MappingProxyType({}),
+    checkpoint_values: Values = MappingProxyType({}),
 ) -> _Config:
     """Reads a command line. Values come from defaults, a checkpoint, a file or recipe, and flags; later ones win.
 
@@ -44,7 +44,7 @@ def parse(
         argv: without the program's name.
         console_outputs: False suppresses the text of --help.
         recipes: files by their names for `--config`.
-        saved: values of a checkpoint.
+        checkpoint_values: values of a checkpoint.
     Raises:
         SystemExit: after the help.
         ConfigError: unknown flags, wrong values, an unreadable file or one for another model, a path expanded by
@@ -52,7 +52,7 @@ def parse(
     """
     plain: Any = config_class()
     arguments, unknown = _parser(plain, recipes).parse_known_args(argv)
-    values = _file_values(config_class, arguments, recipes, saved)
+    values = _file_values(config_class, arguments, recipes, checkpoint_values)
     if arguments.help:
         if console_outputs:
             _parser(from_dict(config_class, values), recipes).print_help()
@@ -180,14 +180,14 @@ def _summaries(hint: Any) -> str:
 
 
 def _file_values(
-    config_class: type[Any], arguments: argparse.Namespace, recipes: Mapping[str, Path], saved: Values
+    config_class: type[Any], arguments: argparse.Namespace, recipes: Mapping[str, Path], checkpoint_values: Values
 ) -> dict[str, dict[str, Any]]:
     """Values beside the flags: of the checkpoint, overridden by the file of --config.
 
     Raises:
         ConfigError: the file cannot be read, or has other fields than this configuration.
     """
-    values = {part: dict(of_part) for part, of_part in saved.items()}
+    values = {part: dict(of_part) for part, of_part in checkpoint_values.items()}
     if arguments.config is None or arguments.config.lower() == "none":
         return values
     found = _read_value_file(config_class, arguments.config, recipes)

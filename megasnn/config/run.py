@@ -18,7 +18,7 @@ from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import TrainingConfig
 
-WEIGHTS = (".pt", ".pth", ".tar", ".bin", ".safetensors")
+WEIGHT_SUFFIXES = (".pt", ".pth", ".tar", ".bin", ".safetensors")
 """Suffixes of weight files."""
 PICTURE_LINES = 10
 """Log lines between two pictures of spikes."""
@@ -60,7 +60,7 @@ class CheckpointConfig:
     @property
     def loads_weights(self) -> bool:
         """Whether --load is a weight file rather than a folder. Decided by name, which is the same on all ranks."""
-        return self.load is not None and Path(self.load).suffix in WEIGHTS
+        return self.load is not None and Path(self.load).suffix in WEIGHT_SUFFIXES
 
     @property
     def may_begin_anew(self) -> bool:

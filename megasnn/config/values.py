@@ -202,13 +202,13 @@ def _recipe_fields(config: PretrainConfig) -> Iterator[tuple[str, str]]:
             yield "training", name
 
 
-def changed_recipe(saved: Mapping[str, object], config: PretrainConfig) -> list[str]:
+def changed_recipe(extra: Mapping[str, object], config: PretrainConfig) -> list[str]:
     """One line about flags with other values than in the run before; empty without a difference.
 
     Args:
-        saved: entries beside the tensors of the checkpoint.
+        extra: entries beside the tensors of the checkpoint.
     """
-    before = saved.get("recipe")
+    before = extra.get("recipe")
     if not isinstance(before, Mapping):  # weights from elsewhere
         return []
     changed = {}
@@ -237,13 +237,13 @@ def samples(config: PretrainConfig) -> dict[str, object]:
     return {"normalize_images": constants, "center_crop": data.center_crop}
 
 
-def samples_from(saved: Mapping[str, object], evaluates: bool) -> dict[str, object]:
+def samples_from(extra: Mapping[str, object], evaluates: bool) -> dict[str, object]:
     """Values of `samples` from a checkpoint: all of them to evaluate, the constants with --finetune.
 
     Args:
-        saved: entries beside the tensors of the checkpoint.
+        extra: entries beside the tensors of the checkpoint.
     """
-    found = saved.get(SAMPLES_KEY)
+    found = extra.get(SAMPLES_KEY)
     if not isinstance(found, Mapping):
         return {}
     taken = ["normalize_images"]
@@ -252,9 +252,9 @@ def samples_from(saved: Mapping[str, object], evaluates: bool) -> dict[str, obje
     return {name: found[name] for name in taken if name in found}
 
 
-def changed_samples(saved: Mapping[str, object], config: PretrainConfig) -> list[str]:
+def changed_samples(extra: Mapping[str, object], config: PretrainConfig) -> list[str]:
     """One line about values of `samples` other than the training's; empty without a difference."""
-    before = samples_from(saved, config.training.evaluate_only)
+    before = samples_from(extra, config.training.evaluate_only)
     now = samples(config)
     changed = {flag(name): (value, now[name]) for name, value in before.items() if name in now and value != now[name]}
     return _line("samples are prepared differently from the samples of the training: ", changed)

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from megasnn.augment import AUGMENTATIONS, Augmentation, SampleKey
-from megasnn.augment import FRAMES as EVENT_FRAMES
+from megasnn.augment import AUGMENTATIONS, EVENT_FRAMES, Augmentation, SampleKey
 from megasnn.common.files import read_arrays
 from megasnn.data.events import (
     FrameOptions,

@@ -72,7 +72,7 @@ def build_replica(
     buckets = _gradient_buckets(config, modules, reduced, state, weights, scatters)
     # Layers add weight gradients outside of autograd, whose hooks do not see them.
     context.weight_gradients.report_to(buckets.accumulated)
-    owned = [buckets.owned(entry) for entry in tensors]
+    owned = [buckets.owned_part(entry) for entry in tensors]
     ties = None
     if description.ties:
         gradient = buckets.gradient

@@ -39,7 +39,7 @@ from megasnn.models.registry import MODELS, saved_model
 from megasnn.pipeline.chunk import build_chunks
 
 CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 CARD = "README.md"
 
 
@@ -152,8 +152,8 @@ class TrainedModel(nn.Module):
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         weights = {name: value.cpu().contiguous().clone() for name, value in self.state().items()}
-        save_file(weights, path / WEIGHTS, {"format": "pt"})
-        about = replace(self.about, crc32=file_checksum(path / WEIGHTS))
+        save_file(weights, path / WEIGHTS_FILE, {"format": "pt"})
+        about = replace(self.about, crc32=file_checksum(path / WEIGHTS_FILE))
         write_whole(path / CARD, self._card())
         # After the weights, whose checksum it holds.
         write_whole(path / CONFIG, json.dumps(vars(about), indent=2, allow_nan=False) + "\n")
@@ -171,9 +171,9 @@ class TrainedModel(nn.Module):
         path = Path(folder)
         try:
             about = described(About, read_regular(path / CONFIG), path / CONFIG)
-            if about.crc32 != file_checksum(path / WEIGHTS):
-                raise DamagedError(f"{path / WEIGHTS} was altered: its checksum is not that of {CONFIG}")
-            values = load_file(path / WEIGHTS)
+            if about.crc32 != file_checksum(path / WEIGHTS_FILE):
+                raise DamagedError(f"{path / WEIGHTS_FILE} was altered: its checksum is not that of {CONFIG}")
+            values = load_file(path / WEIGHTS_FILE)
         except (OSError, SafetensorError, DescriptionError) as error:
             raise DamagedError(f"cannot read {path}: {error}") from None
         return cls(about, values, model)

@@ -23,14 +23,14 @@ class NeuronBackend:
         summary: for --help.
         neurons, surrogates: names the backend computes.
         norm_neuron_kernels: makes its `megasnn.kernels.norm_neuron_kernels.NormNeuronKernels`.
-        refuses: input -> the reason against it, or None.
+        why_unusable: input -> the reason against it, or None.
     """
 
     summary: str
     neurons: Collection[str]
     surrogates: Collection[str]
     norm_neuron_kernels: Callable[[], Any]
-    refuses: Callable[[Tensor], str | None] = lambda x: None
+    why_unusable: Callable[[Tensor], str | None] = lambda x: None
 
     def lacks(self, neuron: str, surrogate: str) -> str | None:
         """Names a neuron part that the backend computes for no input; None if there is none."""
@@ -41,7 +41,7 @@ class NeuronBackend:
 
     def unavailable(self, x: Tensor, spec: NeuronSpec) -> str | None:
         """Reason against this neuron on this input, or None."""
-        return self.lacks(spec.kind, spec.surrogate) or self.refuses(x)
+        return self.lacks(spec.kind, spec.surrogate) or self.why_unusable(x)
 
 
 AUTO_BACKEND = "auto"
@@ -60,14 +60,14 @@ BACKENDS: Registry[NeuronBackend] = Registry(
             FUSED_CHARGES,
             FUSED_SURROGATES,
             later("megasnn.kernels.numba.norm_neuron:NumbaKernels"),
-            later("megasnn.kernels.numba.available:refuses"),
+            later("megasnn.kernels.numba.available:why_unusable"),
         ),
         "triton": NeuronBackend(
             "kernels compiled for NVIDIA GPUs",
             FUSED_CHARGES,
             FUSED_SURROGATES,
             later("megasnn.kernels.triton.norm_neuron:TritonKernels"),
-            later("megasnn.kernels.triton.available:refuses"),
+            later("megasnn.kernels.triton.available:why_unusable"),
         ),
     },
     also=(AUTO_BACKEND,),

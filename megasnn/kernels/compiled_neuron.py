@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megasnn.kernels.neuron_spec import NeuronSpec
-from megasnn.kernels.norm_neuron_kernels import Carried, NeuronInput, NormNeuronKernels, gradient_of_w
+from megasnn.kernels.norm_neuron_kernels import Intermediate, NeuronInput, NormNeuronKernels, gradient_of_w
 from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
 
 
-class CompiledKernels(NormNeuronKernels[Carried]):
+class CompiledKernels(NormNeuronKernels[Intermediate]):
     """Kernels with their own backward for neurons without a norm."""
 
     @abstractmethod

@@ -209,11 +209,11 @@ class _NormNeuronFunction(torch.autograd.Function):
         inputs = NormNeuronInput(x, Norm(mean, variance, weight, bias, coefficients), w, ctx.norm_neuron)
         g_spikes = channels_last(g_spikes)
         own_values = x.numel() // x.shape[2]
-        carried = None
+        intermediate = None
         of_norm = None
         if own_values:
             count = own_values if ctx.values is not None and ctx.shared is None else None
-            sums, carried, of_norm = ctx.kernels.backward_sums(inputs, g_spikes, need_w, count)
+            sums, intermediate, of_norm = ctx.kernels.backward_sums(inputs, g_spikes, need_w, count)
         else:
             # A rank without values still takes part in the exchange below.
             sums = x.new_zeros((3, x.shape[2]), dtype=torch.float64)
@@ -228,7 +228,7 @@ class _NormNeuronFunction(torch.autograd.Function):
                 all_sums = ctx.shared.total(sums) * (own_values / ctx.values)
             g_x = x
             if own_values:
-                g_x = ctx.kernels.input_gradient(inputs, g_spikes, all_sums, own_values, carried)
+                g_x = ctx.kernels.input_gradient(inputs, g_spikes, all_sums, own_values, intermediate)
             if ctx.norm_neuron.above:
                 g_above = g_x[:, :, :, :1]
                 g_x = g_x[:, :, :, 1:]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megasnn.kernels.neuron_spec import NeuronSpec
 
-Carried = TypeVar("Carried")
+Intermediate = TypeVar("Intermediate")
 """Intermediate result that a backend's `backward_sums` hands to its `input_gradient`."""
 
 
@@ -115,7 +115,7 @@ class ParameterGradients(NamedTuple):
     bias: Tensor | None
 
 
-class BackwardSums(NamedTuple, Generic[Carried]):
+class BackwardSums(NamedTuple, Generic[Intermediate]):
     """A backward's sums over this rank's samples and pixels.
 
     Attributes:
@@ -125,11 +125,11 @@ class BackwardSums(NamedTuple, Generic[Carried]):
     """
 
     sums: Tensor
-    carried: Carried
+    intermediate: Intermediate
     of_norm: ParameterGradients | None
 
 
-class NormNeuronKernels(ABC, Generic[Carried]):
+class NormNeuronKernels(ABC, Generic[Intermediate]):
     """One backend's kernels. Inputs and spikes are channels-last in memory."""
 
     @abstractmethod
@@ -147,7 +147,7 @@ class NormNeuronKernels(ABC, Generic[Carried]):
     @abstractmethod
     def backward_sums(
         self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool, count: int | None = None
-    ) -> BackwardSums[Carried]:
+    ) -> BackwardSums[Intermediate]:
         """Sums from the spikes' gradient.
 
         Args:
@@ -158,7 +158,7 @@ class NormNeuronKernels(ABC, Generic[Carried]):
 
     @abstractmethod
     def input_gradient(
-        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, carried: Carried
+        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, intermediate: Intermediate
     ) -> Tensor:
         """Gradient with respect to x.
 

@@ -225,13 +225,13 @@ class TorchKernels(NormNeuronKernels[Tensor]):
             if norm_neuron.spec.decay_input:
                 total = total * q.detach() ** 2  # `gradient_of_w` then multiplies by (1 - q) / q in place of q (1 - q)
             sums[2, 0] = total
-        return BackwardSums(sums, carried=g, of_norm=None)
+        return BackwardSums(sums, intermediate=g, of_norm=None)
 
     def input_gradient(
-        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, carried: Tensor
+        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, intermediate: Tensor
     ) -> Tensor:
         x, norm, _, norm_neuron = inputs
-        g = carried
+        g = intermediate
         precision = (norm.variance.double() + norm_neuron.eps).reciprocal()
         if sums is not None:
             mean_g = _of_channels(sums[0] / count, g)

@@ -18,7 +18,8 @@ from megasnn.kernels.layout import on_gpu
 
 AddGradient = Callable[[Tensor], None]
 """Adds a gradient to a tensor of the parameter's shape and type."""
-Leave = Callable[[AddGradient], None]
+QueueGradient = Callable[[AddGradient], None]
+"""Queues a layer's weight gradient: adds it at once, or in the second part of a split backward."""
 WeightGradientTask = Callable[[], None]
 
 
@@ -45,7 +46,7 @@ class WeightGradients:
         """Autograd's hooks miss these additions."""
         self.report = listener
 
-    def of(self, parameter: Tensor) -> tuple[Tensor | None, Leave | None]:
+    def of(self, parameter: Tensor) -> tuple[Tensor | None, QueueGradient | None]:
         """The anchor, which autograd sees for the parameter, and a function for the layer's backward.
 
         (None, None) for a frozen parameter. Autograd calls none of the parameter's hooks.
@@ -53,19 +54,19 @@ class WeightGradients:
         self._parameters.add(parameter)
         if not parameter.requires_grad:
             return None, None
-        return self.anchor, partial(self._leave, parameter)
+        return self.anchor, partial(self._queue, parameter)
 
     def takes(self, parameter: Tensor) -> bool:
         """Whether a layer called `of` for the parameter; layers do in their first forward."""
         return parameter in self._parameters
 
-    def _leave(self, parameter: Tensor, add: AddGradient) -> None:
+    def _queue(self, parameter: Tensor, add: AddGradient) -> None:
         if self._collected is not None:
             self._collected.append((parameter, add))
         else:
-            self.leave(partial(self._add, parameter, add))
+            self.run_or_defer(partial(self._add, parameter, add))
 
-    def leave(self, task: WeightGradientTask) -> None:
+    def run_or_defer(self, task: WeightGradientTask) -> None:
         # The layer before needs the input gradient at once, only the optimizer the weight gradient.
         if self._deferred is None:
             task()

@@ -29,7 +29,7 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.facts import facts
 from megasnn.layers.shape_inference import content_of
 from megasnn.layers.tensors import declare
-from megasnn.layers.weight_grad import Leave
+from megasnn.layers.weight_grad import QueueGradient
 from megasnn.parallel.collectives import (
     all_reduce_sum,
     from_matrix,
@@ -144,9 +144,9 @@ class WeightedLayer(nn.Module):
             geometry = self.options.products.geometry
             along = geometry.stride, geometry.padding, geometry.dilation, geometry.groups
             return torch.conv2d(images, kernel, None, *along).unflatten(0, x.shape[:2])
-        owed = self.weight_gradients.of(self.weight)
+        anchor, queue_gradient = self.weight_gradients.of(self.weight)
         weight = self._cast_weights.of(self.weight, self.compute_dtype)
-        return _Product.apply(x.to(self.compute_dtype), bits, weight, *owed, self.options)
+        return _Product.apply(x.to(self.compute_dtype), bits, weight, anchor, queue_gradient, self.options)
 
     def learn_input(self, x: Tensor, dim: int, channels: int) -> bool:
         """Records an input's content in the dry run. True if it is whole on every rank.
@@ -186,7 +186,7 @@ class _Product(torch.autograd.Function):
         bits: Tensor | None,
         weight: Tensor,
         anchor: Tensor | None,
-        leave: Leave | None,
+        queue_gradient: QueueGradient | None,
         options: ProductOptions,
     ) -> Tensor:
         communication = options.communication
@@ -207,7 +207,7 @@ class _Product(torch.autograd.Function):
             return all_reduce_sum(y, options.group) if is_summed else y
 
         ctx.options = options
-        ctx.leave = leave
+        ctx.queue_gradient = queue_gradient
         ctx.input_shape = x.shape
         # The packed input, one bit a spike, is the only copy for backward.
         ctx.save_for_backward(weight, *payloads)
@@ -226,8 +226,8 @@ class _Product(torch.autograd.Function):
             space = pooled_space(ctx.input_shape[3:], options.pool)
             # Starts the sum over ranks; the weight's task below runs meanwhile, unless deferred.
             finish = _start_input_gradient(grad_images, _images_kernel(weight, grad.dtype), options, space)
-        if ctx.leave is not None:
-            ctx.leave(partial(_add_weight_gradient, options, payloads, ctx.input_shape, grad_images))
+        if ctx.queue_gradient is not None:
+            ctx.queue_gradient(partial(_add_weight_gradient, options, payloads, ctx.input_shape, grad_images))
         grad_x = None if finish is None else _unpooled(finish(), ctx.input_shape, options.pool)
         return grad_x, None, None, None, None, None
 

@@ -28,9 +28,9 @@ class Bucket:
     Attributes:
         pending: number of gradients still expected, by parameter.
         await_sum: waits for the replicas' sum in flight.
-        shard: this rank's weight shards (FSDP).
+        fsdp_shards: the shards of this rank in FSDP; None without.
         reduced: local gradients, replaced by the replicas' sum.
-        owned: this rank's owned shards (ZeRO-1).
+        zero_shards: the shards of this rank in ZeRO-1; None without.
         is_late: filled by the second part of split backwards: `GatheredWeights.multiplied`.
         param_shards: owned shard, with the reduced gradient, by parameter and local shard.
     """
@@ -51,22 +51,22 @@ class Bucket:
         self.views = side_by_side(parameters, self.flat, sizes)
         self.pending: dict[Tensor, int] = {}
         self.await_sum: Callable[[], object] | None = None
-        self.shard: ParameterShards | None = None
-        self.owned: ParameterShards | None = None
+        self.fsdp_shards: ParameterShards | None = None
+        self.zero_shards: ParameterShards | None = None
         self.reduced = self.flat
         self.is_late = False
         local: list[Tensor] = parameters
         gradients = self.views
         if weights is not None:
             shards = [weights.shards[each] for each in parameters]
-            self.shard = ParameterShards(parameters, self.views, weights.scatter, shards)
-            self.reduced = self.shard.sum
+            self.fsdp_shards = ParameterShards(parameters, self.views, weights.scatter, shards)
+            self.reduced = self.fsdp_shards.sum
             self.is_late = scattered and parameters[0] in weights.multiplied
             local = list(shards)
-            gradients = self.shard.sums
+            gradients = self.fsdp_shards.sums
         if owners is not None:
-            self.owned = ParameterShards(local, gradients, owners)
-        self.shards_of_rank = [shards for shards in (self.shard, self.owned) if shards is not None]
+            self.zero_shards = ParameterShards(local, gradients, owners)
+        self.shards_of_rank = [shards for shards in (self.fsdp_shards, self.zero_shards) if shards is not None]
         self.param_shards: dict[Tensor, Tensor] = {}
         if self.shards_of_rank:
             last = self.shards_of_rank[-1].shards
@@ -192,7 +192,7 @@ class GradientBuckets:
     def scatter(self, segment: int) -> None:
         """Starts sending gradients to the shards' owners. Collective."""
         for bucket in self._by_segment.get(segment, ()):
-            self._start_reduce(bucket, bucket.shard)
+            self._start_reduce(bucket, bucket.fsdp_shards)
             bucket.free()
 
     def reduce(self, segment: int) -> None:
@@ -210,12 +210,12 @@ class GradientBuckets:
             if bucket.partial and self._is_scattered:
                 all_reduce_sum(bucket.reduced, self._tp)
             # Sums over the replicas follow the sums over FSDP's ranks, in one order on all ranks.
-            if bucket.shard is not None:
-                self._start_reduce(bucket, bucket.owned)
+            if bucket.fsdp_shards is not None:
+                self._start_reduce(bucket, bucket.zero_shards)
         for bucket in self._buckets:
             bucket.end()
 
-    def owned(self, entry: ShardedTensor) -> ShardedTensor:
+    def owned_part(self, entry: ShardedTensor) -> ShardedTensor:
         """This rank's owned shard, with its gradient; the whole tensor without owners."""
         shard = self._shards.get(entry.tensor)
         if shard is None or shard is entry.tensor:
@@ -229,9 +229,9 @@ class GradientBuckets:
     def all_gather_params(self) -> None:
         """Sends owned shards' values to all replicas. Collective."""
         for bucket in self._buckets:
-            if bucket.owned is not None:
+            if bucket.zero_shards is not None:
                 # One at a time bounds the memory.
-                finish = bucket.owned.start_all_gather()
+                finish = bucket.zero_shards.start_all_gather()
                 finish()
 
     @property
@@ -262,7 +262,7 @@ class GradientBuckets:
             if bucket.partial:
                 all_reduce_sum(bucket.flat, self._tp)
             # Losses are divided by the global batch size: gradients are summed, not averaged.
-            self._start_reduce(bucket, bucket.shard or bucket.owned)
+            self._start_reduce(bucket, bucket.fsdp_shards or bucket.zero_shards)
 
     def _start_reduce(self, bucket: Bucket, shards: ParameterShards | None) -> None:
         if shards is not None:

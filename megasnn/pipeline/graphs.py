@@ -217,7 +217,7 @@ class _SlotGraphs:
         return map_entries(copied, self._output)
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Returns input gradients. Leaves the weight gradients as a task."""
+        """Returns input gradients. Weight gradients run at once, or are deferred."""
         weight_gradients = self._owner.weight_gradients
         if self._output_grads is None:
             self._capture_backward(grads)
@@ -229,7 +229,7 @@ class _SlotGraphs:
         for parameter in self._learnt:
             weight_gradients.report(parameter)
         if self._tasks:
-            weight_gradients.leave(self._add_weights)
+            weight_gradients.run_or_defer(self._add_weights)
         return [None if grad is None else grad.clone() for grad in self._input_grads]
 
     def _capture_backward(self, grads: Sequence[Tensor | None]) -> None:

@@ -40,7 +40,7 @@ from megasnn.pipeline.profile_layers import (
     profile_layers,
     profile_pipeline,
 )
-from megasnn.planner.costs import Analysis, Counted, CutAxis, PlannedLayer, ResidentTensor, Timed, cost_identity
+from megasnn.planner.costs import Analysis, CutAxis, LayoutBytes, PlannedLayer, ResidentTensor, Timed, cost_identity
 from megasnn.planner.machines import DEVICES, Machine
 from megasnn.planner.uncomputed import UncomputedConvolutions
 
@@ -90,7 +90,7 @@ def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu:
         "samples": dict.fromkeys(context_sizes, samples),
         "rows": {size: _refusal(config, 1, size, "rows") for size in context_sizes},
     }
-    shared: dict[CutAxis, Counted] = {}
+    shared: dict[CutAxis, LayoutBytes] = {}
     for axis, sizes in possible.items():
         able = [size for size, refused in sizes.items() if size > 1 and refused is None]
         if not able:
@@ -123,7 +123,7 @@ def count_layers(
     context: int = 1,
     cut: ContextCut = "samples",
     on_cpu: bool = False,
-) -> Counted:
+) -> LayoutBytes:
     """The layers' bytes on the first rank, in trial steps."""
     # On a CPU the values of a convolution decide where sums over spikes replace products.
     computed: AbstractContextManager[object] = nullcontext() if on_cpu else UncomputedConvolutions()
@@ -131,7 +131,7 @@ def count_layers(
         built_for = context_of(state, config, cut, on_cpu)
         costs = tuple(count_memory(description, size, built_for, CPU).layers for size in trial_sizes(config))
         tensors = [tuple(_tensors_of(name, layer)) for name, layer in description.named_layers(built_for)]
-        return Counted(tensor, context, cut, costs, tuple(tensors))
+        return LayoutBytes(tensor, context, cut, costs, tuple(tensors))
 
 
 def trial_sizes(config: PretrainConfig) -> tuple[int, ...]:

@@ -87,7 +87,7 @@ class PlannedLayer:
 
 @with_config(STRICT)
 @dataclass(frozen=True)
-class Counted:
+class LayoutBytes:
     """The layers' bytes on one rank at one tensor and context parallel size.
 
     Attributes:
@@ -136,8 +136,8 @@ class Analysis:
     about: dict[str, FreeForm]
     layers: tuple[PlannedLayer, ...]
     sizes: tuple[int, ...]
-    alone: Counted
-    shared: dict[CutAxis, Counted]
+    alone: LayoutBytes
+    shared: dict[CutAxis, LayoutBytes]
     possible: dict[CutAxis, dict[int, str | None]]
     timed: tuple[Timed, ...] = ()
     machine: Machine | None = None
@@ -286,7 +286,7 @@ def _part(whole: ResidentTensor, part: ResidentTensor, tensor: int) -> ResidentT
     return replace(part, shape=tuple(shape))
 
 
-def _counted(analysis: Analysis, axis: CutAxis, size: int) -> Counted:
+def _counted(analysis: Analysis, axis: CutAxis, size: int) -> LayoutBytes:
     """Layers at an axis' counted size. Raises ValueError if `size` is impossible."""
     refused = analysis.possible[axis].get(size, "was not asked for by analyze")
     if refused is not None:
@@ -304,7 +304,7 @@ def _each(of: Callable[..., int], *costs: LayerCost) -> dict[str, Any]:
     return values
 
 
-def _at(analysis: Analysis, share: LayerShare, counted: Counted) -> list[LayerCost]:
+def _at(analysis: Analysis, share: LayerShare, counted: LayoutBytes) -> list[LayerCost]:
     """Bytes by layer for the share's samples."""
     return [for_samples(of_sizes, share.samples, analysis.sizes) for of_sizes in zip(*counted.costs, strict=True)]
 

@@ -27,7 +27,7 @@ TimesUsed = Callable[[Sequence[int]], Tensor]
 _is_counting: ContextVar[bool] = ContextVar("is_counting", default=True)
 
 
-class Counted(NamedTuple):
+class OperationCount(NamedTuple):
     """Operations over all samples. is_spiking: all inputs were 0, 1 or -1."""
 
     operations: float
@@ -97,32 +97,32 @@ class OperationCounter:
         counts.others.add_((x - signs).abs_().sum())
         counts.nonzero.add_(signs.abs_().sum((0, 1), dtype=dtype))
 
-    def take(self) -> dict[str, Counted]:
+    def take(self) -> dict[str, OperationCount]:
         """Returns and resets the counts. Waits for the device once."""
         inputs = self._inputs
         self._inputs = {}
         if not inputs:
             return {}
         rows = [torch.stack([(each.nonzero * each.times_used).sum(), each.others]) for each in inputs.values()]
-        sums: dict[str, Counted] = {}
+        sums: dict[str, OperationCount] = {}
         # One transfer for all layers: each would wait for the device.
         for (name, _), (operations, others) in zip(inputs, torch.stack(rows).tolist(), strict=True):
-            _add(sums, name, Counted(operations, others == 0))
+            _add(sums, name, OperationCount(operations, others == 0))
         return sums
 
 
-def _add(sums: dict[str, Counted], name: str, count: Counted) -> None:
-    known = sums.get(name, Counted(0.0, True))
+def _add(sums: dict[str, OperationCount], name: str, count: OperationCount) -> None:
+    known = sums.get(name, OperationCount(0.0, True))
     operations = known.operations + count.operations
     # NeuroBench decides for each call, so its energy depends on the batch size (findings/neurobench_batch_size.sh). The
     # whole evaluation decides here, on any layout.
     is_spiking = known.is_spiking and count.is_spiking
-    sums[name] = Counted(operations, is_spiking)
+    sums[name] = OperationCount(operations, is_spiking)
 
 
-def add_ranks(rank_counts: Iterable[Mapping[str, Counted]], samples: int) -> list[LayerOperations]:
+def add_ranks(rank_counts: Iterable[Mapping[str, OperationCount]], samples: int) -> list[LayerOperations]:
     """Operations per sample. rank_counts: by rank, over all `samples`."""
-    sums: dict[str, Counted] = {}
+    sums: dict[str, OperationCount] = {}
     for counts in rank_counts:
         for name, count in counts.items():
             _add(sums, name, count)

@@ -167,7 +167,7 @@ class Reporter:
         self.board.flush()
         self._call("evaluation", record)
 
-    def saved(self, iteration: int, path: Path) -> None:
+    def report_save(self, iteration: int, path: Path) -> None:
         """Calls `Callback.save`."""
         self._call("save", iteration, path)
 

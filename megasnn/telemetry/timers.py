@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.autograd import profiler
 
-Events = tuple[torch.cuda.Event, torch.cuda.Event]
+EventPair = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class Timers:
@@ -21,7 +21,7 @@ class Timers:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._parts: deque[tuple[str, float | Events]] = deque(maxlen=10_000)  # milliseconds on a CPU
+        self._parts: deque[tuple[str, float | EventPair]] = deque(maxlen=10_000)  # milliseconds on a CPU
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:

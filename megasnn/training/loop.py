@@ -42,7 +42,7 @@ class TrainingRun:
         callbacks: called on the first rank.
 
     Attributes:
-        saved: False when the last checkpoint could not be written.
+        saves_succeeded: False when the last checkpoint could not be written.
         has_evaluated: False when a stop request interrupted the last evaluation.
     """
 
@@ -58,7 +58,7 @@ class TrainingRun:
         self.stop = stop or StopSignals()
         self._started = time.monotonic()
         self._in_evaluation = False
-        self.saved = True
+        self.saves_succeeded = True
         self.has_evaluated = True
         self._skipped_samples = 0
         self._skipped_steps = 0  # since the last save
@@ -77,7 +77,7 @@ class TrainingRun:
                 engine.follow(config.training.length(epoch, engine.iteration, engine.consumed_samples))
                 self.iterations = engine.length.iterations
                 self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
-                self.saves = Saves(config, engine, data, reporter, lock, loaded.best, loaded.saved)
+                self.saves = Saves(config, engine, data, reporter, lock, loaded.best, loaded.is_saved)
                 self.metrics = Metrics(engine)
                 self.operations = Operations(engine.distributed)
                 self.pictures = Pictures(config, engine, data.datasets, self.metrics.rasters, reporter)
@@ -195,7 +195,7 @@ class TrainingRun:
             self.evaluate()
         if not self.has_diverged:
             self._save_if(True)
-        self.saved = self.saves.finish()
+        self.saves_succeeded = self.saves.finish()
         if not self.has_diverged:
             compare(self._memory, self.state, self.reporter)
 

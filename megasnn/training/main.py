@@ -107,4 +107,4 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
         return stop.status
     if run.has_diverged:
         return DIVERGED
-    return 0 if run.saved else SAVE_FAILED
+    return 0 if run.saves_succeeded else SAVE_FAILED

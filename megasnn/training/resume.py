@@ -31,13 +31,13 @@ class LoadedStart:
     Attributes:
         notices: for the user.
         best: best evaluation before.
-        saved: the --save folder has a checkpoint with this very state.
+        is_saved: the --save folder has a checkpoint with this very state.
         averaged: the weights are a checkpoint's average.
     """
 
     notices: tuple[str, ...] = ()
     best: Best | None = None
-    saved: bool = False
+    is_saved: bool = False
     averaged: bool = False
 
 
@@ -104,7 +104,7 @@ def _continue(
         )
         best = None
     # A run that has nothing left to do does not write the loaded state again.
-    return LoadedStart(_warnings(remarks), best, saved=continues_there and not loaded.remarks)
+    return LoadedStart(_warnings(remarks), best, is_saved=continues_there and not loaded.remarks)
 
 
 def _load_weights(config: PretrainConfig, engine: Engine, data: RunData, checkpoint: ChosenCheckpoint) -> LoadedStart:
@@ -119,8 +119,8 @@ def _load_weights(config: PretrainConfig, engine: Engine, data: RunData, checkpo
     of_last = {name for name in shapes if name.startswith(f"{last}.")}
     of_first = {name for name in shapes if name.startswith(f"{first}.")} - of_last
 
-    def leave(saved: Metadata) -> set[str]:
-        before = {name: tensor.shape for name, tensor in saved.tensors.items() if name in shapes}
+    def leave(metadata: Metadata) -> set[str]:
+        before = {name: tensor.shape for name, tensor in metadata.tensors.items() if name in shapes}
         left = {name for name in of_first & before.keys() if _differ_in_channels(before[name], shapes[name])}
         if any(before[name] != shapes[name] for name in of_last & before.keys()):
             left |= of_last
@@ -130,7 +130,7 @@ def _load_weights(config: PretrainConfig, engine: Engine, data: RunData, checkpo
         checkpoint,
         LocalState(engine.distributed.tensors),
         process_group=engine.state.world.handle,
-        check=lambda saved: model_differences(saved, config.model.name, None),
+        check=lambda metadata: model_differences(metadata, config.model.name, None),
         leave=leave,
         average=config.checkpoint.ema,
     )
@@ -152,31 +152,31 @@ def _differ_in_channels(before: Sequence[int], now: Sequence[int]) -> bool:
     return len(before) == len(now) > 2 and [n for n in range(len(now)) if before[n] != now[n]] == [1]
 
 
-def _problems(config: PretrainConfig, data_position: Mapping[str, object], saved: Metadata) -> Iterator[str]:
+def _problems(config: PretrainConfig, data_position: Mapping[str, object], metadata: Metadata) -> Iterator[str]:
     """Differences in model and classes; in a training also in the data and their order."""
-    yield from model_differences(saved, config.model.name, config_identity(config))
-    if different := _class_difference(data_position, saved.extra):
+    yield from model_differences(metadata, config.model.name, config_identity(config))
+    if different := _class_difference(data_position, metadata.extra):
         yield (
             f"{different} when it was saved and in the data now: make the shards again, with --classes-of and the "
             "folder that was trained on"
         )
     if config.training.evaluate_only:
         return
-    if not saved.extra.keys() & data_position.keys():
+    if not metadata.extra.keys() & data_position.keys():
         yield "it stores no data position, as it was saved by a megasnn.Engine: --finetune loads its weights only"
         return
     for name, value in data_position.items():
-        if name != CLASS_NAMES and saved.extra.get(name) != value:
-            before = in_message(saved.extra.get(name))
+        if name != CLASS_NAMES and metadata.extra.get(name) != value:
+            before = in_message(metadata.extra.get(name))
             yield (
                 f"{name}: {before} when it was saved, {value} now: in other data or another order "
                 "its place in the data means nothing (--finetune takes its weights only)"
             )
 
 
-def _class_difference(data_position: Mapping[str, object], saved: Mapping[str, object]) -> str:
+def _class_difference(data_position: Mapping[str, object], extra: Mapping[str, object]) -> str:
     """First class number with another name in checkpoint and data; empty if a list is unknown."""
-    before = saved.get(CLASS_NAMES)
+    before = extra.get(CLASS_NAMES)
     now = data_position.get(CLASS_NAMES)
     if not isinstance(before, list) or not isinstance(now, list):
         return ""

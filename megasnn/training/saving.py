@@ -28,9 +28,9 @@ class Best:
     evaluation: Mapping[str, object]
 
     @classmethod
-    def read(cls, saved: object) -> Best | None:
+    def read(cls, entry: object) -> Best | None:
         """Reads a checkpoint's entry; None without one. Old checkpoints do not identify the evaluation."""
-        match saved:
+        match entry:
             case {"iteration": int(iteration), "accuracy_top1": float(accuracy), **others}:
                 evaluation = others.get("evaluation")
                 return cls(iteration, accuracy, evaluation if isinstance(evaluation, dict) else {})
@@ -43,7 +43,7 @@ class Saves:
     Args:
         lock: for the --save folder, on the first rank; released at the end.
         best: best evaluation before this run.
-        saved: the --save folder has a checkpoint with this very state already.
+        is_saved: the --save folder has a checkpoint with this very state already.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Saves:
         reporter: Reporter,
         lock: FolderLock | None,
         best: Best | None,
-        saved: bool,
+        is_saved: bool,
     ) -> None:
         options = config.checkpoint
         self._keeps_best = options.keep_best
@@ -63,7 +63,7 @@ class Saves:
         self._extra = {**data.data_position, SAMPLES_KEY: samples(config)}
         self._evaluation = data.evaluation
         self._best = best
-        self._saved_best = best if saved else None
+        self._saved_best = best if is_saved else None
         self._writer: Writer | None = None
         if options.save and not config.training.evaluate_only:
             self._writer = Writer(
@@ -73,8 +73,8 @@ class Saves:
                 keep_last=options.keep_last,
                 keep_every=options.keep_every,
                 report=reporter.line,
-                complete=reporter.saved,
-                saved=engine.iteration if saved else None,
+                complete=reporter.report_save,
+                saved_iteration=engine.iteration if is_saved else None,
             )
 
     def save(self, skipped_steps: int) -> None:

@@ -72,7 +72,7 @@ def save_while_training(folder: Path) -> tuple[list[str], int | None, bool]:
         session.save(1)
         session.spoil()  # training goes on
         dist.all_reduce(torch.zeros(1))  # and so do its collectives, while the other thread has its own
-        assert session.writer.saved is None and session.writer.busy and not list_checkpoints(folder)
+        assert session.writer.saved_iteration is None and session.writer.busy and not list_checkpoints(folder)
         dist.barrier()
         go.set()
         session.writer.finish()
@@ -81,7 +81,7 @@ def save_while_training(folder: Path) -> tuple[list[str], int | None, bool]:
     session.save(3)  # waits for the one before
     session.save(3)
     session.writer.finish()
-    return session.said, session.writer.saved, session.writer.failed
+    return session.said, session.writer.saved_iteration, session.writer.failed
 
 
 def test_a_save_in_the_background_has_the_values_of_its_moment(ranks, tmp_path):

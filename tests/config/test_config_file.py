@@ -75,9 +75,9 @@ def test_flags_win_wherever_they_stand(tmp_path) -> None:
 def test_the_values_of_a_checkpoint_come_before_those_of_a_file(tmp_path) -> None:
     path = written(tmp_path, {"model": {"depth": 3}})
     saved = {"model": {"depth": 2, "embed_dim": 64}, "data": {"center_crop": 0.5}}
-    config = parse(CLASS, ["--config", str(path)], saved=saved)
+    config = parse(CLASS, ["--config", str(path)], checkpoint_values=saved)
     assert (config.model.depth, config.model.embed_dim, config.data.center_crop) == (3, 64, 0.5)
-    assert parse(CLASS, ["--center-crop", "0.75"], saved=saved).data.center_crop == 0.75
+    assert parse(CLASS, ["--center-crop", "0.75"], checkpoint_values=saved).data.center_crop == 0.75
 
 
 @pytest.mark.parametrize(

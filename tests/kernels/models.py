@@ -177,7 +177,7 @@ def two_ranks_equal_one(backend: str) -> None:
     backwards = [kernels.backward_sums(inputs, g_part, True) for inputs, g_part in given]
     sums: Tensor = sum(each.sums for each in backwards)
     gradients = [
-        kernels.input_gradient(inputs, g_part, sums, sum(counts), each.carried)
+        kernels.input_gradient(inputs, g_part, sums, sum(counts), each.intermediate)
         for (inputs, g_part), each in zip(given, backwards, strict=True)
     ]
     whole = x.requires_grad_()

@@ -130,8 +130,8 @@ def sums_of_many_programs_in_there() -> None:
     """More values than a program takes, and than there are programs before one takes several tiles."""
     from megasnn.kernels.triton import norm_neuron_launches as launches
 
-    cut = launches.Cut.of(1 << 30, 48, 8)
-    assert cut.tiles == launches.TILES and cut.programs * cut.tiles * cut.rows * cut.row >= 1 << 30
+    tiling = launches.SumTiling.of(1 << 30, 48, 8)
+    assert tiling.tiles == launches.TILES and tiling.programs * tiling.tiles * tiling.rows * tiling.row >= 1 << 30
     caches = (launches.statistics_launches, launches.norm_neuron_launches)
     with mock.patch.object(launches, "PROGRAMS", 1):
         for cache in caches:

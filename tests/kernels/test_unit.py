@@ -198,9 +198,11 @@ def test_large_results_equal_those_of_their_samples(channels) -> None:
     whole_input = NormNeuronInput(x, norm, None, norm_neuron)
     spikes = torch.cat([kernels.fire(each)[0] for each in given], dim=1)
     assert torch.equal(kernels.fire(whole_input)[0], spikes)
-    carried = [kernels.backward_sums(each, in_order(g[:, n : n + 1]), False).carried for n, each in enumerate(given)]
-    whole = kernels.backward_sums(whole_input, g, False).carried
-    assert torch.equal(torch.from_numpy(whole), torch.cat([torch.from_numpy(each) for each in carried], dim=1))
+    intermediate = [
+        kernels.backward_sums(each, in_order(g[:, n : n + 1]), False).intermediate for n, each in enumerate(given)
+    ]
+    whole = kernels.backward_sums(whole_input, g, False).intermediate
+    assert torch.equal(torch.from_numpy(whole), torch.cat([torch.from_numpy(each) for each in intermediate], dim=1))
 
 
 @pytest.mark.parametrize("backend", BOTH)

@@ -126,7 +126,7 @@ def compiled(
         kernels.statistics(x, Affine(norm.weight, norm.bias, neuron.eps))
         kernels.fire(inputs, packed=True)
         complete = kernels.backward_sums(inputs, g, False, count=7)
-        kernels.input_gradient(inputs, g, complete.sums, 7, complete.carried)
+        kernels.input_gradient(inputs, g, complete.sums, 7, complete.intermediate)
         if not pool:
             kernels.neuron_multi_step(x.requires_grad_(), spec, None, None)[0].backward(g)
     return found

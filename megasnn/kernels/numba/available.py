@@ -8,7 +8,7 @@ from torch import Tensor
 from megasnn.kernels.torch_backend import REDUCED
 
 
-def refuses(x: Tensor) -> str | None:
+def why_unusable(x: Tensor) -> str | None:
     if x.device.type != "cpu":
         return f"they run on CPU tensors, not on {x.device}"
     if x.dtype not in (torch.float32, torch.float64, *REDUCED):

@@ -97,10 +97,10 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
                 rows, coefficients, None, flat, None, g_rows, sums, channels, length, blocks, p,
             )  # fmt: skip
         # The slices depend only on sizes, so the order of this sum does not depend on the number of threads.
-        return BackwardSums(torch.from_numpy(sums.sum(axis=0)), carried=g, of_norm=None)
+        return BackwardSums(torch.from_numpy(sums.sum(axis=0)), intermediate=g, of_norm=None)
 
     def input_gradient(
-        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, carried: np.ndarray
+        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, intermediate: np.ndarray
     ) -> Tensor:
         data = _pixels(inputs.x)
         channels = data.shape[-1]
@@ -115,9 +115,9 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
         slice_size = _ROWS * width
         slices = -(-data.size // slice_size)
         rows = data.reshape(1, -1)
-        g_rows = carried.reshape(1, -1)
+        g_rows = intermediate.reshape(1, -1)
         run_kernel(loops.norm_input_gradient, slices, rows, g_rows, coefficients, slice_size)
-        return torch.from_numpy(carried).movedim(-1, 2).to(inputs.x.dtype)
+        return torch.from_numpy(intermediate).movedim(-1, 2).to(inputs.x.dtype)
 
     def fire_alone(self, inputs: NeuronInput, packed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         x, v0, w, spec = inputs

@@ -20,7 +20,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "yes", "on", "y")
 
 
-def refuses(x: Tensor) -> str | None:
+def why_unusable(x: Tensor) -> str | None:
     """Reason against this input `[T, ...]`, or None."""
     needed = "cpu" if interpreted() else "cuda"
     if x.device.type != needed:

@@ -35,7 +35,7 @@ class PooledGradients(NamedTuple):
     taps: Tensor
 
 
-class Carried(NamedTuple):
+class TritonIntermediate(NamedTuple):
     """Results of `backward_sums` for `input_gradient`.
 
     Attributes:
@@ -47,7 +47,7 @@ class Carried(NamedTuple):
     mean_gradients: Tensor | None
 
 
-class TritonKernels(CompiledKernels[Carried]):
+class TritonKernels(CompiledKernels[TritonIntermediate]):
     def statistics(self, x: Tensor, affine: Affine | None = None) -> Statistics:
         channels = x.shape[2]
         eps = 0.0 if affine is None else affine.eps
@@ -84,7 +84,7 @@ class TritonKernels(CompiledKernels[Carried]):
 
     def backward_sums(
         self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool, count: int | None = None
-    ) -> BackwardSums[Carried]:
+    ) -> BackwardSums[TritonIntermediate]:
         x, norm, w, norm_neuron = inputs
         launches = norm_neuron_launches(x.shape, x.dtype, norm_neuron)
         channels = launches.channels
@@ -110,14 +110,19 @@ class TritonKernels(CompiledKernels[Carried]):
             mean_gradients = x.new_empty((2, channels), dtype=launches.number)
         fold = launches.fold_learning if learn else launches.fold
         fold(partial, norm.variance, sums, g_weight, g_bias, mean_gradients)
-        return BackwardSums(sums, Carried(pooled, mean_gradients), ParameterGradients(g_weight, g_bias))
+        return BackwardSums(sums, TritonIntermediate(pooled, mean_gradients), ParameterGradients(g_weight, g_bias))
 
     def input_gradient(
-        self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, carried: Carried
+        self,
+        inputs: NormNeuronInput,
+        g_spikes: Tensor,
+        sums: Tensor | None,
+        count: int,
+        intermediate: TritonIntermediate,
     ) -> Tensor:
         x, norm, w, norm_neuron = inputs
         launches = norm_neuron_launches(x.shape, x.dtype, norm_neuron)
-        pooled, mean_gradients = carried
+        pooled, mean_gradients = intermediate
         if sums is None:
             mean_gradients = None
         elif mean_gradients is None:

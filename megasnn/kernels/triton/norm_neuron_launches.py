@@ -38,8 +38,8 @@ _FOLDED_ROWS = 64  # of a tile of a kernel that folds partial sums
 _FOLDED_COLUMNS = 16
 
 
-class Cut(NamedTuple):
-    """How a kernel cuts its sums: values in a row, rows in a tile, tiles in a program, programs."""
+class SumTiling(NamedTuple):
+    """How a kernel divides its sums: values in a row, rows in a tile, tiles in a program, programs."""
 
     row: int
     rows: int
@@ -47,7 +47,7 @@ class Cut(NamedTuple):
     programs: int
 
     @classmethod
-    def of(cls, values: int, channels: int, lanes: int) -> Cut:
+    def of(cls, values: int, channels: int, lanes: int) -> SumTiling:
         row = math.lcm(channels, COLUMNS)
         rows = THREADS * lanes // COLUMNS
         tiles = -(-values // (row * rows))
@@ -59,17 +59,17 @@ class StatisticsLaunches:
     def __init__(self, shape: torch.Size, dtype: torch.dtype, eps: float) -> None:
         channels = shape[2]
         values = shape.numel()
-        cut = Cut.of(values, channels, lanes_of_type(dtype))
+        tiling = SumTiling.of(values, channels, lanes_of_type(dtype))
         self.number = compute_type(dtype)
-        self.partial_shape = (3, cut.programs, cut.row)
+        self.partial_shape = (3, tiling.programs, tiling.row)
         self.sums = Launch(
-            statistics_kernel, cut.programs * (cut.row // COLUMNS),
-            values, cut.row, cut.programs, cut.tiles,
-            D=NUMBERS[self.number], ROWS=cut.rows, COLUMNS=COLUMNS,
+            statistics_kernel, tiling.programs * (tiling.row // COLUMNS),
+            values, tiling.row, tiling.programs, tiling.tiles,
+            D=NUMBERS[self.number], ROWS=tiling.rows, COLUMNS=COLUMNS,
         )  # fmt: skip
         self.fold = Launch(
             fold_statistics_kernel, -(-channels // _FOLDED_COLUMNS),
-            cut.programs * cut.row // channels, channels, values // channels,
+            tiling.programs * tiling.row // channels, channels, values // channels,
             EPS=eps, ROWS=_FOLDED_ROWS, COLUMNS=_FOLDED_COLUMNS,
         )  # fmt: skip
 
@@ -111,8 +111,8 @@ class NormNeuronLaunches:
         self._input_steps = shape[0]
         self._in_size = math.prod(shape[1:])
         self._sides = tuple(space) if norm_neuron.pool else (0, 0)
-        self._cut = Cut.of(self.size, channels, lanes_of_backward(dtype, steps))
-        self.partial_shape = (self._cut.programs, self._cut.row)
+        self._tiling = SumTiling.of(self.size, channels, lanes_of_backward(dtype, steps))
+        self.partial_shape = (self._tiling.programs, self._tiling.row)
         self._common = {
             "T": steps,
             "REPEATED": shape[0] < steps,
@@ -142,12 +142,13 @@ class NormNeuronLaunches:
 
     def _sums(self, learn: bool) -> Launch:
         norm_neuron = self._norm_neuron
-        cut = self._cut
+        tiling = self._tiling
         return Launch(
-            backward_sums_kernel, cut.programs * (cut.row // COLUMNS),
-            self.size, self._in_size, self.channels, *self._sides, norm_neuron.above, cut.row, cut.programs, cut.tiles,
+            backward_sums_kernel, tiling.programs * (tiling.row // COLUMNS),
+            self.size, self._in_size, self.channels, *self._sides, norm_neuron.above,
+            tiling.row, tiling.programs, tiling.tiles,
             CHUNK=chunk(self._dtype, norm_neuron.time_steps), POOL=norm_neuron.pool, LEARN=learn,
-            ROWS=cut.rows, COLUMNS=COLUMNS, **self._common,
+            ROWS=tiling.rows, COLUMNS=COLUMNS, **self._common,
         )  # fmt: skip
 
     @cached_property
@@ -162,7 +163,7 @@ class NormNeuronLaunches:
         values = self._input_steps * self._in_size // self.channels
         return Launch(
             fold_sums_kernel, -(-self.channels // _FOLDED_COLUMNS),
-            self._cut.programs * self._cut.row // self.channels, self.channels, values,
+            self._tiling.programs * self._tiling.row // self.channels, self.channels, values,
             LEARN=learn, EPS=self._norm_neuron.eps, ROWS=_FOLDED_ROWS, COLUMNS=_FOLDED_COLUMNS,
         )  # fmt: skip
 
