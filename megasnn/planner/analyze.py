@@ -249,6 +249,7 @@ def _machine(device: torch.device, link: LinkCost | None, ranks: int) -> Machine
         base,
         least=0.0,
         start=0.0,
+        graph_start=None,
         within=link or base.within,
         source=f"measured with {ranks} rank(s)" + ("" if link else ", links from the table of devices"),
     )

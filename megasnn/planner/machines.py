@@ -16,6 +16,13 @@ GB = 1e9
 AUTO_DEVICE = "auto"  # stands for the measured device
 MOVED_IN_UPDATE = 7.0  # bytes for each byte of parameters: AdamW reads value, gradient, two moments, and writes three
 UPDATE_REACHES = 0.6  # of the bandwidth: nothing but reading and writing in order
+# Spikformer-8-512, 24 samples, on an H200: seconds of a step, of one with CUDA graphs, and of its 1,258 kernels
+# (docs/gpu.md). Its 22 layers have three parts each. Since then a micro-batch has started 759 operators in place of
+# 1,058: no GPU has measured that.
+EAGER_STEP = 72.6e-3
+GRAPH_STEP = 27.9e-3
+KERNELS = 23.3e-3
+PARTS = 3 * 22
 # Fractions of a data sheet's rates that training reaches: products, memory for everything else, and links.
 PRODUCTS = 1.0
 MOVES = 0.23
@@ -32,6 +39,7 @@ class Machine:
         operations: multiply-adds in products, by precision.
         moved: memory traffic in everything else.
         least: shortest forward, input gradient or weight gradient, bound by launches.
+        graph_start: added to each of them in a CUDA graph, in place of `least` and `start`; None without figures.
         update: an optimizer step's time for each parameter byte.
         within: link inside a node.
         between: link between nodes.
@@ -54,6 +62,7 @@ class Machine:
     rest: float
     source: Annotated[str, Field(validation_alias=AliasChoices("source", "told"))]
     start: float = 0.0
+    graph_start: float | None = None
 
 
 @dataclass(frozen=True)
@@ -126,9 +135,8 @@ def _gpu(
         memory=memory,
         operations={precision: PRODUCTS * 0.5e12 * rate for precision, rate in teraflops.items()},
         moved=MOVES * bandwidth,
-        # Eager steps are bound by their host: 1,059 launches of the 22 layers of Spikformer-8-512, at 33 us of Python
-        # each, are 16 for each of the three parts of a layer.
-        least=5.3e-4,
+        least=EAGER_STEP / PARTS,
+        graph_start=(GRAPH_STEP - KERNELS) / PARTS,
         update=MOVED_IN_UPDATE / (UPDATE_REACHES * bandwidth),
         within=LinkCost(latency, 1 / (LINKS * within)),
         between=LinkCost(2.5 * latency, 1 / (LINKS * between)),
@@ -136,7 +144,8 @@ def _gpu(
         rest=0.05,
         source=f"the table of devices; of its peak rates, products reach {PRODUCTS:.0%}, memory {MOVES:.0%} and links "
         f"{LINKS:.0%}: fitted to figures that SpikingJelly publishes for an RTX 4090 and its own implementation; "
-        "on an H200 MegaSNN took twice as long as foreseen (docs/planner.md): compare with a run before you rely on it",
+        "launches and CUDA graphs take as long as in one step on an H200 (docs/planner.md): compare with a run before "
+        "you rely on it",
     )
 
 

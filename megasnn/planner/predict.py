@@ -12,7 +12,7 @@ from megasnn.common.grid import micro_batch_counts
 from megasnn.config import PretrainConfig
 from megasnn.config.training import PRECISIONS
 from megasnn.parallel.bucket_sizes import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES
-from megasnn.pipeline.cost_model import LinkCost, PipelineCosts
+from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.memory_forecast import MemoryForecast, forecast, sample_bytes
 from megasnn.pipeline.peak_memory import peak_moments
 from megasnn.planner.candidates import Layout
@@ -110,8 +110,17 @@ class Predictor:
                 # About half of the micro-batches under way wait for their weight gradients.
                 stashed = max(stashed, (stashed + stage.deferred) // 2)
             peak = max(stashes[rank] * stashed + stage.working + stage.messages, of_rank.exchanged)
+            if layout.has_graphs:
+                pools = math.ceil(stashes[rank]) * (stage.stashed + stage.deferred)
+                peak = max(peak, pools + stage.messages)
             need = max(need, of_rank.resident + self.samples(layout, rank) + gathered + peak)
         return seconds, self.with_program(need)
+
+    def least_seconds(self, layout: Layout) -> float:
+        """A bound on a step's seconds with any schedule of the layout's grid: all of its computations."""
+        stages = self._stages(layout)
+        computed = sum(stage.seconds for stage in stages) / len(stages)
+        return self.micro_batches(layout) * computed + self.agreement(layout)
 
     def predict(self, layout: Layout) -> Predicted:
         """Simulates one replica's step.
@@ -140,7 +149,8 @@ class Predictor:
             update=self._update(states),
             sharing=sharing,
         )
-        peaks = peak_moments(schedule, executed, costs, [each.exchanged for each in states])
+        exchanged = [each.exchanged for each in states]
+        peaks = peak_moments(schedule, executed, costs, exchanged, layout.has_graphs)
         memory = []
         for rank, (of_rank, peak) in enumerate(zip(states, peaks, strict=True)):
             program = self._cluster.machine.program
@@ -150,11 +160,11 @@ class Predictor:
 
     def costs(self, layout: Layout) -> PipelineCosts:
         """A rank's costs by layer, and the stages' link. Raises ValueError for an impossible size."""
-        return PipelineCosts(self._layers(*self._share(layout)), self._cluster.link(layout.grid, "pp"))
+        return PipelineCosts(self._layer_costs(layout), self._cluster.link(layout.grid, "pp"))
 
     def bounds(self, layout: Layout, placement: Placement | None = None) -> tuple[range, ...]:
         """Layers by chunk, balanced by seconds."""
-        return bounds_by_seconds(self._layers(*self._share(layout)), placement or layout.placement)
+        return bounds_by_seconds(self._layer_costs(layout), placement or layout.placement)
 
     def states(self, layout: Layout) -> list[PlannedStates]:
         """By pipeline rank."""
@@ -206,13 +216,16 @@ class Predictor:
         # Tensor parallel ranks are neighbours, context parallel ones further apart.
         return share, self._cluster.link(grid, "cp")
 
+    def _layer_costs(self, layout: Layout) -> tuple[LayerCost, ...]:
+        return self._layers(*self._share(layout), layout.has_graphs)
+
     def _stages(self, layout: Layout) -> list[Stage]:
-        return self._stages_of(*self._share(layout), layout.placement, layout.recompute != NEVER)
+        return self._stages_of(*self._share(layout), layout.has_graphs, layout.placement, layout.recompute != NEVER)
 
     def _balanced_stages(
-        self, share: LayerShare, link: LinkCost, placement: Placement, recomputes: bool
+        self, share: LayerShare, link: LinkCost, has_graphs: bool, placement: Placement, recomputes: bool
     ) -> list[Stage]:
-        return balanced_stages(self._layers(share, link), placement, recomputes)
+        return balanced_stages(self._layers(share, link, has_graphs), placement, recomputes)
 
     def _equal_stages(self, layout: Layout, stages: Sequence[Stage], mean: float) -> tuple[float, Sequence[float]]:
         """`equal_stages` for a layout. `mean` is a stage's seconds."""
