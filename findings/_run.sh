@@ -1,5 +1,6 @@
 # What every finding shares; sourced by it, not run. A finding says its behaviour in its first comment and then calls
 #   packages NAME==VERSION ...   once for each environment; replace_package NAME==VERSION adds to the last one
+#   module_shd                   module `shd` for the last environment: SpikingJelly's reader of SHD
 #   program <<'PY'               Python without MegaSNN, in the last environment
 #   expected <<'OUT'             the recorded output; any other one ends the script with status 1
 set -euo pipefail
@@ -46,6 +47,30 @@ from importlib.metadata import version
 print(f"Python {platform.python_version()}, {platform.machine()}")
 for name in sys.argv[1:]:
     print(name, version(name))
+PY
+}
+
+# The reader imports torchaudio and torchvision and uses neither. Both fit only one build of torch: the first is replaced
+# by an empty module, and the second may not describe operators that its own library would bring.
+module_shd() {
+    local folder
+    folder=$("$ENVIRONMENT/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    cat > "$folder/shd.py" <<'PY'
+import sys
+import types
+from importlib.machinery import ModuleSpec
+
+import torch
+
+torchaudio = types.ModuleType("torchaudio")
+torchaudio.__spec__ = ModuleSpec("torchaudio", None)
+sys.modules["torchaudio"] = torchaudio
+register = torch.library.register_fake
+torch.library.register_fake = lambda name, *args, **kwargs: (
+    (lambda function: function) if str(name).startswith("torchvision::") else register(name, *args, **kwargs)
+)
+
+from spikingjelly.datasets.shd import SpikingHeidelbergDigits
 PY
 }
 

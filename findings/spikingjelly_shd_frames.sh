@@ -3,31 +3,17 @@
 # are float16, which has steps of 0.5 ms above 0.5 s and of 1 ms above 1 s. The edges of frames are computed in
 # float16 as well, and the right edge of a frame is not the left edge of the next one. With the same times as float64
 # no spike is lost or counted twice. The files here hold random spikes in SHD's form. Each sample has one spike of
-# each of the 700 units, so that the sum over the frames says how often a spike was counted. What SpikingJelly imports
-# beside and does not use here is replaced by an empty module, since torchaudio and torchvision fit only one build of
-# torch.
+# each of the 700 units, so that the sum over the frames says how often a spike was counted.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_run.sh"
 packages torch==2.13.0 spikingjelly==2.0.0 h5py==3.16.0 numpy==2.4.6
+module_shd
 program <<'PY'
 import os
-import sys
-import types
-from importlib.machinery import ModuleSpec
 
 import h5py
 import numpy as np
-import torch
-
-torchaudio = types.ModuleType("torchaudio")
-torchaudio.__spec__ = ModuleSpec("torchaudio", None)
-sys.modules["torchaudio"] = torchaudio
-register = torch.library.register_fake
-torch.library.register_fake = lambda name, *args, **kwargs: (
-    (lambda function: function) if str(name).startswith("torchvision::") else register(name, *args, **kwargs)
-)
-
-from spikingjelly.datasets.shd import SpikingHeidelbergDigits
+from shd import SpikingHeidelbergDigits
 
 SAMPLES = 100
 for kind in (np.float16, np.float64):

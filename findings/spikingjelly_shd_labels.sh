@@ -2,30 +2,17 @@
 # SpikingJelly 2.0.0: a sample of SHD has one label as events and another one as frames. Events have the file's number.
 # Frames are stored in folders named by it, and numbered in the order of their names as text: 0, 1, 10, 11, ..., so that
 # 18 of the 20 classes change. A network that is trained on frames says 2 for what the data set calls 10.
-# The files here hold random spikes in SHD's form. What SpikingJelly imports beside and does not use here is replaced
-# by an empty module, since torchaudio and torchvision fit only one build of torch.
+# The files here hold random spikes in SHD's form.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_run.sh"
 packages torch==2.13.0 spikingjelly==2.0.0 h5py==3.16.0 numpy==2.4.6
+module_shd
 program <<'PY'
 import os
-import sys
-import types
-from importlib.machinery import ModuleSpec
 
 import h5py
 import numpy as np
-import torch
-
-torchaudio = types.ModuleType("torchaudio")
-torchaudio.__spec__ = ModuleSpec("torchaudio", None)
-sys.modules["torchaudio"] = torchaudio
-register = torch.library.register_fake
-torch.library.register_fake = lambda name, *args, **kwargs: (
-    (lambda function: function) if str(name).startswith("torchvision::") else register(name, *args, **kwargs)
-)
-
-from spikingjelly.datasets.shd import SpikingHeidelbergDigits
+from shd import SpikingHeidelbergDigits
 
 os.makedirs("shd/events_h5")
 draw = np.random.default_rng(0)

@@ -154,13 +154,22 @@ def initialize_model_parallel(
     device: torch.device | None = None,
     timeout: datetime.timedelta | None = None,
 ) -> ParallelState:
-    """Creates the grid of all ranks and its groups. Collective.
+    """Forms the grid of all ranks; see `form_grid`. Collective.
 
     The data parallel size is the number of ranks divided by the product of the sizes.
 
     Args:
         device: None for the CPU.
         timeout: for one wait in a group; None for torch's 30 minutes.
+    """
+    return form_grid(Grid(tp=tp, pp=pp, dp_shard=dp_shard, cp=cp), device or torch.device("cpu"), timeout)
+
+
+def form_grid(of_replica: Grid, device: torch.device, timeout: datetime.timedelta | None = None) -> ParallelState:
+    """Creates the grid of all ranks and its groups. Collective.
+
+    Args:
+        of_replica: one replica's ranks; the other ranks form further replicas.
 
     Raises:
         ValueError: the sizes do not divide the world size, or the world's process group does not fit.
@@ -171,12 +180,10 @@ def initialize_model_parallel(
         raise RuntimeError(
             f"a grid exists already ({_state.grid}); close the Engine on it, or call destroy_model_parallel"
         )
-    if device is None:
-        device = torch.device("cpu")
     world_size, rank = 1, 0
     if dist.is_initialized():
         world_size, rank = dist.get_world_size(), dist.get_rank()
-    grid = Grid.fit(world_size, tp=tp, pp=pp, dp_shard=dp_shard, cp=cp)
+    grid = of_replica.over_ranks(world_size)
     _require_backend(device, world_size)
     groups = _create_groups(grid, rank, timeout)
     _state = ParallelState(grid=grid, coordinates=grid.coordinates(rank), device=device, **groups)

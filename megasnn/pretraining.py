@@ -12,7 +12,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from megasnn.checkpoint.folder import choose_checkpoint
+from megasnn.checkpoint.folder import ChosenCheckpoint, choose_checkpoint
+from megasnn.checkpoint.format import Metadata
 from megasnn.common.files import CheckpointError, in_message
 from megasnn.common.launcher import take_ranks
 from megasnn.config import ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
@@ -70,7 +71,7 @@ def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callbac
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     reports = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        config = configuration(model, flags, reports)
+        config, checkpoint = configuration_and_checkpoint(model, flags, reports)
         validate(config, world_size)
         refuse_unbuildable(config)
         refuse_other_device(config)
@@ -86,7 +87,7 @@ def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callbac
         return 2
     from megasnn import training  # imports torch, after the flags are checked
 
-    return training.run(config, callbacks)
+    return training.run(config, callbacks, checkpoint)
 
 
 def _in_table(model: str | type[Model]) -> type[Model]:
@@ -136,18 +137,28 @@ def refuse_other_device(config: PretrainConfig) -> None:
 
 
 def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool = True) -> PretrainConfig:
-    """Configuration of a run of this model, not yet validated; rank 0 prints the flags taken from --load.
+    """Configuration of a run of this model, not yet validated; see `configuration_and_checkpoint`."""
+    return configuration_and_checkpoint(model, argv, console_outputs)[0]
 
-    Dimensions and neuron: flags first, then --config, then the checkpoint of --load. An evaluation and --finetune take
-    the preprocessing of samples in the same order.
 
+def configuration_and_checkpoint(
+    model: type[Model], argv: Sequence[str], console_outputs: bool = True
+) -> tuple[PretrainConfig, ChosenCheckpoint | None]:
+    """Configuration of a run, not yet validated, and the checkpoint of --load that completes it.
+
+    Dimensions and neuron: flags first, then --config, then the checkpoint. An evaluation and --finetune take the
+    preprocessing of samples in the same order. Rank 0 prints the flags taken from the checkpoint.
+
+    Returns:
+        the configuration; the checkpoint that the run will load, None without one that can be read.
     Raises:
         ConfigError, SystemExit: as `parse`.
     """
     flags = parse(run_config(model), argv, console_outputs, model.recipes())
-    checkpoint_values = _saved_values(model, flags)
+    checkpoint = _checkpoint_of(flags)
+    checkpoint_values = {} if checkpoint is None else _checkpoint_values(model, flags, checkpoint.metadata)
     if not checkpoint_values:
-        return flags
+        return flags, checkpoint
     config = parse(run_config(model), argv, console_outputs, model.recipes(), checkpoint_values)
     before = from_dict(run_config(model), {"model": checkpoint_values["model"]}).model.input_shape
     now = config.model.input_shape
@@ -159,24 +170,29 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
         taken += map(in_message, of_part)
     if taken and os.environ.get("RANK", "0") == "0":
         print(f"--load {in_message(flags.checkpoint.load)} gives {' '.join(taken)}")
-    return config
+    return config, checkpoint
 
 
-def _saved_values(model: type[Model], flags: PretrainConfig) -> Values:
-    """Values from the checkpoint of --load: dimensions, neuron and, for an evaluation or --finetune, preprocessing.
-
-    Empty without a checkpoint of this model that holds them. Loading reports a damaged checkpoint.
-    """
+def _checkpoint_of(flags: PretrainConfig) -> ChosenCheckpoint | None:
     options = flags.checkpoint
     if options.load is None or options.loads_weights:
-        return {}
+        return None
     try:
-        found = choose_checkpoint(Path(options.load), options.ckpt_step).metadata
-    except (CheckpointError, OSError):  # a folder that may not be read, a name that is too long
+        return choose_checkpoint(Path(options.load), options.ckpt_step)
+    # Also a folder that may not be read, and a name that is too long. The start of the run reports it, or does
+    # without --load.
+    except (CheckpointError, OSError):
+        return None
+
+
+def _checkpoint_values(model: type[Model], flags: PretrainConfig, saved: Metadata) -> Values:
+    """Values from a checkpoint: dimensions, neuron and, for an evaluation or --finetune, preprocessing.
+
+    Empty for another model, or without a configuration.
+    """
+    if saved.config is None or saved.model not in (None, model.name):
         return {}
-    if found.config is None or found.model not in (None, model.name):
-        return {}
-    values: dict[str, Any] = {part: found.config.get(part) for part in ("model", "neuron")}
-    if flags.training.evaluate_only or options.finetune:
-        values["data"] = samples_from(found.extra, flags.training.evaluate_only)
+    values: dict[str, Any] = {part: saved.config.get(part) for part in ("model", "neuron")}
+    if flags.training.evaluate_only or flags.checkpoint.finetune:
+        values["data"] = samples_from(saved.extra, flags.training.evaluate_only)
     return {} if refusal(from_dict, run_config(model), values) else values

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -127,41 +127,60 @@ def _load(
     path = chosen.path
     metadata = chosen.metadata
     left = frozenset(leave(metadata))
-    has_average = any(name.startswith(AVERAGE) for name in metadata.tensors)
-    takes_average = average and has_average
-    continues_average = state.averages is not None and has_average
-    source = of_average(metadata.tensors) if takes_average else metadata.tensors
+    if not any(name.startswith(AVERAGE) for name in metadata.tensors):
+        state = replace(state, averages=None)
+        average = False
+    source = of_average(metadata.tensors) if average else metadata.tensors
     saved = {name: described for name, described in source.items() if name not in left}
-
-    def examine() -> tuple[tuple[list[ShardedTensor], OptimizerStates], tuple[RankFit, list[str]]]:
-        problems = [*check(metadata), *optimizer_differences(metadata, kind_of(state.optimizer))]
-        if problems:
-            raise CheckpointError(*problems)
-        states = {} if state.optimizer is None else allocate(state.stepped, state.optimizer, saved)
-        entries = list(state.tensors)
-        if continues_average:
-            entries += state.averages or ()
-        entries += describe_states(state.stepped, states)
-        wanted = [entry for entry in entries if entry.name not in left]
-        fit = compare_tensors(saved, wanted, _used_names(saved, wanted, state))
-        # Checksums of large files take minutes: a rank that sees a misfit answers at once.
-        share = (0, 1) if group is None else (group.rank(), group.size())
-        damaged = [] if fit.problems else damage(path, metadata, *share)
-        return (wanted, states), (fit, damaged)
-
     title = f"the checkpoint {path} does not fit this run:"
+    examine = partial(_examine, chosen, saved, left, state, group, check)
     # Ranks agree twice: here before anything changes, and below after all have read.
     (wanted, states), reports = run_and_gather(group, examine, title)
-    ignored = (OPTIMIZER,) * (state.optimizer is None) + (AVERAGE,) * (state.averages is None)
-    require_fit(saved, [fit for fit, _ in reports], ignored, title)
+    ignored = []
+    if state.optimizer is None:
+        ignored.append(OPTIMIZER)
+    if state.averages is None:
+        ignored.append(AVERAGE)
+    require_fit(saved, [fit for fit, _ in reports], tuple(ignored), title)
     damaged = chain.from_iterable(problems for _, problems in reports)
     raise_problems(f"cannot load {path}:", damaged, DamagedError)
     run_on_all_ranks(group, lambda: read_boxes(path, saved, wanted), f"cannot load {path}:")
     if state.optimizer is not None:
         # Only now: a rank that failed to read has ended the call on all ranks.
         state.optimizer.state.update(states)
-    steps = averaged_steps(metadata) if continues_average or takes_average else None
+    steps = averaged_steps(metadata) if average or state.averages is not None else None
     return LoadedState(metadata.iteration, metadata.consumed_samples, metadata.extra, path, chosen.remarks, steps, left)
+
+
+def _examine(
+    chosen: ChosenCheckpoint,
+    saved: Mapping[str, SavedTensor],
+    left: Collection[str],
+    state: LocalState,
+    group: dist.ProcessGroup | None,
+    check: Callable[[Metadata], Iterable[str]],
+) -> tuple[tuple[list[ShardedTensor], OptimizerStates], tuple[RankFit, list[str]]]:
+    """Compares a checkpoint with this rank's state, and reads this rank's share of the files for damage.
+
+    Args:
+        saved: the checkpoint's tensors, without those `left` as they are.
+    Returns:
+        for this rank: tensors to load, and optimizer state without values; for all ranks: the fit, and damaged files.
+    Raises:
+        CheckpointError: `check` finds something, or another kind of optimizer.
+    """
+    problems = [*check(chosen.metadata), *optimizer_differences(chosen.metadata, kind_of(state.optimizer))]
+    if problems:
+        raise CheckpointError(*problems)
+    states = {} if state.optimizer is None else allocate(state.stepped, state.optimizer, saved)
+    entries = [*state.tensors, *(state.averages or ()), *describe_states(state.stepped, states)]
+    wanted = [entry for entry in entries if entry.name not in left]
+    fit = compare_tensors(saved, wanted, _used_names(saved, wanted, state))
+    if fit.problems:
+        # Checksums of large files take minutes: a rank that sees a misfit answers at once.
+        return (wanted, states), (fit, [])
+    share = (0, 1) if group is None else (group.rank(), group.size())
+    return (wanted, states), (fit, damage(chosen.path, chosen.metadata, *share))
 
 
 def _used_names(saved: Mapping[str, SavedTensor], wanted: Iterable[ShardedTensor], state: LocalState) -> set[str]:

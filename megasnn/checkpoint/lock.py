@@ -24,9 +24,9 @@ class FolderLock:
     """Held by a run's first rank, until `release` or the process ends.
 
     Args:
-        continues: the run loads a checkpoint from this folder.
+        continues: the run loads this folder's checkpoint and goes on from it.
     Attributes:
-        resumes: the folder holds this job's checkpoints from before a restart.
+        restarted: the folder holds this job's checkpoints from before a restart.
         notice: for the user; may be empty.
     Raises:
         CheckpointError: another run (named) holds the lock, the folder cannot be written, or it holds other runs'
@@ -58,18 +58,18 @@ class FolderLock:
         there = list_checkpoints(folder)
         # With a rendezvous of fixed addresses torchrun calls every job "none".
         is_own = bool(self._job) and job == self._job and (job != "none" or restarts > 0)
-        self.resumes = is_own and bool(there)
+        self.restarted = is_own and bool(there)
         # torchrun starts a refused job once more, and a job may end before it has loaded its checkpoint. Then nothing
         # here is its own: --load and --ckpt-step hold again.
-        self._write_note(self._job if self.resumes or not there else "")
-        if there and not self.resumes and not continues:
+        self._write_note(self._job if self.restarted or not there else "")
+        if there and not self.restarted and not continues:
             self.release()
             raise CheckpointError(
                 f"{folder} holds checkpoints up to iteration {there[-1]} that this run does not continue: give --load "
                 f"{folder}, or another folder to --save"
             )
-        if self.resumes:
-            notices.insert(0, f"the job was here before: it goes on from its own latest checkpoint in {folder}")
+        if self.restarted:
+            notices.insert(0, f"the job was restarted: it continues from its own latest checkpoint in {folder}")
         self.notice = "\n".join(notices)
 
     def adopt(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -40,26 +40,28 @@ FLAG_OF_AXIS: dict[Axis, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
+    """Number of ranks along each axis."""
+
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
 
-    @classmethod
-    def fit(cls, world_size: int, *, tp: int = 1, pp: int = 1, dp_shard: int = 1, cp: int = 1) -> Grid:
-        """Grid over `world_size` ranks; dp_replicate is the rest.
+    def over_ranks(self, world_size: int) -> Grid:
+        """The grid over `world_size` ranks: as many replicas as they can form.
 
-        Raises ValueError for a factor below 1, or a product that does not divide the world size.
+        Raises ValueError for a size below 1, or a product of the sizes that does not divide the world size.
         """
-        one = cls(pp=pp, dp_shard=dp_shard, cp=cp, tp=tp)
-        if min(world_size, pp, dp_shard, cp, tp) < 1 or world_size % one.world_size:
-            factors = " x ".join(f"{FLAG_OF_AXIS[axis]} {one.size(axis)}" for axis in AXES if axis != "dp_replicate")
+        sizes = {axis: self.size(axis) for axis in AXES if axis != "dp_replicate"}
+        of_replica = prod(sizes.values())
+        if min(world_size, *sizes.values()) < 1 or world_size % of_replica:
+            factors = " x ".join(f"{FLAG_OF_AXIS[axis]} {size}" for axis, size in sizes.items())
             raise ValueError(
-                f"world size {world_size} is no multiple of {one.world_size} = {factors}: change one of these or the "
+                f"world size {world_size} is no multiple of {of_replica} = {factors}: change one of these or the "
                 "number of ranks (torchrun --nnodes x --nproc-per-node)"
             )
-        return replace(one, dp_replicate=world_size // one.world_size)
+        return replace(self, dp_replicate=world_size // of_replica)
 
     @property
     def world_size(self) -> int:
@@ -124,9 +126,19 @@ def micro_batches_of(micro_batches: int, dp_size: int, dp_rank: int) -> range:
     return range(start, start + each + (dp_rank < extra))
 
 
-def micro_batch_counts(samples: int, micro_batch_size: int, replicas: int, windows: int = 1) -> tuple[int, ...]:
-    """Most and fewest micro-batches per replica; one number if equal. A window counts as one."""
+class MicroBatchCounts(NamedTuple):
+    """Micro-batches in a replica's step."""
+
+    most: int
+    fewest: int
+
+    @property
+    def distinct(self) -> tuple[int, ...]:
+        """The counts of a run's replicas, the larger one first."""
+        return (self.most,) if self.most == self.fewest else (self.most, self.fewest)
+
+
+def micro_batch_counts(samples: int, micro_batch_size: int, replicas: int, windows: int = 1) -> MicroBatchCounts:
+    """A window counts as one micro-batch."""
     count = -(-samples // min(micro_batch_size, samples))
-    most = windows * -(-count // replicas)
-    least = windows * (count // replicas)
-    return (most,) if most == least else (most, least)
+    return MicroBatchCounts(most=windows * -(-count // replicas), fewest=windows * (count // replicas))

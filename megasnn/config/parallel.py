@@ -8,6 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from megasnn.common.files import STRICT
+from megasnn.common.grid import Grid
 from megasnn.config.checks import Count, Positive, Size, refusal
 from megasnn.schedule.named import AUTO_SCHEDULE, SCHEDULES
 from megasnn.schedule.partition import parse_layout
@@ -49,6 +50,16 @@ class ParallelConfig:
     """Minutes a rank waits for another one before it gives up."""
     check_replicas_interval: Count = 200
     """Iterations between two checksum comparisons of replicas; saves compare, too; 0 never compares."""
+
+    @property
+    def grid(self) -> Grid:
+        """The ranks of one replica. The number of ranks gives the replicas: `Grid.over_ranks`."""
+        return Grid(
+            pp=self.pipeline_model_parallel_size,
+            dp_shard=self.weight_parallel_size,
+            cp=self.context_parallel_size,
+            tp=self.tensor_model_parallel_size,
+        )
 
     @property
     def chunks_per_rank(self) -> int | None:

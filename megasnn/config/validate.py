@@ -92,15 +92,8 @@ def _graph_problems(config: PretrainConfig) -> Iterator[str]:
 
 def _grid_problems(config: PretrainConfig, world_size: int) -> Iterator[str]:
     """Sizes incompatible with the number of ranks, replicas with no or unequal work, ranks without a sample."""
-    parallel = config.parallel
     try:
-        grid = Grid.fit(
-            world_size,
-            tp=parallel.tensor_model_parallel_size,
-            pp=parallel.pipeline_model_parallel_size,
-            dp_shard=parallel.weight_parallel_size,
-            cp=parallel.context_parallel_size,
-        )
+        grid = config.parallel.grid.over_ranks(world_size)
     except ValueError as error:
         yield str(error)
         return

@@ -1,6 +1,6 @@
 """A configuration as values (dictionaries, flags, JSON) and back.
 
-A checkpoint keeps two parts of it: the identity of the model, and the recipe, which a resumed run may change.
+A checkpoint keeps two parts of it: the identity of the model, and the recipe, which a run that continues may change.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def config_identity(config: PretrainConfig) -> Identity:
 
 
 def recipe(config: PretrainConfig) -> dict[str, object]:
-    """Values by flag with an effect on the update. A resumed run may change them."""
+    """Values by flag with an effect on the update. A run that continues may change them."""
     return {flag(name): getattr(getattr(config, part), name) for part, name in _recipe_fields(config)}
 
 

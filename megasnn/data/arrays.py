@@ -22,6 +22,7 @@ from megasnn.data.images import IMAGE_SUFFIXES, ImageFormat, open_image, orienta
 from megasnn.data.shards import split_name
 
 Arrays = Mapping[str, NDArray[Any]]
+_COUNTS = (np.uint8, np.uint16)
 
 
 class ArrayFile(NamedTuple):
@@ -79,9 +80,10 @@ class ArrayFormat(SampleFormat):
         else:
             values = read_array(files[array.ending])
         is_whole = array.dtype == "int"
-        kinds = "biu" if is_whole else "f"
+        # float32 holds every count of one or two bytes exactly.
+        fits = values.dtype.kind in "biu" if is_whole else values.dtype.kind == "f" or values.dtype in _COUNTS
         # Another shape or type means another model, not a broken sample: it is never skipped.
-        if values.shape != array.shape or values.dtype.kind not in kinds:
+        if values.shape != array.shape or not fits:
             raise FormatMismatch(
                 f"has {values.dtype} {list(values.shape)} in .{array.ending}, and {array.name!r} is {array.dtype} "
                 f"{list(array.shape)}"

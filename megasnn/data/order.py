@@ -1,7 +1,7 @@
 """Sample order: a function of seed, data size and position.
 
-Positions count samples from the start. Epoch e is positions [e·n, (e+1)·n), with its own permutation, so a run resumes
-anywhere without replaying. An epoch shorter than the data leaves out the end.
+Positions count samples from the start. Epoch e is positions [e·n, (e+1)·n), with its own permutation, so a run
+continues anywhere without replaying. An epoch shorter than the data leaves out the end.
 """
 
 from __future__ import annotations

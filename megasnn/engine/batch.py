@@ -271,7 +271,7 @@ class Batches:
                 f"(--context-parallel-size {self._samples.size}), and a norm of this model normalises by the batch in "
                 "evaluation, too: evaluate another number of samples, or change --micro-batch-size"
             )
-        missing = micro_batch_counts(batch.size, size, self._state.dp.size)[0] - len(batch.micro_batches)
+        missing = micro_batch_counts(batch.size, size, self._state.dp.size).most - len(batch.micro_batches)
         inputs = None
         if self._takes_images:
             inputs = {}

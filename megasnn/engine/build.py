@@ -12,7 +12,6 @@ from megasnn.augment.mixing import Mixing
 from megasnn.common.checks import error_context
 from megasnn.common.launcher import take_ranks
 from megasnn.config import ConfigError, PretrainConfig, validate
-from megasnn.config.checks import refusal
 from megasnn.config.training import PRECISIONS
 from megasnn.config.validate import cut_problems
 from megasnn.config.values import build_part, to_dict, with_keywords
@@ -24,7 +23,7 @@ from megasnn.layers.weight_grad import CastWeights
 from megasnn.models.build import building_problems, describe_model
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model, run_config
-from megasnn.optim.scales import learning_rate_scales
+from megasnn.optim.scales import scale_problems
 from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import Group, ParallelState
 from megasnn.pipeline.graphs import Capture, CudaCapture
@@ -82,13 +81,11 @@ def run_configuration(
 def model_problems(config: PretrainConfig) -> list[str]:
     """With layers, their learning rates, and an explicit cut."""
     parallel = config.parallel
-    tp = parallel.tensor_model_parallel_size
-    cp = parallel.context_parallel_size
-    problems = building_problems(config.model, config.neuron.spec, tp, cp, config.context_cut)
+    problems = building_problems(config.model, config.neuron.spec, parallel.grid, config.context_cut)
     if problems:
         return problems
     description = describe_model(config.model, config.neuron.spec)
-    problems += refusal(learning_rate_scales, config.optimizer, description)
+    problems += scale_problems(config.optimizer, description)
     return problems + cut_problems(parallel, [each.layer_group for each in description.layers])
 
 

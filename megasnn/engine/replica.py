@@ -75,7 +75,7 @@ def build_replica(
     owned = [buckets.owned_part(entry) for entry in tensors]
     ties = None
     if description.ties:
-        gradient = buckets.gradient
+        gradient = buckets.gradient_of_part
         ties = Ties(description, plan.bounds, schedules.placement, chunks, state.pp, state.device, gradient, local_part)
     # A parameter's slot in the norm is its place in this list, the same on every rank.
     names = [entry.name for entry in description.tensors if entry.is_parameter]

@@ -197,6 +197,8 @@ class _Graph:
             self.refuse("a convolution of signals")
         geometry = module
         if isinstance(module, ParallelConv):
+            if module.edges is not None:
+                self.refuse(f"padding_mode {module.padding_mode!r}, or padding that differs on two sides,")
             geometry = module.options.products.geometry
             if module.options.pool > 1:
                 x = self.average_pool(f"{name}.pool", x, module.options.pool)

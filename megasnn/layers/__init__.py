@@ -1,5 +1,6 @@
 """Sharded layers. Activations `[T, N, C_local, *space]` are cut by channel over ranks."""
 
+from megasnn.layers.apply import apply_layer as apply_layer
 from megasnn.layers.attention import SpikeDrivenAttention as SpikeDrivenAttention
 from megasnn.layers.attention import SpikingSelfAttention as SpikingSelfAttention
 from megasnn.layers.attention import TokenAttention as TokenAttention
@@ -21,7 +22,6 @@ from megasnn.layers.neuron import ParallelNeuron as ParallelNeuron
 from megasnn.layers.neuron import ParallelPLIF as ParallelPLIF
 from megasnn.layers.neuron import SpikingNeuron as SpikingNeuron
 from megasnn.layers.norm import ParallelBatchNorm as ParallelBatchNorm
-from megasnn.layers.plain.replicated import apply_layer as apply_layer
 from megasnn.layers.psn import ParallelPSN as ParallelPSN
 from megasnn.layers.psn import ParallelSlidingPSN as ParallelSlidingPSN
 from megasnn.layers.row_context import MaxPool as MaxPool

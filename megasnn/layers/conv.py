@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megasnn.kernels.convolution import Geometry, output_space, pooled_space
@@ -49,7 +50,7 @@ class ParallelConv(WeightedLayer):
     The dry run finds the input's content, packing (`megasnn.layers.shape_inference`) and sharding.
 
     Args:
-        kernel_size, stride, padding, dilation: as in torch, with zero padding.
+        kernel_size, stride, padding (also "same"), dilation, padding_mode: as in torch.
         dims: 2 for frames; 1 for signals, with a weight `[out, in, k]`. With kernel_size 1, dims=1 also accepts frames.
         style: "column" or "row" (see above); None for the cheaper one.
         blocks: equal output parts, each sharded separately (3 for fused q, k, v).
@@ -58,9 +59,11 @@ class ParallelConv(WeightedLayer):
         pooled_behind: a `MaxPool` follows.
         row_above: compute all rows for own max-pooled rows, for `split_row_above`.
         initialise, initialise_bias: fill the global tensors; default: torch's.
+    Attributes:
+        edges: padding left, right, above and below that the layer adds to its input; None if the product pads.
     Raises:
-        ValueError: channels or groups that ranks do not divide; an unknown style; in forward, values
-            that do not fit the packing.
+        ValueError: channels or groups that ranks do not divide; an unknown style or padding mode; a padding that
+            pooling or shared pixel rows do not allow; in forward, values that do not fit the packing.
     """
 
     multiplies_by_weight = True  # its only use of the weight: see megasnn.parallel.fsdp
@@ -75,10 +78,11 @@ class ParallelConv(WeightedLayer):
         initialise: Initialiser | None = None,
         style: Style | None = None,
         stride: _Size = 1,
-        padding: _Size = 0,
+        padding: _Size | str = 0,
         dilation: _Size = 1,
         groups: int = 1,
         bias: bool = False,
+        padding_mode: str = "zeros",
         dims: int = 2,
         blocks: int = 1,
         pool: int = 1,
@@ -99,10 +103,19 @@ class ParallelConv(WeightedLayer):
         shape = (out_channels, in_channels // groups, *kernel[:dims])
         default = uniform(torch.Size(shape[1:]).numel())
         local_groups = groups if groups == 1 else groups // group.size
+        dilations = along_each("dilation", dilation, dims)
+        sides = _padded_sides(padding, kernel, dilations, dims)
+        self.edges: list[int] | None = None
+        is_even = sides[0] == sides[1] and sides[2] == sides[3]
+        if padding_mode != "zeros" or not is_even:
+            # The product's kernels pad with zeros, equally on both sides. Other edges are added to the input.
+            _check_edges(padding_mode, sides, pool, context.row_group)
+            self.edges = sides
+            sides = [0, 0, 0, 0]
         geometry = Geometry(
             stride=along_each("stride", stride, dims),
-            padding=along_each("padding", padding, dims),
-            dilation=along_each("dilation", dilation, dims),
+            padding=(sides[2], sides[0]),
+            dilation=dilations,
             groups=local_groups,
         )
         if style == "row" and groups == 1:
@@ -119,6 +132,7 @@ class ParallelConv(WeightedLayer):
         self.out_channels = out_channels
         self.dims = dims
         self.groups = groups
+        self.padding_mode = padding_mode
         self._kernel = torch.Size(kernel)
         # `options.products` may have another geometry, without padding rows.
         self._geometry = geometry
@@ -146,6 +160,9 @@ class ParallelConv(WeightedLayer):
             bits = pack_bits(x) if holds_spikes else None
         if self.observer is not None:
             self.tell_observer(x)
+        if self.edges is not None:
+            x = self.with_edges(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+            bits = None  # The product packs the padded input.
         y = self.product(x, bits)
         if self.bias is None or not add_bias:
             return y
@@ -166,7 +183,8 @@ class ParallelConv(WeightedLayer):
                 f"a convolution of an unsharded input needs style='column' and groups=1: {self.in_channels} input and "
                 f"{self.out_channels} output channels, {self.groups} groups"
             )
-        pooled = pooled_space(x.shape[3:], self.options.pool)
+        padded = self.with_edges(x.flatten(0, 1))
+        pooled = pooled_space(padded.shape[2:], self.options.pool)
         space = output_space(pooled, self._kernel, self._geometry)
         if min(space) < 1:
             raise ValueError(f"an image of {[*x.shape[3:]]} pixels is too small for kernel_size {[*self._kernel]}")
@@ -190,6 +208,11 @@ class ParallelConv(WeightedLayer):
             geometry = replace(geometry, padding=(0, geometry.padding[1]))
         self.options = replace(self.options, products=replace(self.options.products, geometry=geometry))
 
+    def with_edges(self, images: Tensor) -> Tensor:
+        if self.edges is None:
+            return images
+        return F.pad(images, self.edges, "constant" if self.padding_mode == "zeros" else self.padding_mode)
+
     def own_outputs(self, images: Tensor) -> Tensor:
         has_row_above = self._row_above and self._rows is not None and self._rows.rank > 0
         return images[:, :, 1:] if has_row_above else images
@@ -211,6 +234,29 @@ def _check_channels(in_channels: int, out_channels: int, groups: int, size: int)
         )
     if out_channels % size:
         raise ValueError(f"out_channels {out_channels} does not divide by --tensor-model-parallel-size {size}")
+
+
+def _padded_sides(padding: _Size | str, kernel: Sequence[int], dilation: Sequence[int], dims: int) -> list[int]:
+    """Padding left, right, above and below, in the order of `torch.nn.functional.pad`."""
+    if isinstance(padding, str):
+        if padding != "same":
+            raise ValueError(f"padding must be numbers or 'same', got {padding!r}")
+        height, width = (step * (size - 1) for size, step in zip(kernel, dilation, strict=True))
+        # As in torch, an even kernel has one more row and column behind.
+        return [width // 2, width - width // 2, height // 2, height - height // 2]
+    height, width = along_each("padding", padding, dims)
+    return [width, width, height, height]
+
+
+def _check_edges(mode: str, sides: Sequence[int], pool: int, rows: Group | None) -> None:
+    modes = ("zeros", "reflect", "replicate", "circular")
+    if mode not in modes:
+        raise ValueError(f"padding_mode must be one of {', '.join(modes)}, got {mode!r}")
+    text = f"padding_mode {mode!r} with padding {[*sides]} (left, right, above, below)"
+    if pool > 1:
+        raise ValueError(f"{text} does not combine with pool={pool}: use padding_mode='zeros' or pool=1")
+    if rows is not None:
+        raise ValueError(f"{text} needs whole images: use --context-parallel-cut samples")
 
 
 def along_each(name: str, size: _Size, dims: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from megasnn.layers.plain.layer_call import LayerCall
+from megasnn.layers.layer_call import LayerCall
 from megasnn.parallel.sharding import Shard
 
 # No base class: torch's and the user's modules have facts too. `copy.deepcopy` copies a plain attribute, so a copied

@@ -11,8 +11,15 @@ from torch import Tensor, nn
 
 from megasnn.parallel.sharding import Initialiser
 
-ModuleInitialiser = Callable[[nn.Module], None]
-"""Sets the values of a module."""
+ModuleInitialiser = Callable[[nn.Module, str], object]
+"""Sets a module's values. The second argument is its path in the model, as in its tensors' names."""
+
+
+def below(path: str, initialise: ModuleInitialiser | None) -> ModuleInitialiser | None:
+    """The same function for modules inside the one at `path`, called with paths from there on."""
+    if initialise is None:
+        return None
+    return lambda module, inner: initialise(module, f"{path}.{inner}" if inner else path)
 
 
 def constant(value: float) -> Initialiser:

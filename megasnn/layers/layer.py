@@ -22,7 +22,7 @@ class Layer:
         name: unique global name, the prefix of its parameters' names.
         module: maps the inputs to a tensor, or a tuple or dict of tensors.
         layer_group: layers with this name stay together in explicit layouts ("patch_embed", "blocks.0").
-        initialise: sets a plain module's initial values, after `reset_parameters`.
+        initialise: sets modules' initial values, after their own initialisation.
         takes: input layers' names; empty for the layer before.
         is_sharded: the module comes from `megasnn.shard`, which copies it.
     """
@@ -66,23 +66,32 @@ def require_module(receiver: str, module: object) -> nn.Module:
     return module
 
 
-def require_initialiser(receiver: str, initialise: object) -> None:
-    """Raises ValueError unless `initialise` is a function of one module, or None."""
-    if initialise is None or _accepts_one_module(initialise):
-        return
-    raise ValueError(f"{receiver}: initialise={initialise!r} must be a function of one module")
+def module_initialiser(receiver: str, initialise: Any) -> ModuleInitialiser | None:
+    """A user's function of a module, or of a module and its path, as a function of both.
 
-
-def _accepts_one_module(function: object) -> bool:
-    if not callable(function):
-        return False
+    Raises ValueError for anything else but None.
+    """
+    if initialise is None:
+        return None
+    refusal = f"{receiver}: initialise={initialise!r} must be a function of a module, or of a module and its path"
+    if not callable(initialise):
+        raise ValueError(refusal)
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(initialise)
     except ValueError:
         # Python knows no signature of some builtins.
-        return True
+        return lambda module, path: initialise(module)
+    # A second argument that has a default is an option of the function, and no path.
+    if _accepts(signature, "a module"):
+        return lambda module, path: initialise(module)
+    if _accepts(signature, "a module", "its path"):
+        return initialise
+    raise ValueError(refusal)
+
+
+def _accepts(signature: inspect.Signature, *arguments: str) -> bool:
     try:
-        signature.bind(nn.Identity())
+        signature.bind(*arguments)
     except TypeError:
         return False
     return True
@@ -93,7 +102,7 @@ def layer(
     module: nn.Module | LayerSource | Callable[..., Any],
     *,
     layer_group: str | None = None,
-    initialise: ModuleInitialiser | None = None,
+    initialise: Callable[..., object] | None = None,
     takes: Sequence[str] | None = None,
 ) -> Layer:
     """Makes a layer; see `Layer`.
@@ -101,12 +110,14 @@ def layer(
     Args:
         module: a module, `megasnn.shard(...)`, or a function: `layer("add", torch.add, takes=("a", "b"))`. Functions
             need --context-parallel-cut samples.
+        initialise: a function of a module, or of a module and its path in the model. It is called once for each tensor,
+            with the module that has it, after the module's own initialisation. It sets that module's tensors.
         layer_group: default: the layer's name.
         takes: one name or several.
     Raises:
-        ValueError: empty `takes`; `initialise` beside `megasnn.shard`, or no function of one module; another type.
+        ValueError: empty `takes`; `initialise` beside `megasnn.shard`, or no function of a module; another type.
     """
-    require_initialiser(name, initialise)
+    initialiser = module_initialiser(name, initialise)
     candidate: Any = module
     is_sharded = isinstance(candidate, LayerSource)
     if inspect.isroutine(candidate) or isinstance(candidate, partial):
@@ -114,7 +125,7 @@ def layer(
     elif is_sharded:
         if initialise is not None:
             raise ValueError(f"{name}: give initialise=... to megasnn.shard, not to layer")
-        initialise = candidate.initialise
+        initialiser = candidate.initialise
         try:
             candidate = candidate.give()
         except ValueError as error:
@@ -123,4 +134,4 @@ def layer(
         raise ValueError(f"{name}: takes={takes!r} names no layer; leave it out to take the layer before")
     names = (takes,) if isinstance(takes, str) else tuple(takes or ())
     made = require_module(f"layer {name!r}", candidate)
-    return Layer(name, made, layer_group or name, initialise, names, is_sharded)
+    return Layer(name, made, layer_group or name, initialiser, names, is_sharded)

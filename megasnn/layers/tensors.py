@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -11,7 +14,8 @@ from torch import Tensor, nn
 from megasnn.common.grid import FLAG_OF_AXIS
 from megasnn.common.random import keyed_generator
 from megasnn.layers.facts import facts
-from megasnn.parallel.sharding import Shard, ShardedTensor
+from megasnn.layers.init import ModuleInitialiser
+from megasnn.parallel.sharding import Initialiser, Shard, ShardedTensor
 
 
 def declare(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype, is_parameter: bool = True) -> None:
@@ -22,6 +26,46 @@ def declare(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype, is_p
     else:
         module.register_buffer(name, tensor)
     facts(module).shards[name] = shard
+
+
+def initialise_further(layer: nn.Module, path: str, initialise: ModuleInitialiser) -> None:
+    """Calls a user's function after the initialisers of a layer's tensors.
+
+    The function receives a module's copy with global tensors and without submodules.
+
+    Args:
+        path: the layer's global name.
+    """
+    for inner, module in layer.named_modules(prefix=path):
+        shards = facts(module).shards
+        for name, shard in shards.items():
+            assert shard.initialise is not None, f"{inner}.{name}"
+            further = partial(_further_values, module, inner, name, initialise, shard.initialise)
+            shards[name] = replace(shard, initialise=further)
+
+
+def _further_values(
+    module: nn.Module,
+    path: str,
+    name: str,
+    initialise: ModuleInitialiser,
+    first: Initialiser,
+    full: Tensor,
+    generator: torch.Generator,
+) -> None:
+    first(full, generator)
+    # Shapes of a rank's own part would give other values on every layout.
+    copied = copy.copy(module)
+    tensors: dict[str, Tensor] = {}
+    for each, shard in facts(module).shards.items():
+        tensors[each] = full if each == name else torch.empty(shard.global_shape, dtype=full.dtype, device="meta")
+    copied._parameters = {each: nn.Parameter(tensors[each], False) for each in module._parameters if each in tensors}
+    copied._buffers = {each: tensors[each] for each in module._buffers if each in tensors}
+    copied._modules = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator.initial_seed())
+        initialise(copied, path)
+    full.copy_(getattr(copied, name))
 
 
 def tie(module: nn.Module, name: str, owner_name: str, owner: nn.Module, name_there: str) -> None:

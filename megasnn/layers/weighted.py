@@ -126,10 +126,17 @@ class WeightedLayer(nn.Module):
         out_channels, _, *sides = facts(self).shards["weight"].global_shape
         kernel = torch.ones((1, 1, *sides, *[1] * (2 - len(sides))), dtype=torch.float64)
         geometry = replace(self.options.products.geometry, groups=1)
-        per_channel = times_used(lambda image: self.own_outputs(convolve(image, kernel, geometry)), space)
-        used = per_channel * (out_channels // self.groups)
+
+        def product(image: Tensor) -> Tensor:
+            return self.own_outputs(convolve(self.with_edges(image), kernel, geometry))
+
+        used = times_used(product, space) * (out_channels // self.groups)
         # All ranks observe a whole input, and the counts of the ranks are added.
         return used / self.options.group.size if self.options.communication is Communication.WHOLE_INPUT else used
+
+    def with_edges(self, images: Tensor) -> Tensor:
+        """Input images, padded where the product's kernels do not pad."""
+        return images
 
     def own_outputs(self, images: Tensor) -> Tensor:
         """Without rows that another rank computes too."""

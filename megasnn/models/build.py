@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from torch import nn
 from megasnn.common.bundle import Bundle, entries_of, logits_of
 from megasnn.common.grid import ContextCut, Grid
 from megasnn.kernels import NeuronSpec
+from megasnn.layers.apply import make_whole
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.init import tensors_of
 from megasnn.layers.layer import Layer
@@ -19,8 +20,8 @@ from megasnn.layers.plain.by_channel import ChannelWatch, cuts_by_shape, may_be_
 from megasnn.layers.plain.initial_values import without_memory
 from megasnn.layers.plain.network import convert_network, why_whole
 from megasnn.layers.plain.refusals import is_plain, refuse_mixed_rows, require_supported
-from megasnn.layers.plain.replicated import make_whole, plain_layer
-from megasnn.layers.tensors import described_tensors, sharded_tensors
+from megasnn.layers.plain.replicated import plain_layer
+from megasnn.layers.tensors import described_tensors, initialise_further, sharded_tensors
 from megasnn.models.description import (
     DRY_SAMPLES,
     Built,
@@ -50,8 +51,8 @@ def describe_model(model: Model, neuron: NeuronSpec | None = None) -> ModelDescr
 
 @lru_cache(maxsize=8)
 def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
-    one = build(model, neuron, BuildContext())
-    named = [(each.name, each.module) for each in one]
+    layers = build(model, neuron, BuildContext())
+    named = [(layer.name, layer.module) for layer in layers]
     neurons: set[NeuronSpec] = set()
     for _, layer in named:
         for module in layer.modules():
@@ -59,9 +60,9 @@ def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
             if isinstance(spec, NeuronSpec):
                 neurons.add(spec)
     return ModelDescription(
-        layers=tuple(map(_layer_description, one)),
-        task=task_of(model).tried(one[-1].output),
-        build=lambda context: build(model, neuron, context, one),
+        layers=tuple(map(_layer_description, layers)),
+        task=task_of(model).tried(layers[-1].output),
+        build=lambda context: build(model, neuron, context, layers),
         ties=tuple(_ties(named)),
         tensors=tuple(sharded_tensors(named)),
         neurons=frozenset(neurons),
@@ -106,13 +107,12 @@ def _no_metrics(output: object, target: object) -> dict[str, Any]:
 
 
 def building_problems(
-    model: Model, neuron: NeuronSpec, tensor_parallel: int, context_parallel: int = 1, cut: ContextCut = "samples"
+    model: Model, neuron: NeuronSpec, grid: Grid | None = None, cut: ContextCut = "samples"
 ) -> list[str]:
-    """Why the first rank cannot build a model at these sizes; empty if it can."""
+    """Why the first rank cannot build a model on a grid, by default of one rank; empty if it can."""
     try:
         described = describe_model(model, neuron)
-        grid = Grid(tp=tensor_parallel, cp=context_parallel)
-        if grid.world_size > 1:
+        if grid is not None and grid.tp * grid.cp > 1:
             described.build(BuildContext(ParallelState.without_process_groups(grid), cut=cut))
     except ValueError as error:
         return [f"{model.name}: {error}"]
@@ -130,43 +130,46 @@ class _Output(NamedTuple):
     cuts: Sequence[bool]
 
 
-def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence[Built] | None = None) -> list[Built]:
+def build(
+    model: Model, neuron: NeuronSpec, context: BuildContext, single_rank_layers: Sequence[Built] | None = None
+) -> list[Built]:
     """Builds all layers for a rank, without memory, and runs each on the meta device.
 
     Args:
-        one: a single rank's layers, to compare shapes with; None to build them.
+        single_rank_layers: a single rank's layers, to compare shapes with; None to build them.
     Raises:
         ValueError: names a layer that cannot be computed alike on this layout.
     """
     context = replace(context, neuron=neuron, time_steps=model.time_steps)
     layers, ties = _separated(model, context)
-    if one is not None:
-        _refuse_made_before(one, layers)
+    if single_rank_layers is not None:
+        _refuse_made_before(single_rank_layers, layers)
     # A layer that cannot be cut is made a second time, for one rank.
     whole_layers = cache(lambda: _separated(model, context.replicated())[0])
     task = task_of(model)
     outputs: dict[int, _Output] = {}
-    for number, spec in enumerate(task.inputs.values()):
+    for number, name in task.input_names.items():
+        spec = task.inputs[name]
         frames = spec.frames(spec.empty(DRY_SAMPLES, context.numerics.compute_dtype))
-        outputs[-1 - number] = _Output(frames, [False])
+        outputs[number] = _Output(frames, [False])
     built: list[Built] = []
-    for number, sources in enumerate(_inputs_of(layers, [*task.inputs])):
-        each = layers[number]
+    for number, sources in enumerate(_sources_of(layers, task.input_names)):
+        layer = layers[number]
         inputs = [outputs[source] for source in sources]
-        is_last = each is layers[-1]
-        of_one = None if one is None else one[number].output
-        found = None
+        is_last = layer is layers[-1]
+        whole_output = None if single_rank_layers is None else single_rank_layers[number].output
+        built_layer = None
         if context.tp.size > 1:
-            found = _try_to_cut(each, context, sources, inputs)
-        if found is not None and is_last and any(cuts_by_shape(found.output, of_one)):
+            built_layer = _try_to_cut(layer, context, sources, inputs)
+        if built_layer is not None and is_last and any(cuts_by_shape(built_layer.output, whole_output)):
             # The loss takes whole logits.
-            found = None
-        if found is None:
+            built_layer = None
+        if built_layer is None:
             if context.tp.size > 1:
-                each = whole_layers()[number]
-            found = _build_whole(each, context, sources, inputs, is_last, counts=one is None)
-        outputs[number] = _Output(found.output, cuts_by_shape(found.output, of_one))
-        built.append(found)
+                layer = whole_layers()[number]
+            built_layer = _build_whole(layer, context, sources, inputs, is_last, counts=single_rank_layers is None)
+        outputs[number] = _Output(built_layer.output, cuts_by_shape(built_layer.output, whole_output))
+        built.append(built_layer)
     tie_all(built, ties)
     if task.classes:
         _require_logits(model, built[-1])
@@ -182,12 +185,12 @@ def _yielded(model: Model) -> list[Layer]:
     """Raises ValueError for no layers, two with one name, and sizes that do not fit."""
     layers: dict[str, Layer] = {}
     try:
-        for each in model.layers():
-            if not isinstance(each, Layer):
-                raise ValueError(f'`layers` yields {each!r}; yield megasnn.layer("a name", module)')
-            if each.name in layers:
-                raise ValueError(f"two layers of {model.name} have the name {each.name!r}; a name is for one layer")
-            layers[each.name] = each
+        for layer in model.layers():
+            if not isinstance(layer, Layer):
+                raise ValueError(f'`layers` yields {layer!r}; yield megasnn.layer("a name", module)')
+            if layer.name in layers:
+                raise ValueError(f"two layers of {model.name} have the name {layer.name!r}; a name is for one layer")
+            layers[layer.name] = layer
     except (ValueError, RuntimeError, ArithmeticError) as error:
         # torch raises the last two for sizes out of bounds.
         where = f"the layer behind {[*layers][-1]}" if layers else "the first layer"
@@ -197,66 +200,68 @@ def _yielded(model: Model) -> list[Layer]:
     return [*layers.values()]
 
 
-def _refuse_made_before(one: Sequence[Built], layers: Sequence[Layer]) -> None:
+def _refuse_made_before(single_rank_layers: Sequence[Built], layers: Sequence[Layer]) -> None:
     """Raises ValueError for modules shared with another build."""
     # A module made outside `layers` lacks this rank's flags, and two builds would share its tensors.
     before: set[nn.Module] = set()
-    for built in one:
+    for built in single_rank_layers:
         before.update(module for module in built.module.modules() if has_state(module))
-    for each in layers:
-        if not before.isdisjoint(each.module.modules()):
-            raise ValueError(f"{each.name}: made outside `layers`; make every module where it is yielded")
+    for layer in layers:
+        if not before.isdisjoint(layer.module.modules()):
+            raise ValueError(f"{layer.name}: made outside `layers`; make every module where it is yielded")
 
 
-def _inputs_of(layers: Sequence[Layer], inputs: Sequence[str]) -> list[tuple[int, ...]]:
-    """By layer, its sources' numbers; -1, -2 and so on are the model's inputs.
+def _sources_of(layers: Sequence[Layer], input_names: Mapping[int, str]) -> list[tuple[int, ...]]:
+    """By layer, its sources' numbers.
 
+    Args:
+        input_names: see `Task.input_names`.
     Raises:
         ValueError: an unknown or ambiguous name, or an unused output or input.
     """
-    numbers = {name: -1 - number for number, name in enumerate(inputs)}
-    found: list[tuple[int, ...]] = []
+    numbers = {name: number for number, name in input_names.items()}
+    sources_of_layers: list[tuple[int, ...]] = []
     # The loss takes the last layer's output.
     used = {len(layers) - 1}
-    for number, each in enumerate(layers):
-        for name in each.takes:
+    for number, layer in enumerate(layers):
+        for name in layer.takes:
             if name not in numbers:
-                raise ValueError(f"{each.name} takes {name!r}; inputs and earlier layers are {', '.join(numbers)}")
-        if each.name in inputs:
-            raise ValueError(f"the layer {each.name!r} has the name of an input; give it another one")
-        sources = tuple(numbers[name] for name in each.takes) or (number - 1,)
-        found.append(sources)
+                raise ValueError(f"{layer.name} takes {name!r}; inputs and earlier layers are {', '.join(numbers)}")
+        if layer.name in input_names.values():
+            raise ValueError(f"the layer {layer.name!r} has the name of an input; give it another one")
+        sources = tuple(numbers[name] for name in layer.takes) or (number - 1,)
+        sources_of_layers.append(sources)
         used.update(sources)
-        numbers[each.name] = number
+        numbers[layer.name] = number
     for name, number in numbers.items():
         if number not in used:
             raise ValueError(f"{name}: no later layer takes it; name it in `takes`, or leave it out")
-    return found
+    return sources_of_layers
 
 
 def _try_to_cut(
-    each: Layer, context: BuildContext, sources: tuple[int, ...], inputs: Sequence[_Output]
+    layer: Layer, context: BuildContext, sources: tuple[int, ...], inputs: Sequence[_Output]
 ) -> Built | None:
     """A layer for the rank's channels; None if it must be whole."""
-    has_tensors = next(tensors_of(each.module), None) is not None
-    if why_whole(each.module) if each.is_sharded else (is_plain(each.module) and has_tensors):
+    has_tensors = next(tensors_of(layer.module), None) is not None
+    if why_whole(layer.module) if layer.is_sharded else (is_plain(layer.module) and has_tensors):
         return None
     bundles = [x.bundle for x in inputs]
     takes_frames = len(sources) == 1 and sources[0] < 0
     try:
-        module = _made(each, context)
+        module = _made(layer, context)
         if not may_be_cut(module, bundles, _cuts(inputs), takes_frames):
             return None
         watch = ChannelWatch(module)
-        output = dry_run(each.name, module, bundles, watch)
+        output = dry_run(layer.name, module, bundles, watch)
     except ValueError:
         # Often a shape that does not divide. A real mistake is raised when the layer is built whole.
         return None
-    return None if watch.mixes else Built(each.name, each.layer_group, sources, module, output)
+    return None if watch.mixes else Built(layer.name, layer.layer_group, sources, module, output)
 
 
 def _build_whole(
-    each: Layer,
+    layer: Layer,
     context: BuildContext,
     sources: tuple[int, ...],
     inputs: Sequence[_Output],
@@ -264,20 +269,20 @@ def _build_whole(
     counts: bool,
 ) -> Built:
     """A layer that every tensor-parallel rank computes whole. `counts`: count its multiply-adds."""
-    module = _made(each, context.replicated())
+    module = _made(layer, context.replicated())
     if context.tp.size > 1:
         make_whole(module, context.tp, _cuts(inputs), is_last)
     counted: list[int] | None = [] if counts else None
-    output = dry_run(each.name, module, [x.bundle for x in inputs], counted=counted)
-    return Built(each.name, each.layer_group, sources, module, output, sum(counted or []))
+    output = dry_run(layer.name, module, [x.bundle for x in inputs], counted=counted)
+    return Built(layer.name, layer.layer_group, sources, module, output, sum(counted or []))
 
 
 def _cuts(inputs: Sequence[_Output]) -> list[bool]:
     return [cut for x in inputs for cut in x.cuts]
 
 
-def _made(each: Layer, context: BuildContext) -> nn.Module:
-    module = each.module
+def _made(layer: Layer, context: BuildContext) -> nn.Module:
+    module = layer.module
     parts: Iterator[Any] = module.modules()
     for part in parts:
         if getattr(part, "inplace", False) is True:
@@ -285,23 +290,24 @@ def _made(each: Layer, context: BuildContext) -> nn.Module:
             part.inplace = False
     with building(context), without_memory():
         try:
-            if each.is_sharded:
-                module = convert_network(each, context)
+            if layer.is_sharded:
+                module = convert_network(layer, context)
             elif is_plain(module):
-                module = plain_layer(module, each.name, context, each.initialise)
-            elif each.initialise is not None:
-                raise ValueError("initialise=... is for plain modules: give it to the sharded layers in this one")
+                module = plain_layer(module, layer.name, context, layer.initialise)
+            elif layer.initialise is not None:
+                require_supported(module, "inside")
+                initialise_further(module, layer.name, layer.initialise)
             else:
                 require_supported(module, "inside")
             refuse_mixed_rows(module, context)
         except (ValueError, RuntimeError) as error:
             # torch raises RuntimeError for modules without sizes.
-            raise ValueError(f"{each.name}: {error}") from error
+            raise ValueError(f"{layer.name}: {error}") from error
     return module
 
 
 def _require_logits(model: Model, last: Built) -> None:
     wanted = [model.time_steps, DRY_SAMPLES, model.num_classes]
-    found = list(logits_of(last.output).shape)
-    if found != wanted:
-        raise ValueError(f"{last.name} gives {found}, where logits are {wanted}: --time-steps, samples, --num-classes")
+    shape = list(logits_of(last.output).shape)
+    if shape != wanted:
+        raise ValueError(f"{last.name} gives {shape}, where logits are {wanted}: --time-steps, samples, --num-classes")

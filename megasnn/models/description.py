@@ -151,7 +151,7 @@ class ModelDescription:
         found = []
         for number in self.needed_from(stop):
             if number < 0:
-                name = [*self.task.inputs][-1 - number]
+                name = self.task.input_names[number]
                 found.append(Carried(number, None, Content.DENSE, f"the model's input {name}"))
                 continue
             layer = self.layers[number]

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megasnn.common.bundle import Bundle, entries_of, shapes_text
 from megasnn.layers import ParallelConv, ParallelLinear
+from megasnn.layers.apply import apply_layer, forget_state
 from megasnn.layers.facts import facts
 from megasnn.layers.plain.by_channel import ChannelWatch, is_of_libraries
-from megasnn.layers.plain.replicated import apply_layer, forget_state
 from megasnn.layers.shape_inference import MaxInference, RefuseRandom, mark_both, said_of_values
 from megasnn.models.description import DRY_SAMPLES
 

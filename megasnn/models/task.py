@@ -44,6 +44,11 @@ class Task:
     answer: ArraySpec = ArraySpec(())
 
     @property
+    def input_names(self) -> dict[int, str]:
+        """Input names by number: among a layer's sources the model's inputs are -1, -2 and so on."""
+        return {-1 - position: name for position, name in enumerate(self.inputs)}
+
+    @property
     def target_spec(self) -> ArraySpec:
         return self.inputs[self.target] if isinstance(self.target, str) else self.target
 

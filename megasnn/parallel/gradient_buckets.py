@@ -32,7 +32,8 @@ class Bucket:
         reduced: local gradients, replaced by the replicas' sum.
         zero_shards: the shards of this rank in ZeRO-1; None without.
         is_late: filled by the second part of split backwards: `GatheredWeights.multiplied`.
-        param_shards: owned shard, with the reduced gradient, by parameter and local shard.
+        local_parts: this rank's part of each parameter: its FSDP shard, or the whole parameter.
+        reduced_parts: the tensor that gets each parameter's reduced gradient: its ZeRO-1 shard, or the local part.
     """
 
     def __init__(
@@ -55,23 +56,21 @@ class Bucket:
         self.zero_shards: ParameterShards | None = None
         self.reduced = self.flat
         self.is_late = False
-        local: list[Tensor] = parameters
+        self.local_parts: list[Tensor] = parameters
         gradients = self.views
         if weights is not None:
             shards = [weights.shards[each] for each in parameters]
             self.fsdp_shards = ParameterShards(parameters, self.views, weights.scatter, shards)
             self.reduced = self.fsdp_shards.sum
             self.is_late = scattered and parameters[0] in weights.multiplied
-            local = list(shards)
+            self.local_parts = list(shards)
             gradients = self.fsdp_shards.sums
         if owners is not None:
-            self.zero_shards = ParameterShards(local, gradients, owners)
+            self.zero_shards = ParameterShards(self.local_parts, gradients, owners)
         self.shards_of_rank = [shards for shards in (self.fsdp_shards, self.zero_shards) if shards is not None]
-        self.param_shards: dict[Tensor, Tensor] = {}
-        if self.shards_of_rank:
-            last = self.shards_of_rank[-1].shards
-            self.param_shards.update(zip(parameters, last, strict=True))
-            self.param_shards.update(zip(local, last, strict=True))
+        self.reduced_parts: list[Tensor] = self.local_parts
+        if self.zero_shards is not None:
+            self.reduced_parts = list(self.zero_shards.shards)
         if scattered:
             self.free()
         if self.is_late:
@@ -149,10 +148,12 @@ class GradientBuckets:
                 buckets.append(Bucket(parameters, partial, owners, weights, scattered))
             self._by_segment[segment] = buckets
             self._buckets += buckets
-        self._shards: dict[Tensor, Tensor] = {}
+        self._reduced_of_parameter: dict[Tensor, Tensor] = {}
+        self._reduced_of_part: dict[Tensor, Tensor] = {}
         self._bucket_of: dict[Tensor, Bucket] = {}
         for bucket in self._buckets:
-            self._shards |= bucket.param_shards
+            self._reduced_of_parameter.update(zip(bucket.parameters, bucket.reduced_parts, strict=True))
+            self._reduced_of_part.update(zip(bucket.local_parts, bucket.reduced_parts, strict=True))
             self._bucket_of |= dict.fromkeys(bucket.parameters, bucket)
         # Python's garbage collector finds no cycle through a tensor's hooks: a hook with a strong reference to this
         # object would keep it, the weights and the gradients alive for ever.
@@ -216,15 +217,19 @@ class GradientBuckets:
             bucket.end()
 
     def owned_part(self, entry: ShardedTensor) -> ShardedTensor:
-        """This rank's owned shard, with its gradient; the whole tensor without owners."""
-        shard = self._shards.get(entry.tensor)
-        if shard is None or shard is entry.tensor:
+        """ZeRO-1's shard of a local part, with its gradient; without owners the local part."""
+        shard = self._reduced_of_part.get(entry.tensor, entry.tensor)
+        if shard is entry.tensor:
             return entry
         return replace(entry, tensor=shard, shard=entry.shard.by_rows("dp_replicate").by_rows("cp"))
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Reduced, for a parameter or its owned shard."""
-        return self._shards.get(parameter, parameter).grad
+        """A parameter's reduced gradient, on a rank with a shard the shard's."""
+        return self._reduced_of_parameter.get(parameter, parameter).grad
+
+    def gradient_of_part(self, part: Tensor) -> Tensor | None:
+        """The reduced gradient of a local part."""
+        return self._reduced_of_part.get(part, part).grad
 
     def all_gather_params(self) -> None:
         """Sends owned shards' values to all replicas. Collective."""

@@ -9,7 +9,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,8 +23,8 @@ from megasnn.parallel.faults import watch_ranks
 from megasnn.parallel_state import (
     ParallelState,
     destroy_model_parallel,
+    form_grid,
     get_parallel_state,
-    initialize_model_parallel,
     model_parallel_is_initialized,
 )
 
@@ -170,15 +169,9 @@ def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None
     if training.deterministic and not torch.cuda.is_initialized():
         # cuBLAS repeats its bits only with this setting, and reads it at the first product on a GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    sizes = {
-        "tp": parallel.tensor_model_parallel_size,
-        "pp": parallel.pipeline_model_parallel_size,
-        "dp_shard": parallel.weight_parallel_size,
-        "cp": parallel.context_parallel_size,
-    }
     if model_parallel_is_initialized():
         state = get_parallel_state()
-        asked = replace(state.grid, **sizes)
+        asked = parallel.grid.over_ranks(state.grid.world_size)
         if asked != state.grid:
             raise ValueError(f"the flags ask for the grid {asked}, but the ranks form {state.grid}: make them equal")
         set_precision(training, state.device)
@@ -186,9 +179,9 @@ def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None
     was_joined = dist.is_initialized()
     minutes = parallel.distributed_timeout_minutes
     with error_context("while joining the other ranks"):
-        device = start_process_group(parallel.device, minutes, stages=sizes["pp"])
+        device = start_process_group(parallel.device, minutes, stages=parallel.grid.pp)
         watch = watch_ranks()
-        state = initialize_model_parallel(**sizes, device=device, timeout=datetime.timedelta(minutes=minutes))
+        state = form_grid(parallel.grid, device, datetime.timedelta(minutes=minutes))
 
     def leave() -> None:
         atexit.unregister(leave)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from megasnn.common.bundle import Bundle, EntryKey, bundle_of, entries_of, map_entries
 from megasnn.common.checks import explained
+from megasnn.layers.apply import apply_layer
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.neuron import NeuronLayer
-from megasnn.layers.plain.replicated import apply_layer
 from megasnn.layers.row_context import own_pixel_rows
 from megasnn.layers.shape_inference import to_channels_last
 from megasnn.layers.tensors import described_tensors, materialise, sharded_tensors
@@ -62,6 +62,8 @@ class PipelineChunk(nn.Module):
         self._description = description
         self._span = span
         self._is_chain = description.is_chain
+        self._input_names = description.task.input_names
+        self._input_specs = description.task.inputs
         self._stateful: list[NeuronLayer | ParallelDropout] = []
         for module in self.layers.modules():
             if isinstance(module, (NeuronLayer, ParallelDropout)) and module.stateful:
@@ -110,12 +112,11 @@ class PipelineChunk(nn.Module):
         if not goes_on and self._stateful:
             self.forget()
         if not isinstance(x, list):
-            inputs = [*self._description.task.inputs.items()]
-            named_inputs = {inputs[0][0]: x} if isinstance(x, Tensor) else x
+            named_inputs = {self._input_names[-1]: x} if isinstance(x, Tensor) else x
             x = []
             for carried in self.receives:
-                name, spec = inputs[-1 - carried.layer]
-                frames = spec.frames(named_inputs[name])
+                name = self._input_names[carried.layer]
+                frames = self._input_specs[name].frames(named_inputs[name])
                 x.append(frames if self._rows is None else own_pixel_rows(frames, self._rows))
         if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
             y = self.graphs.apply(x, samples, micro_batch)

@@ -94,16 +94,18 @@ class Boundaries:
 
     def __init__(self, description: ModelDescription, context: BuildContext, built: Sequence[Built]) -> None:
         self._context = context
-        specs = description.task.inputs.values()
-        inputs = [each.frames(each.empty(DRY_SAMPLES, context.numerics.dtype)) for each in specs]
-        self._image_dims = inputs[0].ndim
         self._specs: dict[tuple[int, EntryKey], TensorSpec] = {}
         learns: dict[int, bool] = {}  # by number of the layer; -1, -2, ... are the inputs of the model
         by_rows: dict[int, bool] = {}  # images that context-parallel ranks divide by rows
-        for number, frames in enumerate(inputs):
-            learns[-1 - number] = False
-            by_rows[-1 - number] = True
-            self._add(-1 - number, None, TensorSpec(tuple(frames.shape), frames.dtype), True)
+        task = description.task
+        for number, name in task.input_names.items():
+            spec = task.inputs[name]
+            frames = spec.frames(spec.empty(DRY_SAMPLES, context.numerics.dtype))
+            if number == -1:
+                self._image_dims = frames.ndim
+            learns[number] = False
+            by_rows[number] = True
+            self._add(number, None, TensorSpec(tuple(frames.shape), frames.dtype), True)
         for number, (layer, described) in enumerate(zip(built, description.layers, strict=True)):
             has_gradient = any(tensor.requires_grad for tensor in tensors_of(layer.module))
             learns[number] = has_gradient or any(learns[source] for source in described.inputs)

@@ -97,11 +97,13 @@ def plan_pipeline(
     parallel = config.parallel
     state = context.state
     stages = state.pp.size
-    counts = micro_batch_counts(training.global_batch_size, training.micro_batch_size, state.dp.size, config.windows)
+    batch_size = training.global_batch_size
+    of_replicas = micro_batch_counts(batch_size, training.micro_batch_size, state.dp.size, config.windows)
+    counts = of_replicas.distinct
     if training.evaluate_only:
         # Evaluation stores no activations, and has no training steps with another number of micro-batches.
         parallel = replace(parallel, recompute=NEVER, memory_budget=None)
-        counts = counts[:1]
+        counts = (of_replicas.most,)
     bounds = None
     costs = None
     weights_of = None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megasnn.common.grid import ContextCut
+from megasnn.common.grid import ContextCut, Grid
 from megasnn.common.memory import keep_free_memory, processor_name, release_free_memory, resident_memory_mb
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError
@@ -59,7 +59,7 @@ def analyze(config: PretrainConfig, measure: bool = False) -> Analysis:
     Raises:
         ConfigError: one rank cannot build the model.
     """
-    wrong = config.model.problems(1) or building_problems(config.model, config.neuron.spec, 1)
+    wrong = config.model.problems(1) or building_problems(config.model, config.neuron.spec)
     if wrong:
         raise ConfigError(wrong)
     description = describe_model(config.model, config.neuron.spec)
@@ -175,7 +175,7 @@ def one_rank(config: PretrainConfig, on_cpu: bool) -> BuildContext:
 def _refusal(config: PretrainConfig, tensor: int, context: int, cut: ContextCut) -> str | None:
     """Why the model cannot be built at these sizes; None if it can."""
     wrong = config.model.problems(tensor)
-    wrong = wrong or building_problems(config.model, config.neuron.spec, tensor, context, cut)
+    wrong = wrong or building_problems(config.model, config.neuron.spec, Grid(tp=tensor, cp=context), cut)
     return wrong[0] if wrong else None
 
 

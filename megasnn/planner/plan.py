@@ -162,7 +162,7 @@ def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterato
     micro_batch = config.training.micro_batch_size
     replicas = layout.grid.replicas
     stages = layout.grid.pp
-    count = micro_batch_counts(batch, micro_batch, replicas)[0]
+    count = micro_batch_counts(batch, micro_batch, replicas).most
     if stages > 1 and count < 4 * stages:
         # The largest size that divides the batch and gives four micro-batches a stage.
         most = batch // (replicas * 4 * stages)

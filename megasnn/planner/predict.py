@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
 
-from megasnn.common.grid import micro_batch_counts
+from megasnn.common.grid import MicroBatchCounts, micro_batch_counts
 from megasnn.config import PretrainConfig
 from megasnn.config.training import PRECISIONS
 from megasnn.parallel.bucket_sizes import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES
@@ -182,9 +182,9 @@ class Predictor:
 
     def micro_batches(self, layout: Layout) -> int:
         """Largest number on a replica."""
-        return self._counts(layout)[0]
+        return self._counts(layout).most
 
-    def _counts(self, layout: Layout) -> tuple[int, ...]:
+    def _counts(self, layout: Layout) -> MicroBatchCounts:
         batch = self._config.training.global_batch_size
         return micro_batch_counts(batch, layout.micro_batch_size, layout.grid.replicas)
 
@@ -311,7 +311,7 @@ class Predictor:
         choice = plan_schedule(layout.schedule, layout.grid.pp, layout.chunks, count, costs_of)
         is_sharded = layout.grid.dp_shard > 1
         # Sharded replicas must gather in the same order, whatever their numbers of micro-batches.
-        counts = self._counts(layout) if is_sharded else (count,)
+        counts = self._counts(layout).distinct if is_sharded else (count,)
         choice = replace(choice, decided=tuple(map(choice.of_chunks, counts)))
         if layout.recompute != NEVER or is_sharded:
             choice = choice.in_segments(bounds, layout.recompute)

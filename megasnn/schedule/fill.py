@@ -96,14 +96,15 @@ class _Filling:
         chunks = order.segments
         self.ticks = ticks
         self.order = order
-        self.served: list[list[Action]] = [[] for _ in range(ranks)]  # actions done
-        self.left = [[*reversed(actions)] for actions in order.actions]  # actions to do, the next one last
-        self.free = [0] * ranks  # end of the last action
+        self.ranks = ranks
+        self.done: list[list[Action]] = [[] for _ in range(ranks)]  # actions done
+        self.remaining = [[*reversed(actions)] for actions in order.actions]  # actions to do, the next one last
+        self.free_at = [0] * ranks  # end of the last action
         self.waited = [0] * ranks  # in all
         self.bubble = [0] * ranks  # total wait since the first computation
         self.resident = [0] * ranks  # activations held, in chunk micro-batches
         # Limit on `resident`.
-        self.room = [math.floor(limit * ticks.placement.count(rank) + ROUNDING) for rank in range(ranks)]
+        self.capacity = [math.floor(limit * ticks.placement.count(rank) + ROUNDING) for rank in range(ranks)]
         self.pending: list[deque[Action]] = [deque() for _ in range(ranks)]  # weight gradients that can run
         # By kind and chunk, when unused inputs arrive.
         self.arrivals: dict[Kind, list[deque[int]]] = {
@@ -121,72 +122,74 @@ class _Filling:
         self.takers[FORWARD].append((chunks - 1, INPUT_GRADIENT))
         # By chunk, the shortest wait that its weight gradient fills.
         self.gaps = [math.ceil(gap * NEARLY * time) for time in ticks.times[WEIGHT_GRADIENT]]
-        # Next computation, on the heap too; NOT_KNOWN until its input arrives. A step is (start, is a weight gradient,
-        # rank) in one integer, from the highest bits to the lowest: a heap compares integers faster than tuples.
+        # Each rank's next computation, on the heap too (see `find_next`); NOT_KNOWN until its input arrives. A heap
+        # compares integers faster than tuples.
         self.steps = [NOT_KNOWN] * ranks
         self.heap: list[int] = []
-        self.rank_bits = ranks.bit_length()
 
     def run(self, longest: float, widest: float) -> Filled | None:
         """None if the orders block or miss the cutoff."""
-        bits = self.rank_bits
-        rank_mask = (1 << bits) - 1
+        ranks = self.ranks
         micro_batches = self.order.micro_batches
         work = [micro_batches * time for time in self.ticks.work]
-        for rank in range(self.order.ranks):
+        for rank in range(ranks):
             self.find_next(rank)
         while self.heap:
             step = heappop(self.heap)
-            rank = step & rank_mask
+            start_and_kind, rank = divmod(step, ranks)
             if step != self.steps[rank]:
                 continue  # outdated: an input has arrived since, and changed the rank's next computation
-            start = step >> bits + 1
-            wait = start - self.free[rank]
+            start, is_weight_gradient = divmod(start_and_kind, 2)
+            wait = start - self.free_at[rank]
             if wait > 0:
                 self.waited[rank] += wait
-                if self.served[rank]:
+                if self.done[rank]:
                     self.bubble[rank] += wait
                 # A rank never catches up on a wait: this bounds the makespan from below.
                 least = self.waited[rank] + work[rank]
                 if least > longest or (least == longest and self.bubble[rank] >= widest):
                     return None
-            is_weight_gradient = step >> bits & 1
-            action = self.pending[rank].popleft() if is_weight_gradient else self.left[rank].pop()
-            self.serve(rank, action, start)
+            action = self.pending[rank].popleft() if is_weight_gradient else self.remaining[rank].pop()
+            self.compute(rank, action, start)
         # Orders block where the limit lets no rank go on.
-        if sum(map(len, self.served)) < 3 * self.order.segments * micro_batches:
+        if sum(map(len, self.done)) < 3 * self.order.segments * micro_batches:
             return None
-        schedule = replace(self.order, actions=tuple(map(tuple, self.served)))
-        return Filled(schedule, max(self.free), max(self.bubble))
+        schedule = replace(self.order, actions=tuple(map(tuple, self.done)))
+        return Filled(schedule, max(self.free_at), max(self.bubble))
 
     def find_next(self, rank: int) -> None:
-        """Puts the next computation on the heap, if it is known."""
-        now = self.free[rank]
-        left = self.left[rank]
+        """Puts the next computation on the heap, if it is known.
+
+        A computation is one integer, (2 * start + is it a weight gradient) * ranks + rank: the earliest start comes
+        first, then forwards and input gradients, then the lowest rank.
+        """
+        now = self.free_at[rank]
+        remaining = self.remaining[rank]
         start = NOT_KNOWN
-        if left:
-            chunk, kind, _ = left[-1]
+        if remaining:
+            chunk, kind, _ = remaining[-1]
             arrived = self.arrivals[kind][chunk]
             # Only a forward takes memory. At the limit it waits until a weight gradient has freed some.
-            if arrived and (kind is not FORWARD or self.resident[rank] < self.room[rank]):
+            if arrived and (kind is not FORWARD or self.resident[rank] < self.capacity[rank]):
                 start = max(arrived[0], now)
         pending = self.pending[rank]
         # A weight gradient runs at once where nothing else is known, or where the wait is long enough.
         if pending and (start == NOT_KNOWN or start - now >= max(1, self.gaps[pending[0][0]])):
-            step = (2 * now + 1) << self.rank_bits | rank
+            step = (2 * now + 1) * self.ranks + rank
         elif start != NOT_KNOWN:
-            step = 2 * start << self.rank_bits | rank
+            step = 2 * start * self.ranks + rank
         else:
             step = NOT_KNOWN
         if step != self.steps[rank] and step != NOT_KNOWN:
             heappush(self.heap, step)
         self.steps[rank] = step
 
-    def serve(self, rank: int, action: Action, start: int) -> None:
+    def compute(self, rank: int, action: Action, start: int) -> None:
+        """Notes a computation and its result's arrival; finds the next computation of both ranks."""
         chunk, kind, m = action
         end = start + self.ticks.times[kind][chunk]
-        self.free[rank] = end
-        self.served[rank].append(action)
+        self.free_at[rank] = end
+        self.done[rank].append(action)
         self.steps[rank] = NOT_KNOWN
         if kind is WEIGHT_GRADIENT:
             self.resident[rank] -= 1
@@ -196,13 +199,19 @@ class _Filling:
                 self.resident[rank] += 1
             else:
                 self.pending[rank].append(Action(chunk, WEIGHT_GRADIENT, m))
-            taker = self.takers[kind][chunk]
-            if taker is not None:
-                taker_chunk, taker_kind = taker
-                arrived = self.arrivals[taker_kind][taker_chunk]
-                arrived.append(end + self.ticks.moved[kind][chunk])
-                other = self.ticks.placement[taker_chunk]
-                # Only a rank that has been waiting for this very input needs another look.
-                if other != rank and len(arrived) == 1 and self.left[other] and self.left[other][-1][:2] == taker:
-                    self.find_next(other)
+            self.deliver(rank, chunk, kind, end)
         self.find_next(rank)
+
+    def deliver(self, rank: int, chunk: int, kind: Kind, end: int) -> None:
+        """Sends a result to the computation that uses it."""
+        taker = self.takers[kind][chunk]
+        if taker is None:
+            return
+        taker_chunk, taker_kind = taker
+        arrived = self.arrivals[taker_kind][taker_chunk]
+        arrived.append(end + self.ticks.moved[kind][chunk])
+        receiver = self.ticks.placement[taker_chunk]
+        remaining = self.remaining[receiver]
+        # Only another rank that has been waiting for this very input needs another look.
+        if receiver != rank and len(arrived) == 1 and remaining and remaining[-1][:2] == taker:
+            self.find_next(receiver)

@@ -19,14 +19,14 @@ class RunOutline:
     Attributes:
         epoch_samples: training samples in an epoch.
         directory, log_directory: for TensorBoard and log.jsonl; None disables each.
-        resumed: (iteration, consumed samples) at the checkpoint.
+        continued: (iteration, consumed samples) at the checkpoint.
     """
 
     iterations: int
     epoch_samples: int
     directory: str | Path | None = None
     log_directory: str | Path | None = None
-    resumed: tuple[int, int] | None = None
+    continued: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -48,15 +48,15 @@ class Reporter:
         self.asked_to_stop = False
         self.multiply_adds = 0
         self._done = 0
-        resumed_iteration = None
-        if outline.resumed is not None:
-            self._done, _ = outline.resumed
-            resumed_iteration = self._done
+        continued_iteration = None
+        if outline.continued is not None:
+            self._done, _ = outline.continued
+            continued_iteration = self._done
         self._iteration = self._done
         if is_writer:
             self._callbacks = callbacks
             self._log = JsonLog(outline.log_directory)
-            self.board = TensorBoard(outline.directory, self.best_effort, resumed_iteration)
+            self.board = TensorBoard(outline.directory, self.best_effort, continued_iteration)
         else:
             self._callbacks = ()
             self._log = JsonLog(None)

@@ -70,11 +70,11 @@ class TensorBoard:
 
     Args:
         directory: None writes nothing.
-        resumed_iteration: hides later points.
+        continued_iteration: hides later points.
     """
 
     def __init__(
-        self, directory: str | Path | None, best_effort: BestEffort, resumed_iteration: int | None = None
+        self, directory: str | Path | None, best_effort: BestEffort, continued_iteration: int | None = None
     ) -> None:
         self._best_effort = best_effort
         self._name = f"writing TensorBoard's files in {directory}"
@@ -85,8 +85,8 @@ class TensorBoard:
         with best_effort(self._name):
             from torch.utils.tensorboard import SummaryWriter
 
-            # Points after the checkpoint are from steps that the resumed run repeats.
-            purge_step = None if resumed_iteration is None else resumed_iteration + 1
+            # Points after the checkpoint are from steps that the continuing run repeats.
+            purge_step = None if continued_iteration is None else continued_iteration + 1
             self._writer = SummaryWriter(str(directory), purge_step=purge_step)
         self._write(lambda writer: writer.add_custom_scalars(charts()))
         self.flush()

@@ -3,7 +3,7 @@
 main.py         the run as a program: ranks join, errors end all of them, exit status. signals.py: requests to stop
 loop.py         iterations, exit conditions, evaluation
 data.py         training and validation samples, and the length of the run
-start.py        which checkpoint it starts from. resume.py: loads it. saving.py: the checkpoints it saves
+start.py        which checkpoint it starts from. loading.py: loads it. saving.py: the checkpoints it saves
 startup_log.py  lines before the first step. memory.py: the forecast of memory
 metrics.py      spikes, time and traffic, pictures and traces. operations.py: synaptic operations of an evaluation
 """

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
+from megasnn.checkpoint.folder import ChosenCheckpoint
 from megasnn.common.checks import error_context
 from megasnn.common.memory import memory_scalars
 from megasnn.config import PretrainConfig
@@ -21,10 +22,10 @@ from megasnn.telemetry.callback import Callback
 from megasnn.telemetry.records import RunOutline
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.data import RunData
+from megasnn.training.loading import load_start
 from megasnn.training.memory import announce, compare, forecast_memory
 from megasnn.training.metrics import Metrics, Pictures, StepTrace
 from megasnn.training.operations import Operations
-from megasnn.training.resume import load_start
 from megasnn.training.saving import Saves
 from megasnn.training.signals import StopSignals
 from megasnn.training.start import agree_on_start
@@ -40,6 +41,7 @@ class TrainingRun:
     Args:
         stop: signals that ask the run to end.
         callbacks: called on the first rank.
+        checkpoint: as for `agree_on_start`.
 
     Attributes:
         saves_succeeded: False when the last checkpoint could not be written.
@@ -52,6 +54,7 @@ class TrainingRun:
         state: ParallelState,
         stop: StopSignals | None = None,
         callbacks: Sequence[Callback] = (),
+        checkpoint: ChosenCheckpoint | None = None,
     ) -> None:
         self.config = config
         self.state = state
@@ -63,7 +66,7 @@ class TrainingRun:
         self._skipped_samples = 0
         self._skipped_steps = 0  # since the last save
         self._skipped_in_a_row = 0
-        start, lock = agree_on_start(config, state)
+        start, lock = agree_on_start(config, state, checkpoint)
         with ExitStack() as undo:
             if lock is not None:
                 undo.callback(lock.release)
@@ -90,13 +93,13 @@ class TrainingRun:
     def _outline(self) -> RunOutline:
         iteration = self.engine.iteration
         # An evaluation alone has no iterations: it neither continues the log of a training nor removes lines of it.
-        resumes = iteration > 0 and self.iterations > 0
+        continues = iteration > 0 and self.iterations > 0
         return RunOutline(
             self.iterations,
             self.data.length.epoch_samples,
             self.config.logging.tensorboard_dir,
             log_folder(self.config),
-            (iteration, self.engine.consumed_samples) if resumes else None,
+            (iteration, self.engine.consumed_samples) if continues else None,
         )
 
     def _introduce_start(self, averaged: bool, notices: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from megasnn.checkpoint.folder import ChosenCheckpoint
 from megasnn.common.checks import error_context
 from megasnn.common.files import CheckpointError
 from megasnn.config import PretrainConfig
@@ -30,7 +31,7 @@ MISTAKES = (ValueError, OSError, CheckpointError, ReplicaError)
 """Errors of flags, data and files. Their message says what to change: no traceback is shown."""
 
 
-def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
+def run(config: PretrainConfig, callbacks: Sequence[Callback] = (), checkpoint: ChosenCheckpoint | None = None) -> int:
     """Runs a whole training; errors go to standard error, or to torchrun.
 
     Returns:
@@ -45,9 +46,10 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
     Args:
         config: validated (megasnn.config.validate).
         callbacks: called on the first rank.
+        checkpoint: of --load, if it has been chosen already. The first rank's counts.
     """
     try:
-        return _recorded(config, callbacks) or 0
+        return _recorded(config, callbacks, checkpoint) or 0
     except KeyboardInterrupt:
         sys.stderr.write("interrupted while starting\n")
         status = INTERRUPTED
@@ -62,9 +64,9 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
 
 
 @record
-def _recorded(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
+def _recorded(config: PretrainConfig, callbacks: Sequence[Callback], checkpoint: ChosenCheckpoint | None) -> int:
     try:
-        return _train(config, callbacks)
+        return _train(config, callbacks, checkpoint)
     except Exception as error:
         # `record` writes the first failing rank's error for torchrun, and no later ones.
         if not claim_fault(error):
@@ -74,7 +76,7 @@ def _recorded(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
         raise
 
 
-def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
+def _train(config: PretrainConfig, callbacks: Sequence[Callback], checkpoint: ChosenCheckpoint | None) -> int:
     """Joins, builds, loads, trains, evaluates, saves; returns the exit status."""
     state, leave = join_ranks(config)
     stage = f"pipeline stage {state.pp.rank}"
@@ -83,7 +85,7 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
     handlers = ExitStack()
     try:
         with error_context(f"on {stage}"):
-            run = TrainingRun(config, state, stop, callbacks)
+            run = TrainingRun(config, state, stop, callbacks, checkpoint)
         handlers.enter_context(stop)
         with error_context(lambda: f"on {stage}, after iteration {run.engine.iteration}"):
             try:

@@ -7,14 +7,14 @@ import platform
 import secrets
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megasnn.checkpoint.folder import ChosenCheckpoint, choose_checkpoint, list_checkpoints, resolve
 from megasnn.checkpoint.lock import FolderLock
 from megasnn.common.checks import error_context
 from megasnn.common.files import CheckpointError, NoCheckpointError
-from megasnn.config import PretrainConfig
+from megasnn.config import CheckpointConfig, PretrainConfig
 from megasnn.parallel.agreement import broadcast_result, run_on_all_ranks
 from megasnn.parallel_state import ParallelState
 
@@ -40,9 +40,13 @@ class Start:
 
 
 @error_context("while deciding where the run starts")
-def agree_on_start(config: PretrainConfig, state: ParallelState) -> tuple[Start, FolderLock | None]:
+def agree_on_start(
+    config: PretrainConfig, state: ParallelState, checkpoint: ChosenCheckpoint | None = None
+) -> tuple[Start, FolderLock | None]:
     """Decides the start on the first rank, before anything is built. Collective.
 
+    Args:
+        checkpoint: of --load, if it has been chosen already; the first rank's counts.
     Returns:
         the start; the --save folder's lock, on the first rank of a run that saves.
     Raises:
@@ -52,7 +56,7 @@ def agree_on_start(config: PretrainConfig, state: ParallelState) -> tuple[Start,
 
     def decide() -> Start:
         nonlocal lock
-        start, lock = decide_start(config)
+        start, lock = decide_start(config, checkpoint)
         return start
 
     start = broadcast_result(state.world.handle, decide)
@@ -66,9 +70,11 @@ def agree_on_start(config: PretrainConfig, state: ParallelState) -> tuple[Start,
     return start, lock
 
 
-def decide_start(config: PretrainConfig) -> tuple[Start, FolderLock | None]:
-    """Claims the --save folder, and chooses the checkpoint to load.
+def decide_start(config: PretrainConfig, checkpoint: ChosenCheckpoint | None) -> tuple[Start, FolderLock | None]:
+    """Claims the --save folder, and decides which checkpoint to load.
 
+    Args:
+        checkpoint: of --load, if it has been chosen already.
     Returns:
         the start; the --save folder's lock, None where nothing is saved.
     Raises:
@@ -76,17 +82,21 @@ def decide_start(config: PretrainConfig) -> tuple[Start, FolderLock | None]:
             checkpoints that this run does not continue.
     """
     options = config.checkpoint
-    loads = bool(options.load) and not options.loads_weights
+    must_load = bool(options.load) and not options.loads_weights and not options.may_begin_anew
+    may_be_restarted = bool(options.save and list_checkpoints(options.save))
     # A restarted job has checkpoints in --save and needs none in --load. Any other --load is checked before --save is
     # made, so that a mistyped one leaves nothing behind.
-    if loads and not options.may_begin_anew and not (options.save and list_checkpoints(options.save)):
+    if must_load and checkpoint is None and not may_be_restarted:
         resolve(Path(str(options.load)), options.ckpt_step)
     if not options.save or config.training.evaluate_only:
-        return _choose(config, restarted=False), None
+        return _start_from_load(options, checkpoint), None
     folder = Path(options.save)
     lock = FolderLock(folder, continues=options.saves_where_it_loads and not options.finetune)
     try:
-        start = _choose(config, lock.resumes)
+        if lock.restarted:
+            start = Start(choose_checkpoint(folder, None), restarted=True)
+        else:
+            start = _start_from_load(options, checkpoint)
         mark = f".shared_{secrets.token_hex()}"
         # A random name, so that no file from before is taken for it.
         (folder / mark).touch()
@@ -94,13 +104,12 @@ def decide_start(config: PretrainConfig) -> tuple[Start, FolderLock | None]:
         lock.release()
         raise
     notices = [lock.notice] if lock.notice else []
-    return Start(start.checkpoint, start.restarted, mark, (*notices, *start.notices)), lock
+    return replace(start, mark=mark, notices=(*notices, *start.notices)), lock
 
 
-def _choose(config: PretrainConfig, restarted: bool) -> Start:
-    options = config.checkpoint
-    if restarted:
-        return Start(choose_checkpoint(Path(str(options.save)), None), restarted)
+def _start_from_load(options: CheckpointConfig, checkpoint: ChosenCheckpoint | None) -> Start:
+    if checkpoint is not None:
+        return Start(checkpoint)
     if not options.load or options.loads_weights:
         return Start()
     try:

@@ -196,7 +196,7 @@ def claims(
     if adopts:
         lock.adopt()
     lock.release()
-    return lock.resumes
+    return lock.restarted
 
 
 def test_a_restarted_job_goes_on_with_its_own_checkpoints_only(tmp_path, monkeypatch):

@@ -84,6 +84,13 @@ CASES = [
     case(8, 16, (3,), dims=1, groups=4, padding=1, bias=True),
     case(3, 16, 5, dims=1, padding=2),
     case(8, 16, 1, dims=1, style="column"),
+    case(8, 16, 3, style="column", padding=1, padding_mode="circular", bias=True),
+    case(16, 8, 5, style="row", padding=(2, 1), padding_mode="reflect", stride=2),
+    case(8, 8, 3, groups=8, padding="same", padding_mode="replicate"),
+    case(8, 16, (4, 3), style="column", padding="same", dilation=2),  # more zeros behind than before
+    case(3, 16, 2, padding="same", padding_mode="circular"),
+    case(8, 16, 3, dims=1, style="row", padding=2, padding_mode="circular", bias=True),
+    case(8, 16, 4, dims=1, style="column", padding="same"),
 ]
 
 
@@ -185,3 +192,48 @@ def test_a_weight_is_cast_once_a_step() -> None:
     with torch.no_grad():
         weight.fill_(4)
     assert weights.of(weight, torch.bfloat16)[0, 0] == 4, "not kept outside of a step"
+
+
+def test_an_input_pixel_reaches_outputs_from_its_copies_in_the_edges() -> None:
+    layer = ParallelConv(2, 4, 3, padding=1, padding_mode="circular")
+    build({"conv": layer}, {})
+    layer(mark_spikes(torch.zeros(T, N, 2, 4, 5, device="meta"), 1))
+    # With circular padding every pixel is under each of the 3 x 3 weights once.
+    assert torch.equal(layer.times_used((4, 5)), torch.full((4, 5), 9.0 * 4, dtype=torch.float64))
+
+
+def _gradients_of_padded_spikes() -> tuple[int, Tensor]:
+    """Bytes received in the forward, and the weight's whole gradient."""
+    group = everybody()
+    layer = ParallelConv(8, 16, 3, context(group), style="column", padding=1, padding_mode="circular")
+    build({"conv": layer}, {})
+    layer(mark_spikes(torch.zeros(T, N, 8 // group.size, 6, 6, device="meta"), 1))
+    x = channels_last(mine(spikes(T, N, 8, 6, 6), group)).requires_grad_()
+    traffic.reset()
+    with traffic.counting():
+        y = layer(x)
+        received = traffic.total().bytes
+    y.square().sum().backward()
+    assert layer.weight.grad is not None
+    return received, layer.weight.grad
+
+
+def test_padded_spikes_travel_as_bits(ranks) -> None:
+    """The order of the bits is that of the padded image with channels last."""
+    whole = ranks(1, _gradients_of_padded_spikes)[0][1]
+    found = ranks(2, _gradients_of_padded_spikes)
+    assert [received for received, _ in found] == [T * N * 4 * 8 * 8 // 8] * 2
+    torch.testing.assert_close(torch.cat([part for _, part in found]), whole, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"padding_mode": "mirror"}, "zeros, reflect, replicate, circular, got 'mirror'"),
+        ({"padding": "full"}, "'same', got 'full'"),
+        ({"padding": 1, "padding_mode": "circular", "pool": 2}, "pool=1"),
+    ],
+)
+def test_a_padding_that_it_does_not_know_is_refused(options, named) -> None:
+    with pytest.raises(ValueError, match=named):
+        ParallelConv(4, 4, 3, **options)

@@ -59,7 +59,8 @@ class Block(nn.Module):
         self.down = sj.Conv2d(width, width, (3, 2), stride=2, padding=1, bias=False)
         self.norm1 = sj.BatchNorm2d(width)
         self.fire1 = neuron.LIFNode(v_threshold=0.7, v_reset=-0.1)
-        self.depthwise = sj.Conv2d(width, width, 3, padding="same", dilation=2, groups=width)
+        around = {"padding": "same", "padding_mode": "circular"}
+        self.depthwise = sj.Conv2d(width, width, 3, dilation=2, groups=width, **around)
         self.fire2 = neuron.ParametricLIFNode(init_tau=1.5, surrogate_function=surrogate.S2NN())
         self.shortcut = sj.SeqToANNContainer(nn.Conv2d(width, width, (1, 1), 2), nn.BatchNorm2d(width))
         self.fire3 = neuron.IFNode()

@@ -52,7 +52,7 @@ def test_a_report_says_what_each_layer_becomes_and_leaves_the_network_alone() ->
     values = {name: value.clone() for name, value in net.state_dict().items()}
     report = told(net)
     assert report["stem.1"] == "ThresholdDependentBatchNorm2d  cut by channel"
-    assert "cut by channel, if its own" in report["block"] and "whole on every rank: conv (Conv2d)" in report["up"]
+    assert "cut by channel, if its own" in report["block"] and "whole on every rank: norm (GroupNorm)" in report["up"]
     assert {name: (type(module), module) for name, module in net.named_modules()} == before
     assert all(torch.equal(value, values[name]) for name, value in net.state_dict().items())
     with pytest.raises(ValueError, match="Conv2d"):

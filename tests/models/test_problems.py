@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from megasnn.common.grid import Grid
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import ConvNormNeuron
 from megasnn.layers.layer import Layer, layer
@@ -34,9 +35,9 @@ HIDDEN = between(lambda: [layer("a", ConvNormNeuron(12, 10)), layer("b", ConvNor
     ],
 )
 def test_a_size_that_cannot_be_cut_is_named_with_layer_and_flag(model, ranks, named) -> None:
-    (problem,) = building_problems(model, NeuronSpec(), ranks)
+    (problem,) = building_problems(model, NeuronSpec(), Grid(tp=ranks))
     assert all(word in problem for word in (model.name, f"--tensor-model-parallel-size {ranks}", *named))
-    assert building_problems(model, NeuronSpec(), 1) == []
+    assert building_problems(model, NeuronSpec()) == []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +52,14 @@ class Empty(Model):
 
 
 def test_a_model_without_layers_and_a_field_without_a_default_are_refused() -> None:
-    (problem,) = building_problems(Empty(width=1), NeuronSpec(), 1)
+    (problem,) = building_problems(Empty(width=1), NeuronSpec())
     assert "`layers`" in problem
     with pytest.raises(ValueError, match="Empty.width"):
         run_config(Empty)
 
 
 def test_an_mlp_without_channels_is_refused() -> None:
-    (problem,) = building_problems(Spikformer(mlp_ratio=0.001), NeuronSpec(), 1)
+    (problem,) = building_problems(Spikformer(mlp_ratio=0.001), NeuronSpec())
     assert "blocks.0.attention" in problem and "out_channels 0" in problem
 
 
@@ -69,10 +70,10 @@ MOST = {"e_spikeformer": 2, "qkformer": 2, "sew_resnet": 1, "spike_driven": 2, "
 @pytest.mark.parametrize("name", MOST)
 def test_what_ranks_cannot_share_is_refused(name: str) -> None:
     model, most = replace(MODELS[name](), image_size=32), MOST[name]
-    assert building_problems(model, NeuronSpec(), 1, most, "rows") == []
-    (problem,) = building_problems(model, NeuronSpec(), 1, most + 1, "rows")
+    assert building_problems(model, NeuronSpec(), Grid(cp=most), "rows") == []
+    (problem,) = building_problems(model, NeuronSpec(), Grid(cp=most + 1), "rows")
     assert "--context-parallel-size" in problem and model.name in problem
-    assert building_problems(model, NeuronSpec(), 1, most + 1, "samples") == []
+    assert building_problems(model, NeuronSpec(), Grid(cp=most + 1), "samples") == []
 
 
 def test_a_model_is_described_once_and_layers_are_built_for_each_rank() -> None:

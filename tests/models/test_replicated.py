@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +23,13 @@ from megasnn.layers import (
     ConvNormNeuron,
     MeanLinear,
     ParallelBatchNorm,
+    ParallelConv,
     ParallelDropout,
     ParallelLinear,
     apply_layer,
 )
 from megasnn.layers.layer import FunctionLayer, Layer, layer
-from megasnn.layers.tensors import materialise
+from megasnn.layers.tensors import materialise, sharded_tensors
 from megasnn.models.build import describe_model
 from megasnn.models.model import Model
 from megasnn.parallel_state import ParallelState
@@ -205,14 +207,52 @@ def test_initial_values_are_those_of_the_modules_kind_and_depend_on_the_name() -
     assert plif.w.sigmoid().item() == pytest.approx(0.25), "a single number that its constructor sets"
 
 
-def test_a_function_of_the_users_initialises_a_module_of_ones_own_and_none_of_ours() -> None:
-    def fill(module: nn.Module) -> None:
+def test_a_function_of_the_users_initialises_a_module_of_ones_own() -> None:
+    def fill(module: nn.Module, gain: float = 2.0) -> None:
         if isinstance(module, Scale):
-            nn.init.constant_(module.scale, 2.0)
+            nn.init.constant_(module.scale, gain)
 
     assert with_values(model_of(Scale, initialise=fill))["plain.0"].scale.item() == 2
-    with pytest.raises(ValueError, match=r"plain\.0: initialise"):
-        describe_model(model_of(lambda: ConvNormNeuron(8, 8), initialise=fill))
+
+
+def _widths(module: nn.Module, path: str) -> None:
+    """Values that tell path and shape that the function sees, with a random part."""
+    if path.endswith(".norm"):
+        nn.init.constant_(module.bias, len(path))
+    if isinstance(module, (ParallelConv, nn.Conv2d)):
+        nn.init.normal_(module.weight).add_(100 * module.weight.shape[0] + len(path))
+
+
+def _layers_with_widths(plain: bool) -> list[Layer]:
+    made = nn.Conv2d(8, 8, 1) if plain else ConvNormNeuron(8, 8)
+    cut = nn.Sequential(OrderedDict(conv=nn.Conv2d(8, 8, 1), norm=nn.BatchNorm2d(8)))
+    return [
+        layer("one", made, initialise=_widths),
+        layer("two", megasnn.shard(cut, initialise=_widths)),
+    ]
+
+
+def test_a_function_of_module_and_path_initialises_layers_of_ours_alike_on_every_layout() -> None:
+    model = between(partial(_layers_with_widths, False), width=8)
+    whole = {name: value for part in with_values(model).items() for name, value in _named_values(*part)}
+    assert torch.equal(whole["one.norm.bias"], torch.full((8,), float(len("one.norm"))))
+    assert torch.equal(whole["two.norm.bias"], torch.full((8,), float(len("two.norm"))))
+    # A normal value differs from its mean by less than 6 here.
+    assert (whole["one.conv.weight"] - 800 - len("one.conv")).abs().max() < 6
+    assert not torch.equal(whole["one.conv.weight"], whole["two.conv.weight"])
+    of_first_rank = describe_model(model).named_layers(TWO)
+    materialise(of_first_rank, CPU, 0)
+    for entry in sharded_tensors(of_first_rank):
+        assert torch.equal(entry.tensor, entry.shard.cut(whole[entry.name])), entry.name
+
+
+def test_a_plain_module_gets_its_path_too() -> None:
+    conv = with_values(between(partial(_layers_with_widths, True), width=8))["one"]
+    assert (conv.weight - 800 - len("one")).abs().max() < 6
+
+
+def _named_values(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((f"{prefix}.{name}", value) for name, value in module.state_dict().items())
 
 
 class Scale(nn.Module):

@@ -115,6 +115,13 @@ def test_what_cannot_be_shared_is_refused_by_name(name: str) -> None:
         built(model_of(make), "samples" if cut == "rows" else "rows")
 
 
+def test_edges_that_other_ranks_have_need_whole_images() -> None:
+    around = partial(ParallelConv, 4, 4, 3, padding=1, padding_mode="circular")
+    with pytest.raises(ValueError, match="the layer behind stem: .*'circular'.*--context-parallel-cut samples"):
+        built(model_of(around), "rows")
+    built(model_of(around), "samples")
+
+
 def step_of_modules_that_say_it(layout: Layout) -> RankStep:
     """Among them torch's own that take each element by itself, with a parameter, and neurons of one's own."""
     return one_step(model_of(Scaled, nn.Tanh, lambda: nn.Sequential(nn.Identity(), Scaled()), lambda: Own(4)), layout)

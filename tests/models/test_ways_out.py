@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import megasnn
 from megasnn import Engine, layer
+from megasnn.layers import ConvNormNeuron
 from megasnn.layers.layer import Layer
 from megasnn.models.build import describe_model
 from tests.models.networks import between
@@ -35,7 +36,11 @@ class Applies(nn.Module):
         return self.function(x)
 
 
-def with_path(module: nn.Module, path: str) -> None: ...
+def with_three(module: nn.Module, path: str, gain: float) -> None: ...
+
+
+def of_a_part(module: nn.Module) -> None:
+    nn.init.zeros_(module.conv.weight)
 
 
 def raises(module: nn.Module) -> None:
@@ -59,13 +64,17 @@ LAYERS: dict[str, tuple[Callable[[], Layer], str]] = {
         lambda: layer("own", nn.Sequential(nn.Identity(), WithoutValues())),
         r"initial values of own\.1\.scale: nothing",
     ),
-    "with a path": (
-        lambda: layer("own", nn.Conv2d(4, 4, 1), initialise=with_path),
-        "own: initialise=.* a function of one module",
+    "of three": (
+        lambda: layer("own", nn.Conv2d(4, 4, 1), initialise=with_three),
+        "own: initialise=.* a function of a module, or of a module and its path",
     ),
-    "with a path, cut": (
-        lambda: layer("own", megasnn.shard(nn.Conv2d(4, 4, 1), initialise=with_path)),
-        "megasnn.shard: initialise=.* a function of one module",
+    "of three, cut": (
+        lambda: layer("own", megasnn.shard(nn.Conv2d(4, 4, 1), initialise=with_three)),
+        "megasnn.shard: initialise=.* a function of a module",
+    ),
+    "of a part": (
+        lambda: layer("own", ConvNormNeuron(4, 4), initialise=of_a_part),
+        r"own\.conv\.weight: AttributeError: .* no attribute 'conv'",
     ),
     "no function": (lambda: layer("own", nn.Conv2d(4, 4, 1), initialise=3), "own: initialise=3"),
     "raises": (lambda: layer("own", nn.Conv2d(4, 4, 1), initialise=raises), r"own\.weight: KeyError: 'gain'"),

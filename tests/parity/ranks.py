@@ -278,7 +278,7 @@ def record_step(
     engine.loss.of_samples = inner
     for hook in hooks:
         hook.remove()
-    engine.merge_statistics(micro_batch_counts(len(labels), micro_batch_size, state.dp.size)[0])
+    engine.merge_statistics(micro_batch_counts(len(labels), micro_batch_size, state.dp.size).most)
     coordinates = state.coordinates
     rank = coordinates.pp, state.dp.rank, coordinates.cp, coordinates.tp
     result = RankStep(rank, found.loss, found.grad_norm, logits, sum(fired))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megasnn.common.grid import ContextCut
+from megasnn.common.grid import ContextCut, Grid
 from megasnn.config import ConfigError
 from megasnn.models.build import building_problems, describe_model
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
@@ -26,9 +26,10 @@ SECONDS = 2e-3, 3e-3, 1e-3
 
 def test_refusals_are_those_of_a_run() -> None:
     known, run = analysis(), config()
-    assert known.possible["tensor"] == {1: None, 2: None, 3: building_problems(run.model, run.neuron.spec, 3)[0]}
+    (uneven,) = building_problems(run.model, run.neuron.spec, Grid(tp=3))
+    assert known.possible["tensor"] == {1: None, 2: None, 3: uneven}
     assert known.possible["samples"] == {2: None, 8: None}
-    assert known.possible["rows"][8] == building_problems(run.model, run.neuron.spec, 1, 8, "rows")[0]
+    assert known.possible["rows"][8] == building_problems(run.model, run.neuron.spec, Grid(cp=8), "rows")[0]
     with pytest.raises(ConfigError, match="--embed-dim 33"):
         analyze(replace(run, model=replace(run.model, embed_dim=33)))
 

@@ -143,7 +143,7 @@ def test_an_interval_is_summed_up(tmp_path, clock, capsys) -> None:
 
 
 def test_the_time_left_is_of_the_pace_behind_the_first_log_line(tmp_path, clock) -> None:
-    reporter = Reporter(RunOutline(100, 50, log_directory=tmp_path, resumed=(10, 100)), is_writer=True)
+    reporter = Reporter(RunOutline(100, 50, log_directory=tmp_path, continued=(10, 100)), is_writer=True)
     clock[0] += 60.0  # to load and to predict memory
     reporter.begin()
     for iteration in range(11, 41):

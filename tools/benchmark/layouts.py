@@ -10,6 +10,7 @@ from statistics import median
 from typing import Annotated, Any, ClassVar, Literal
 
 from megasnn.commands.flags import ScheduleName, name_in
+from megasnn.common.grid import Grid
 from megasnn.config import TrainingConfig
 from megasnn.config.checks import at_least, refusal
 from megasnn.config.validate import cut_problems, layout_problems
@@ -101,7 +102,7 @@ calls, MB moved: busiest rank in a step: received in collectives, sent in messag
             batch = f"--global-batch-size {self.global_batch_size}"
             return [f"row {row.name}: {batch} is not a multiple of its {pieces} micro-batches"]
         model = self.dimensions_of_model()
-        wrong = building_problems(model, model.neuron().spec, row.sizes.get("tp", 1))
+        wrong = building_problems(model, model.neuron().spec, Grid(tp=row.sizes.get("tp", 1)))
         config = self.work(row).configuration()
         wrong = wrong or layout_problems(config, row.ranks)
         wrong = wrong or cut_problems(config.parallel, [each.layer_group for each in describe_model(model).layers])

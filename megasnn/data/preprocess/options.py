@@ -26,8 +26,11 @@ from megasnn.data.preprocess.sources import (
     list_image_folders,
     list_tiny_imagenet,
 )
+from megasnn.data.preprocess.spiking_audio import UNITS, HeldOut, SpikeFrames, encode_spikes, list_shd, list_ssc
 from megasnn.data.preprocess.writing import Encode, preprocess
 from megasnn.data.shards import INDEX_NAME, Index, read_index
+
+_VALID_SHARE = 0.2  # of SHD, as in arXiv 2408.07517
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +57,8 @@ class ShardOptions(ABC):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
 
-    @staticmethod
     @abstractmethod
-    def listing(folder: Path) -> Listing:
+    def listing(self, folder: Path) -> Listing:
         """Finds the samples. Raises ValueError naming a missing file or folder."""
 
     @abstractmethod
@@ -190,4 +192,57 @@ class Cifar100(Cifar10):
     listing = staticmethod(partial(list_cifar, classes=100))
 
 
-Command = Cifar10Dvs | NMnist | Dvs128Gesture | EventFolder | Cifar10 | Cifar100 | TinyImagenet | ImageFolder
+@dataclass(frozen=True, kw_only=True)
+class SpikingAudio(ShardOptions):
+    """Frames of spiking audio: counts [T, channels] of the spikes in equal parts of the duration."""
+
+    time_steps: int = 100
+    """Frames per sample, T. Published are 100 and 250, of 14 and 5.6 ms."""
+    duration: float = 1.4
+    """Seconds that the frames cover together; a later spike is refused."""
+    channels: int = UNITS
+    """Input channels; 140 adds up five neighbouring units in each."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._frames()
+
+    def _frames(self) -> SpikeFrames:
+        return SpikeFrames(self.time_steps, self.duration, self.channels)
+
+    def encode(self) -> Encode:
+        return partial(encode_spikes, frames=self._frames())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shd(SpikingAudio):
+    """Spiking Heidelberg Digits: shd_train.h5 and shd_test.h5; a part of the first becomes val."""
+
+    valid_share: float | None = None
+    """Part of each class of shd_train.h5 that becomes val, 0 for none; by default 0.2, the published share."""
+    valid_speakers: tuple[int, ...] = ()
+    """Speakers of shd_train.h5 whose samples become val, in place of a share; two of the test's are in no training."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.valid_share is not None and not 0 <= self.valid_share < 1:
+            raise ValueError(f"--valid-share must be at least 0 and below 1, got {self.valid_share}")
+        if self.valid_share is not None and self.valid_speakers:
+            raise ValueError("--valid-share and --valid-speakers both choose the validation samples; leave one out")
+
+    def listing(self, folder: Path) -> Listing:
+        if self.valid_speakers:
+            return list_shd(folder, HeldOut(speakers=self.valid_speakers))
+        return list_shd(folder, HeldOut(share=_VALID_SHARE if self.valid_share is None else self.valid_share))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ssc(SpikingAudio):
+    """Spiking Speech Commands: ssc_train.h5, ssc_valid.h5 and ssc_test.h5."""
+
+    listing = staticmethod(list_ssc)
+
+
+Command = (
+    Cifar10Dvs | NMnist | Dvs128Gesture | EventFolder | Cifar10 | Cifar100 | TinyImagenet | ImageFolder | Shd | Ssc
+)

@@ -6,10 +6,10 @@ All functions raise ValueError naming a missing, empty or invalid file or folder
 from __future__ import annotations
 
 import io
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -112,17 +112,17 @@ class Listing:
 
 def _with_unique_keys(items: Sequence[Item]) -> list[Item]:
     """Items with a number after each key that an earlier item has."""
-    # A key with a number may itself be another item's key.
     taken = {item.key for item in items}
-    seen = Counter[str]()
+    numbers = dict[str, int]()
     unique = []
     for item in items:
-        seen[item.key] += 1
         key = item.key
-        while seen[item.key] > 1 and key in taken:
-            key = f"{item.key}_{seen[item.key]}"
-            if key in taken:
-                seen[item.key] += 1
+        number = numbers.get(key, 0) + 1
+        if number > 1:
+            # A key with a number may itself be another item's key.
+            number = next(each for each in count(number) if f"{item.key}_{each}" not in taken)
+            key = f"{item.key}_{number}"
+        numbers[item.key] = number
         taken.add(key)
         unique.append(replace(item, key=key))
     return unique
@@ -193,13 +193,13 @@ def list_event_folders(folder: Path) -> Listing:
     splits: dict[str, list[Item]] = {"train": [], "test": []}
     for name, items in zip(classes, _items(folder, classes, RECORDING_SUFFIXES), strict=True):
         # By class, so that both splits have every class.
-        count = round(_TRAIN_FRACTION * len(items))
-        if not 0 < count < len(items):
+        trained = round(_TRAIN_FRACTION * len(items))
+        if not 0 < trained < len(items):
             raise ValueError(
                 f"class {name!r} has {len(items)} recordings, too few for a split; make folders train and test"
             )
-        splits["train"] += items[:count]
-        splits["test"] += items[count:]
+        splits["train"] += items[:trained]
+        splits["test"] += items[trained:]
     return Listing(splits, classes)
 
 

@@ -99,8 +99,8 @@ def _draw(module: nn.Module, initialise: ModuleInitialiser | None, generator: to
         _repeat_constructor(module)
         if initialise is not None:
             # Parts first, as in Module.apply.
-            for each in reversed(list(module.modules())):
-                initialise(each)
+            for path, each in reversed(list(module.named_modules())):
+                initialise(each, path)
 
 
 def _repeat_constructor(module: Any) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
+from megasnn.layers.apply import is_stateful
 from megasnn.layers.context import BuildContext, context_for, is_building
-from megasnn.layers.init import ModuleInitialiser, own_tensors, tensors_of
-from megasnn.layers.layer import Layer, LayerSource, require_initialiser, require_module
+from megasnn.layers.init import ModuleInitialiser, below, own_tensors, tensors_of
+from megasnn.layers.layer import Layer, LayerSource, module_initialiser, require_module
+from megasnn.layers.layer_call import LayerCall
 from megasnn.layers.plain.initial_values import without_values
-from megasnn.layers.plain.layer_call import LayerCall
 from megasnn.layers.plain.refusals import (
     SEQUENCES,
     is_by_channel,
-    is_stateful,
     module_label,
     note_stepped,
     problem_of,
@@ -25,7 +25,7 @@ from megasnn.layers.plain.replicated import as_layer, folds_time, plain_layer, s
 from megasnn.layers.plain.table import Conversion, class_name, convert, in_table, is_multi_step, spec_of
 
 
-def shard(module: nn.Module, *, initialise: ModuleInitialiser | None = None) -> Sharded:
+def shard(module: nn.Module, *, initialise: Callable[..., object] | None = None) -> Sharded:
     """Makes tensor-parallel layers from a copy of a network with torch's and SpikingJelly's layers.
 
         yield from megasnn.shard(net)                          # an nn.Sequential: a layer for each module in it
@@ -35,12 +35,13 @@ def shard(module: nn.Module, *, initialise: ModuleInitialiser | None = None) -> 
     Tensors keep their names.
 
     Args:
-        initialise: sets plain layers' initial values; called with each module, after `reset_parameters`.
+        initialise: a function of a module, or of a module and its path in the model. It sets the module's initial
+            values, after `reset_parameters`.
     Raises:
-        ValueError: `module` is no module, or `initialise` no function of one module.
+        ValueError: `module` is no module, or `initialise` no function of a module.
     """
-    require_initialiser("megasnn.shard", initialise)
-    return Sharded(require_module("megasnn.shard", module), initialise)
+    initialiser = module_initialiser("megasnn.shard", initialise)
+    return Sharded(require_module("megasnn.shard", module), initialiser)
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def convert_network(each: Layer, context: BuildContext) -> nn.Module:
         if problem:
             raise ValueError(f"{module_label(path, part)} {problem}")
         if conversion is not None and part not in ours:
-            ours[part] = convert(part, conversion, context, each.initialise)
+            ours[part] = convert(part, conversion, context, below(_join(each.name, path), each.initialise))
     return as_layer(swapped(network, ours), each.name, call)
 
 
@@ -174,9 +175,4 @@ def _why_not_cut(module: nn.Module, conversion: Conversion | None) -> str | None
             return "has tensors of its own, and is not in the table"
         is_foreign = class_name(module) is not None and _is_leaf(module) and not is_by_channel(module)
         return "may mix channels" if is_foreign else None
-    if isinstance(module, nn.modules.conv._ConvNd):
-        sizes = zip(module.kernel_size, module.dilation, strict=True)
-        is_uneven = module.padding == "same" and any(step * (size - 1) % 2 for size, step in sizes)
-        if module.padding_mode != "zeros" or is_uneven:
-            return f"has padding_mode {module.padding_mode!r}, or padding 'same' of an even kernel"
     return None

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from megasnn.layers.apply import is_stateful
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import DropPath, ParallelDropout
@@ -41,11 +42,6 @@ _VALUES = "make modules in `layers`, as they are yielded, and their tensors with
 
 def is_plain(module: nn.Module) -> bool:
     return not any(isinstance(each, SHARDED) or facts(each).shards for each in module.modules())
-
-
-def is_stateful(module: nn.Module) -> bool:
-    """Keeps state between calls, such as SpikingJelly's neurons."""
-    return callable(getattr(module, "reset", None)) and not isinstance(module, NeuronLayer)
 
 
 def note_stepped(module: nn.Module) -> None:

@@ -6,23 +6,19 @@ A whole layer gathers its input, and each rank keeps own output channels. A laye
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
-from torch import Tensor, nn
+from torch import nn
 
-from megasnn.common.bundle import Bundle, entries_of, map_entries, plain_bundle
 from megasnn.layers.context import BuildContext
-from megasnn.layers.dropout import drawing_for
 from megasnn.layers.facts import facts
-from megasnn.layers.init import ModuleInitialiser, own_tensors
+from megasnn.layers.init import ModuleInitialiser, below, own_tensors
+from megasnn.layers.layer_call import LayerCall
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.plain.initial_values import initializer_from_module
-from megasnn.layers.plain.layer_call import LayerCall
-from megasnn.layers.plain.refusals import SEQUENCES, is_stateful, note_stepped, require_supported
+from megasnn.layers.plain.refusals import SEQUENCES, note_stepped, require_supported
 from megasnn.layers.plain.table import ConvertedDropout, convert, in_table, sharded_batch_norm, spec_of
 from megasnn.layers.shape_inference import mark_spikes
-from megasnn.parallel_state import Group
 
 
 def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
@@ -40,14 +36,14 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
     dtype = None if context.numerics.traceable else context.dtype
     call = LayerCall(context.time_steps, folds_time(module), dtype)
     ours: dict[nn.Module, nn.Module] = {}
-    for each in module.modules():
+    for path, each in module.named_modules(prefix=name):
         conversion = in_table(each)
         if conversion in (sharded_batch_norm, ConvertedDropout):
-            ours[each] = convert(each, conversion, context, initialise)
+            ours[each] = convert(each, conversion, context, below(path, initialise))
     module = swapped(module, ours)
-    for each in module.modules():
+    for path, each in module.named_modules(prefix=name):
         if not isinstance(each, ParallelBatchNorm):
-            _describe_tensors(each, context, initialise)
+            _describe_tensors(each, context, below(path, initialise))
     return as_layer(module, name, call)
 
 
@@ -90,42 +86,3 @@ def as_layer(module: nn.Module, name: str, call: LayerCall) -> nn.Module:
             each.register_forward_hook(lambda node, inputs, spikes: mark_spikes(spikes))
     facts(module).call = call
     return module
-
-
-def make_whole(layer: nn.Module, group: Group, cuts: Sequence[bool], is_last: bool) -> None:
-    """Makes a group compute a layer built for one rank. Args: see `LayerCall`."""
-    found = facts(layer)
-    found.call = replace(found.call or LayerCall(), group=group, cuts=cuts, is_last=is_last)
-
-
-def forget_state(layer: nn.Module) -> None:
-    for module in layer.modules():
-        if is_stateful(module):
-            module.reset()  # type: ignore[operator]
-
-
-def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundle, goes_on: bool = False) -> Bundle:
-    """Calls a model's layer on a micro-batch `[T, N, ...]`.
-
-    Args:
-        samples: positions in the whole training, for random draws; None in evaluation.
-        goes_on: a later window of the last call's samples; keeps the state.
-    """
-    call = facts(layer).call
-    if call is None:
-        with drawing_for(samples):
-            y: Bundle = layer(x, *more)
-        return y if isinstance(y, Tensor) else plain_bundle(y)
-    # An input with a single time step stands for all of them.
-    first = next(iter(entries_of(x).values()))
-    steps = call.time_steps if len(first) == 1 else len(first)
-    frames = (steps, *first.shape[1:2])
-    for each in layer.modules():
-        if is_stateful(each):
-            # A later window goes on with the same samples' state, without its graph.
-            each.detach() if goes_on else each.reset()  # type: ignore[operator]
-    cuts = iter(call.cuts)
-    inputs = [map_entries(lambda entry: call.prepare_input(entry, next(cuts, False)), each) for each in (x, *more)]
-    with drawing_for(samples, frames):
-        output = plain_bundle(layer(*inputs))
-    return map_entries(lambda y: call.restore_output(y, frames), output)

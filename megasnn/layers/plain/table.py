@@ -37,8 +37,8 @@ def convolution(conv: nn.Conv1d | nn.Conv2d, context: BuildContext, initialise: 
         context,
         dims=len(conv.kernel_size),
         stride=conv.stride,
-        # Numbers, where `padding` may be a name.
-        padding=conv._reversed_padding_repeated_twice[::-2],
+        padding=0 if conv.padding == "valid" else conv.padding,
+        padding_mode=conv.padding_mode,
         dilation=conv.dilation,
         groups=conv.groups,
         bias=conv.bias is not None,
