@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from megasnn.layers.plain.network import shard as shard
     from megasnn.layers.shape_inference import mark_spikes as mark_spikes
     from megasnn.models.arrays import ArraySpec as ArraySpec
+    from megasnn.models.build import describe_model as describe_model
     from megasnn.models.description import LayerDescription as LayerDescription
     from megasnn.models.description import ModelDescription as ModelDescription
     from megasnn.models.model import Model as Model
@@ -87,6 +88,7 @@ _NAMES = {
     "megasnn.layers.shape_inference": "mark_spikes",
     "megasnn.layers.plain.network": "shard",
     "megasnn.models.arrays": "ArraySpec",
+    "megasnn.models.build": "describe_model",
     "megasnn.models.description": "LayerDescription ModelDescription",
     "megasnn.layers.layer": "layer",
     "megasnn.models.model": "Model",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megasnn.checkpoint.folder import require_empty
-from megasnn.checkpoint.format import AVERAGE, BESIDE, OPTIMIZER
+from megasnn.checkpoint.format import AVERAGE, BESIDE, OPTIMIZER, averages_of, own_names
 from megasnn.checkpoint.save import save_global_tensors
 from megasnn.checkpoint.source import Source, derived, in_our_names
 from megasnn.checkpoint.tensor_io import dtype_name
@@ -36,18 +37,14 @@ def weights_as(source: Source, names: Names, averaged: bool = False) -> Source:
     """
     ours = in_our_names(source)
     if averaged:
-        of_averages = {name.removeprefix(AVERAGE): name for name in ours.tensors if name.startswith(AVERAGE)}
-        if not of_averages:
+        averages = averages_of(ours.tensors)
+        if not averages:
             raise CheckpointError(f"{ours.path} holds no average of the weights: the run had no --ema-decay")
-        ours = derived(ours, renamed(of_averages))
-    weights = [name for name in ours.tensors if not name.startswith(BESIDE)]
+        ours = replace(ours, tensors=averages)
+    weights = own_names(ours.tensors)
     if names == "megasnn":
         return derived(ours, renamed({name: name for name in weights}))
     return derived(ours, dialect_for(names, weights, ours.metadata.model).from_ours(weights, ours.dimensions))
-
-
-def has_average(source: Source) -> bool:
-    return any(name.startswith(AVERAGE) for name in source.tensors)
 
 
 def export_weights(source: Source, output: Path, names: Names, averaged: bool = False) -> Source:
@@ -64,6 +61,7 @@ def export_weights(source: Source, output: Path, names: Names, averaged: bool = 
     output.parent.mkdir(parents=True, exist_ok=True)
     # Written aside, synced and renamed: no other program sees half a file.
     aside = output.with_name(f"{output.name}.tmp")
+    # safetensors refuses tensors that share memory, and torch.save would write all the memory behind a view.
     tensors = {name: value.clone() for name, value in weights.tensors.items()}
     try:
         if output.suffix == ".safetensors":

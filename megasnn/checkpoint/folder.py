@@ -160,6 +160,7 @@ def resolve(folder: Path, step: int | None) -> list[Path]:
             raise CheckpointError(f"{folder} has no checkpoint of iteration {step} (--ckpt-step); complete: {there}")
         return [found[step]]
     if not found:
+        # A folder that names its latest checkpoint has lost it: this is no first start, which may begin anew.
         kind = CheckpointError if (folder / LATEST).exists() else NoCheckpointError
         raise kind(f"{folder} holds no complete checkpoint; check its path (--load)")
     return [*reversed(found.values())]
@@ -249,7 +250,7 @@ def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[
         if path not in kept:
             aside = path.with_name(f"{path.name}.removed.tmp")
             shutil.rmtree(aside, ignore_errors=True)
-            # Half a checkpoint is never taken for one.
+            # Half a checkpoint is never taken for one. After a kill, `clean` removes the rest by its ending.
             path.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
             yield path

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field, with_config
@@ -32,6 +32,7 @@ from megasnn.common.files import (
     read_regular,
 )
 
+_T = TypeVar("_T")
 METADATA = "metadata.json"
 STEP_FOLDER = re.compile(r"iter_([0-9]{7,18})")
 """Name of a checkpoint's folder, with its iteration."""
@@ -134,6 +135,16 @@ class Metadata(Progress):
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
     files: dict[SafetensorsName, SavedFile] = field(default_factory=dict)
     format: Literal[5] = 5
+
+
+def own_names(names: Iterable[str]) -> list[str]:
+    """Names of the model's own tensors, without optimizer state and averages."""
+    return [name for name in names if not name.startswith(BESIDE)]
+
+
+def averages_of(tensors: Mapping[str, _T]) -> dict[str, _T]:
+    """Averages under the names of the model's own tensors; empty for a run without --ema-decay."""
+    return {name.removeprefix(AVERAGE): value for name, value in tensors.items() if name.startswith(AVERAGE)}
 
 
 def to_text(metadata: Metadata) -> str:

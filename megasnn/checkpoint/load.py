@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from megasnn.checkpoint.fit import RankFit, compare_tensors, optimizer_differences, require_fit
 from megasnn.checkpoint.folder import ChosenCheckpoint, choose_checkpoint, choose_older
-from megasnn.checkpoint.format import AVERAGE, AVERAGED_STEPS, BESIDE, OPTIMIZER, Metadata, SavedTensor
+from megasnn.checkpoint.format import AVERAGE, AVERAGED_STEPS, OPTIMIZER, Metadata, SavedTensor, averages_of, own_names
 from megasnn.checkpoint.optimizer_state import LocalState, OptimizerStates, allocate, describe_states, state_names
 from megasnn.checkpoint.save import PathLike, kind_of
 from megasnn.checkpoint.tensor_io import damage, dtype_name, read_boxes, read_full
@@ -127,22 +126,29 @@ def _load(
     path = chosen.path
     metadata = chosen.metadata
     left = frozenset(leave(metadata))
-    if not any(name.startswith(AVERAGE) for name in metadata.tensors):
+    tensors: Mapping[str, SavedTensor] = metadata.tensors
+    averages = averages_of(tensors)
+    if not averages:
         state = replace(state, averages=None)
         average = False
-    source = of_average(metadata.tensors) if average else metadata.tensors
-    saved = {name: described for name, described in source.items() if name not in left}
+    if average:
+        tensors = averages
+    saved = {name: described for name, described in tensors.items() if name not in left}
     title = f"the checkpoint {path} does not fit this run:"
     examine = partial(_examine, chosen, saved, left, state, group, check)
     # Ranks agree twice: here before anything changes, and below after all have read.
     (wanted, states), reports = run_and_gather(group, examine, title)
-    ignored = []
+    fits = list[RankFit]()
+    damaged = list[str]()
+    for fit, problems in reports:
+        fits.append(fit)
+        damaged += problems
+    ignored = list[str]()
     if state.optimizer is None:
         ignored.append(OPTIMIZER)
     if state.averages is None:
         ignored.append(AVERAGE)
-    require_fit(saved, [fit for fit, _ in reports], tuple(ignored), title)
-    damaged = chain.from_iterable(problems for _, problems in reports)
+    require_fit(saved, fits, tuple(ignored), title)
     raise_problems(f"cannot load {path}:", damaged, DamagedError)
     run_on_all_ranks(group, lambda: read_boxes(path, saved, wanted), f"cannot load {path}:")
     if state.optimizer is not None:
@@ -193,10 +199,6 @@ def _used_names(saved: Mapping[str, SavedTensor], wanted: Iterable[ShardedTensor
     return used
 
 
-def of_average(tensors: Mapping[str, _T]) -> dict[str, _T]:
-    return {name.removeprefix(AVERAGE): value for name, value in tensors.items() if name.startswith(AVERAGE)}
-
-
 def averaged_steps(metadata: Metadata) -> int:
     """In old checkpoints, the run's steps."""
     steps = metadata.extra.get(AVERAGED_STEPS)
@@ -215,7 +217,8 @@ def load_global_tensors(
     """
 
     def load(chosen: ChosenCheckpoint) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        names = [name for name in chosen.metadata.tensors if with_optimizer or not name.startswith(BESIDE)]
+        saved = chosen.metadata.tensors
+        names = list(saved) if with_optimizer else own_names(saved)
         return read_full(chosen.path, chosen.metadata, names), chosen.remarks
 
     tensors, remarks = _first_intact(choose_checkpoint(Path(folder), step), None, load)
@@ -234,8 +237,10 @@ def load_globals_into(
     Raises CheckpointError on every rank, before any change, if one is missing or has another shape.
     """
     entries = list(tensors)
-    global_tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    shapes = {name: SavedTensor(tuple(value.shape), dtype_name(value), ()) for name, value in global_tensors.items()}
+    shapes = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):  # users' dictionaries hold other values beside
+            shapes[name] = SavedTensor(tuple(value.shape), dtype_name(value), ())
     used = {entry.name for entry in entries}
     fits = gather(process_group, compare_tensors(shapes, entries, used, rounds=True))
     require_fit(shapes, fits, (), "these weights are not this model's:")

@@ -43,18 +43,9 @@ class FolderLock:
             (folder / LOCK).touch()
         except OSError as error:
             raise CheckpointError(f"cannot write into the folder {folder}, check --save: {error}") from None
+        # Before the lock is held: later the note names this run.
         holder, job = _read(self._note)
-        notices = []
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise CheckpointError(
-                f"another run ({holder}) saves its checkpoints in {folder}: end it, or choose another --save"
-            ) from None
-        except (OSError, NotImplementedError):  # of file systems without flock
-            notices.append(f"WARNING: no locks on the file system of {folder}: use it for one run")
-        else:
-            clean(folder)  # only where no other run can be writing
+        has_locks = self._acquire(folder, holder)
         there = list_checkpoints(folder)
         # With a rendezvous of fixed addresses torchrun calls every job "none".
         is_own = bool(self._job) and job == self._job and (job != "none" or restarts > 0)
@@ -68,9 +59,25 @@ class FolderLock:
                 f"{folder} holds checkpoints up to iteration {there[-1]} that this run does not continue: give --load "
                 f"{folder}, or another folder to --save"
             )
+        notices = []
         if self.restarted:
-            notices.insert(0, f"the job was restarted: it continues from its own latest checkpoint in {folder}")
+            notices.append(f"the job was restarted: it continues from its own latest checkpoint in {folder}")
+        if not has_locks:
+            notices.append(f"WARNING: no locks on the file system of {folder}: use it for one run")
         self.notice = "\n".join(notices)
+
+    def _acquire(self, folder: Path, holder: str) -> bool:
+        """False on a file system without locks. Raises CheckpointError while another run holds the lock."""
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise CheckpointError(
+                f"another run ({holder}) saves its checkpoints in {folder}: end it, or choose another --save"
+            ) from None
+        except (OSError, NotImplementedError):  # of file systems without flock
+            return False
+        clean(folder)  # only where no other run can be writing
+        return True
 
     def adopt(self) -> None:
         """The run has loaded this folder's checkpoint; a restarted job continues from it."""

@@ -64,7 +64,7 @@ class Target:
         if saved_layout.count("|") + 1 != chunks:
             return placed_bounds([layer.operations for layer in layers], self.placement)
         layout = saved_layout or str(len(layers))
-        return layout_to_bounds(parse_layout(layout), [layer.name for layer in layers], chunks)
+        return layout_to_bounds(parse_layout(layout), description.layer_names, chunks)
 
 
 def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
@@ -127,6 +127,7 @@ def target_ranks(
     """
     ranks = []
     problems = []
+    known = set[str]()
     for stage in range(target.pipeline):
         mine = list[int]()
         for span, home in zip(bounds, target.placement, strict=True):
@@ -142,8 +143,8 @@ def target_ranks(
                 if found != needed:
                     problems.append(f"{entry.name}: {found}, the model needs {needed}")
                 saved_entries += _as_saved(entry, tensors)
+            known.update(entry.name for entry in saved_entries)
             ranks.append(saved_entries)
-    known = {entry.name for entries in ranks for entry in entries}
     problems += [f"{name}: saved, but its model has no such tensor" for name in tensors if name not in known]
     raise_problems("the checkpoint is not of the model that it describes:", problems)
     return ranks

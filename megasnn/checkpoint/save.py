@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasnn.checkpoint import folder as folders
-from megasnn.checkpoint.format import Metadata, Progress, SavedFile, SavedTensor, uncovered
+from megasnn.checkpoint.format import Box, Metadata, Progress, SavedFile, SavedTensor, uncovered
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.tensor_io import FileContent, boxes_of, write_safetensors
+from megasnn.checkpoint.tensor_io import FileContent, boxes_of, whole_tensors, write_safetensors
 from megasnn.common.files import CheckpointError, raise_problems
 from megasnn.common.version import VERSION
 from megasnn.parallel.agreement import broadcast_result, rank_in, run_and_gather, run_on_all_ranks
-from megasnn.parallel.sharding import Shard, ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 
 PathLike = str | os.PathLike[str]
 Written = tuple[str, SavedFile, list[tuple[str, SavedTensor]]]
@@ -49,8 +49,7 @@ def save_global_tensors(
     folder: PathLike, tensors: Mapping[str, Tensor], *, iteration: int = 0, **progress: Any
 ) -> Path:
     """Writes full tensors, in one process, as weights only; load them with --finetune."""
-    full = [ShardedTensor(name, value, Shard(tuple(value.shape)), False) for name, value in tensors.items()]
-    return save_checkpoint(folder, Progress(iteration, **progress), LocalState(full))
+    return save_checkpoint(folder, Progress(iteration, **progress), LocalState(whole_tensors(tensors)))
 
 
 def file_content(entries: Iterable[ShardedTensor], process_group: dist.ProcessGroup | None) -> FileContent:
@@ -71,6 +70,7 @@ def write_checkpoint(
     rank = rank_in(process_group)
     # No folder before all ranks can describe their tensors.
     content = run_on_all_ranks(process_group, make, "this run cannot be saved:")
+    # Every rank describes the run; the first rank's description is written.
     versions = {"megasnn": VERSION, "torch": str(torch.__version__), "python": platform.python_version()}
     metadata = Metadata(**vars(progress), optimizer=optimizer, versions=versions)
     aside = broadcast_result(process_group, lambda: _on_disk(lambda: folders.begin(root, progress.iteration)))
@@ -125,9 +125,12 @@ def commit_checkpoint(root: Path, metadata: Metadata, written: Sequence[Written]
     tensors = {}
     problems = []
     for name in sorted(parts):
-        descriptions = {(each.shape, each.dtype) for each in parts[name]}
+        descriptions = set()
+        all_boxes = list[Box]()
+        for part in parts[name]:
+            descriptions.add((part.shape, part.dtype))
+            all_boxes += part.boxes
         shape, dtype = next(iter(descriptions))
-        all_boxes = [box for each in parts[name] for box in each.boxes]
         tensors[name] = SavedTensor(shape, dtype, tuple(all_boxes))
         if len(descriptions) > 1:
             problems.append(f"{name}: ranks describe it as {' and as '.join(map(str, sorted(descriptions)))}")

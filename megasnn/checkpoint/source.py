@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megasnn.checkpoint.folder import resolve
 from megasnn.checkpoint.format import Metadata, read_metadata
-from megasnn.checkpoint.tensor_io import read_full
+from megasnn.checkpoint.tensor_io import allocated, read_full
 from megasnn.common.files import CheckpointError, in_message
 from megasnn.models.registry import dialect_of, model_of
 from megasnn.models.weight_names import NameMap
@@ -70,10 +70,7 @@ def open_source(path: Path, values: bool = True) -> Source:
     metadata = read_metadata(path)
     if values:
         return Source(path, read_full(path, metadata, metadata.tensors), metadata, True)
-    tensors = {
-        name: torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device="meta")
-        for name, saved in metadata.tensors.items()
-    }
+    tensors = {name: allocated(saved, "meta") for name, saved in metadata.tensors.items()}
     return Source(path, tensors, metadata, True)
 
 

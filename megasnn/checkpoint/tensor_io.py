@@ -21,7 +21,7 @@ from megasnn.common.files import CheckpointError, DamagedError, require_regular
 from megasnn.parallel.sharding import Piece, Shard, ShardedTensor
 
 _READ_BYTES = 4 << 20
-_HASHING_THREADS = 4
+_HASHING_THREADS = 4  # zlib lets go of the interpreter's lock
 _THREADED_BYTES = 1 << 20
 """From this size on, a second thread computes the checksum beside the write."""
 FileContent = list[tuple[str, SavedTensor, Tensor]]
@@ -30,6 +30,16 @@ FileContent = list[tuple[str, SavedTensor, Tensor]]
 
 def dtype_name(value: Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
+
+
+def whole_tensors(values: Mapping[str, Tensor]) -> list[ShardedTensor]:
+    """Global tensors as the shards of a single rank."""
+    return [ShardedTensor(name, value, Shard(tuple(value.shape)), False) for name, value in values.items()]
+
+
+def allocated(saved: SavedTensor, device: str = "cpu") -> Tensor:
+    """A global tensor without values."""
+    return torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device=device)
 
 
 def boxes_of(entries: Iterable[ShardedTensor], file: str) -> FileContent:
@@ -80,6 +90,7 @@ def _write(handle: int, memory: memoryview, crc32: int, thread: Executor) -> int
     checksum = thread.submit(zlib.crc32, memory, crc32) if len(memory) >= _THREADED_BYTES else None
     begin = os.lseek(handle, 0, os.SEEK_CUR)
     rest = memory
+    # Linux writes 2 GiB at once at most.
     while rest:
         rest = rest[os.write(handle, rest) :]
     if checksum is None:
@@ -133,10 +144,8 @@ def require_intact(path: Path, metadata: Metadata) -> None:
 def read_full(path: Path, metadata: Metadata, names: Iterable[str]) -> dict[str, Tensor]:
     """Reads whole tensors, on the CPU. Raises DamagedError if any file is damaged."""
     require_intact(path, metadata)
-    saved = metadata.tensors
-    tensors = {name: torch.empty(saved[name].shape, dtype=getattr(torch, saved[name].dtype)) for name in names}
-    full = [ShardedTensor(name, value, Shard(tuple(value.shape)), False) for name, value in tensors.items()]
-    read_boxes(path, saved, full)
+    tensors = {name: allocated(metadata.tensors[name]) for name in names}
+    read_boxes(path, metadata.tensors, whole_tensors(tensors))
     return tensors
 
 

@@ -98,9 +98,12 @@ class Writer:
             staged.set_exception(error)
 
         def write() -> None:
-            _lower_priority()
+            if sys.platform == "linux":  # elsewhere a thread has no priority apart from its process
+                # Leaves the cores to training: lowers this thread, and any that it starts.
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _SAVING_PRIORITY)
             self._attempt(progress, kind, staged.result, best)
 
+        # A daemon: after an error, the process ends without waiting for a thread that waits for lost ranks.
         self._thread = threading.Thread(target=write, name="megasnn-save", daemon=True)
         self._thread.start()
 
@@ -175,9 +178,3 @@ class Writer:
     def _tell(self, text: str) -> None:
         if rank_in(self._group) == 0:
             self._report(text)
-
-
-def _lower_priority() -> None:
-    if sys.platform == "linux":  # elsewhere a thread has no priority apart from its process
-        # Leaves the cores to training: lowers this thread, and any that it starts.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _SAVING_PRIORITY)

@@ -27,11 +27,11 @@ from megasnn.checkpoint.exchange import (
     Names,
     as_text,
     export_weights,
-    has_average,
     import_weights,
     size_text,
     tensor_differences,
 )
+from megasnn.checkpoint.format import averages_of
 from megasnn.checkpoint.reshard import Target, reshard
 from megasnn.checkpoint.source import Source, in_our_names, open_source
 from megasnn.checkpoint.tensor_io import damage
@@ -121,7 +121,7 @@ def _export(load: Path, output: Path, names: Names = "spikingjelly", ema: bool =
         ema: write the average of the weights if the run kept one (--ema-decay).
     """
     source = open_source(load)
-    averaged = ema and has_average(source)
+    averaged = ema and bool(averages_of(source.tensors))
     note = ""
     if averaged:
         note = ", the average of the weights (--no-ema: the weights)"

@@ -1,4 +1,4 @@
-"""Errors of a configuration, types of its fields, and checks with messages of value and flag."""
+"""Configuration errors, field types, and checks whose messages name value and flag."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ConfigError(ValueError):
-    """All problems of a configuration at once.
+    """All problems in a configuration at once.
 
     Attributes:
         problems: one sentence each, with value and flag.
@@ -46,12 +46,11 @@ class ConfigError(ValueError):
 
 
 def flag(name: str) -> str:
-    """Command line flag of a field."""
     return "--" + name.replace("_", "-")
 
 
 def shown_value(value: Any) -> str:
-    """Text of a value on a command line."""
+    """As on a command line."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -60,7 +59,7 @@ def shown_value(value: Any) -> str:
 
 
 def as_flag(name: str, value: Any) -> str:
-    """Flag and value of a field, quoted for a shell: `--depth 2`, `--no-shuffle`."""
+    """A field's flag and value, quoted for a shell: `--depth 2`, `--no-shuffle`."""
     if value is False:
         return f"--no-{flag(name)[2:]}"
     if value is True:
@@ -69,7 +68,7 @@ def as_flag(name: str, value: Any) -> str:
 
 
 def parse_numbers(name: str, text: str, count: int) -> tuple[int, ...]:
-    """Numbers of a field such as "1,2,7". Raises ValueError unless there are `count` positive integers."""
+    """A field such as "1,2,7". Raises ValueError unless it has `count` positive integers."""
     words = [word.strip() for word in text.split(",")]
     if len(words) != count or not all(word.isdecimal() and int(word) > 0 for word in words):
         raise ValueError(f'{flag(name)} "{text}" must be {count} positive integers, separated by commas')
@@ -77,7 +76,7 @@ def parse_numbers(name: str, text: str, count: int) -> tuple[int, ...]:
 
 
 def refusal(check: Callable[..., object], *arguments: object) -> list[str]:
-    """Message of the ValueError a function raises for these arguments; empty without an error."""
+    """The message if `check` raises ValueError for these arguments; otherwise empty."""
     try:
         check(*arguments)
     except ValueError as error:
@@ -86,7 +85,7 @@ def refusal(check: Callable[..., object], *arguments: object) -> list[str]:
 
 
 def needs(config: object, needed: str, *names: str) -> list[str]:
-    """Problems of fields set without the field they depend on."""
+    """Fields that are set without the field they depend on."""
     if getattr(config, needed):
         return []
     problems = []
@@ -98,7 +97,7 @@ def needs(config: object, needed: str, *names: str) -> list[str]:
 
 
 def at_least(config: object, minimum: float, *names: str) -> list[str]:
-    """Problems of fields below a minimum; None passes."""
+    """Fields below a minimum; None passes."""
     problems = []
     for name in names:
         value = getattr(config, name)
@@ -119,13 +118,13 @@ FileName = Annotated[str, PlainValidator(_file_name)]
 
 
 def registry_of(hint: Any) -> Registry[Any] | None:
-    """Registry in the annotation of a field; None for other types."""
+    """Registry in a field's annotation; None for other types."""
     return next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Registry)), None)
 
 
 @cache
 def help_texts(part: Any) -> dict[str, str]:
-    """Docstring below each field of a dataclass, on one line, inherited fields included."""
+    """A dataclass's docstrings below its fields, each on one line, inherited fields included."""
     # pydantic's use_attribute_docstrings finds no inherited ones (findings/pydantic_inherited_texts.sh).
     texts: dict[str, str] = {}
     for each in reversed(part.__mro__):

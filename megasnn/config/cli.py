@@ -42,7 +42,7 @@ def parse(
     Args:
         config_class: composes the parts; every field is a dataclass.
         argv: without the program's name.
-        console_outputs: False suppresses the text of --help.
+        console_outputs: False suppresses --help's text.
         recipes: files by their names for `--config`.
         checkpoint_values: values of a checkpoint.
     Raises:
@@ -71,7 +71,7 @@ def parse(
 
 
 def flag_names(config_class: type[Any]) -> dict[str, tuple[str, ...]]:
-    """Flags of each part by field name, in the order of --help."""
+    """Field names by part, in --help's order."""
     plain = config_class()
     return {name: tuple(each.name for each in fields(getattr(plain, name))) for name in ORDER}
 
@@ -82,7 +82,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(defaults: Any, recipes: Iterable[str]) -> _Parser:
-    """A parser of all flags. Its result has the flags of the command line only, as text."""
+    """A parser for all flags. Its result has only the given flags, as text."""
     parser = _Parser(usage="%(prog)s [flags]", description=type(defaults).__doc__, add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true", help="Show this text and end.")
     text = "File with values, overridden by flags: config.json of a run, or a part of one"
@@ -95,7 +95,7 @@ def _parser(defaults: Any, recipes: Iterable[str]) -> _Parser:
 
 
 def _add_flags(parser: _Parser, part: str, values: Any) -> None:
-    """Adds the flags of one part; the help shows `values` as defaults."""
+    """Adds one part's flags; the help shows `values` as defaults."""
     kind: Any = type(values)
     group = parser.add_argument_group(f"{part} options", kind.__doc__)
     texts = help_texts(kind)
@@ -114,7 +114,6 @@ def _add_flags(parser: _Parser, part: str, values: Any) -> None:
 
 
 def _unknown_flags(config_class: type[Any], unknown: Sequence[str]) -> list[str]:
-    """Problems of words unknown to argparse."""
     known: list[str] = []
     for names in flag_names(config_class).values():
         known += map(flag, names)
@@ -153,7 +152,7 @@ def _read(hint: Any, text: Any) -> Any:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """Types of a union, without annotations; for any other type, the type itself."""
+    """A union's types without annotations; any other type itself."""
     if get_origin(hint) is Annotated:
         return _members(get_args(hint)[0])
     if get_origin(hint) not in (Union, UnionType):
@@ -174,7 +173,7 @@ def _metavar(hint: Any) -> str:
 
 
 def _summaries(hint: Any) -> str:
-    """Summaries of a registry's entries, for the help; "" without a registry."""
+    """A registry's entries, for the help; "" without a registry."""
     entries = (registry_of(hint) or {}).items()
     return "".join(f" {name}: {each.summary}." for name, each in entries if getattr(each, "summary", ""))
 
@@ -203,7 +202,7 @@ def _file_values(
 
 
 def _read_value_file(config_class: type[Any], name: str, recipes: Mapping[str, Path]) -> dict[str, Any]:
-    """Values of a file, checked against the fields and the model of this configuration."""
+    """A file's values, checked against this configuration's fields and model."""
     path = recipes.get(name, Path(name))
     shown = f"--config {in_message(str(path))}"
     try:

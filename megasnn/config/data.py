@@ -74,11 +74,11 @@ class DataConfig:
         return self.mixup_alpha > 0 or self.cutmix_alpha > 0
 
     def changed(self, *names: str) -> list[str]:
-        """Flags of these fields with values other than the defaults."""
+        """Flags, among these fields, that differ from their defaults."""
         return [flag(name) for name in names if getattr(self, name) != getattr(type(self), name)]
 
     def normalisation(self, channels: int, evaluates: bool) -> str:
-        """Name of the constants for normalising images.
+        """Name of the normalisation constants.
 
         Args:
             evaluates: with --evaluate-only. A training evaluates with the constants of its training data.

@@ -39,9 +39,12 @@ class NeuronConfig:
 
     @property
     def spec(self) -> NeuronSpec:
-        """The neuron of these flags. Raises ValueError for values listed by `problems`."""
-        # The remaining two fields of NeuronSpec have longer flags: --neuron and --surrogate-alpha.
-        shared: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(NeuronSpec) if hasattr(self, x.name)}
+        """Raises ValueError for values that `problems` lists."""
+        shared: dict[str, Any] = {}
+        for each in fields(NeuronSpec):
+            # The remaining two, kind and alpha, have longer flags: --neuron and --surrogate-alpha.
+            if hasattr(self, each.name):
+                shared[each.name] = getattr(self, each.name)
         return NeuronSpec(self.neuron, alpha=self.surrogate_alpha, **shared)
 
     def problems(self) -> list[str]:

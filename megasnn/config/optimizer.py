@@ -37,18 +37,18 @@ _SGD = ("sgd_momentum", "sgd_nesterov")
 
 @plain_dataclass(frozen=True)
 class OptimizerRecipe:
-    """An element-wise optimizer: the step of an element needs its value, gradient, state, and norms of tensors.
+    """An element-wise optimizer: an element's step needs its value, gradient, state, and tensor norms.
 
     Attributes:
         summary: for --help.
         build: (parameter groups with weight decay, lr=..., one keyword for each of `options`) -> optimizer.
-        state: entries of the optimizer's `state` for each parameter after a step. `step` is a single number, all others
+        state: a parameter's entries in the optimizer's `state` after a step. `step` is a single number, all others
             have the parameter's shape and type.
         takes_norms: `build` also takes `norms`, of whole tensors (megasnn.optim.norms.ShardedNorms).
         takes_found_inf: with `fused` groups, a step changes nothing if the attribute `found_inf`, a float on the
             device, is 1. torch's GradScaler works this way too. A GPU then does not wait for the host.
-        working_copies: memory of a step beside the state, as a multiple of the parameters' bytes.
-        options: fields of `OptimizerConfig` that `build` takes, such as "adam_beta1".
+        working_copies: a step's memory beside the state, in multiples of the parameters' bytes.
+        options: `OptimizerConfig` fields that `build` takes, such as "adam_beta1".
     """
 
     summary: str
@@ -150,7 +150,7 @@ class OptimizerConfig:
     """Largest gradient norm over all parameters; 0 disables clipping."""
 
     def warmup_iterations(self, epoch: Fraction = Fraction(1)) -> int | Fraction:
-        """Length of the warm-up in iterations. Args: epoch: iterations of an epoch."""
+        """In iterations. Args: epoch: iterations in an epoch."""
         if not self.lr_warmup_epochs:
             return self.lr_warmup_iters
         warm_up = self.lr_warmup_epochs * epoch
@@ -158,7 +158,7 @@ class OptimizerConfig:
 
     @property
     def build_options(self) -> dict[str, Any]:
-        """Keyword arguments of `OptimizerRecipe.build` from `options`."""
+        """Keyword arguments for `OptimizerRecipe.build`."""
         return {name: getattr(self, name) for name in OPTIMIZERS[self.optimizer].options}
 
     @property
@@ -169,7 +169,7 @@ class OptimizerConfig:
 
     @property
     def name_scales(self) -> dict[str, float]:
-        """Factors of `lr_scale` by pattern. Raises ValueError as `parse_scales`."""
+        """Factors by pattern. Raises ValueError as `parse_scales`."""
         return parse_scales(self.lr_scale) if self.lr_scale is not None else {}
 
     def problems(self) -> list[str]:
@@ -206,7 +206,8 @@ def parse_scales(text: str) -> dict[str, float]:
     """Factors by pattern, from text like "head.*=10,*.bias=2". Raises ValueError for a malformed one."""
     scales: dict[str, float] = {}
     for part in text.split(","):
-        pattern, _, factor = (word.strip() for word in part.rpartition("="))
+        pattern, _, factor = part.rpartition("=")
+        pattern = pattern.strip()
         try:
             scale = float(factor)
         except ValueError:

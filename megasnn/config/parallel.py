@@ -1,4 +1,4 @@
-"""Distribution of the work over ranks."""
+"""How ranks divide the work."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class LoggingConfig:
 
 @plain_dataclass(frozen=True)
 class PretrainConfig:
-    """The configuration of a run: a model and the parts shared by all models.
+    """A run's configuration: a model, and the parts that all models share.
 
     Attributes:
         model: a `megasnn.models.model.Model`. That module imports this one, so the type is not written here.

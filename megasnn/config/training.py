@@ -1,4 +1,4 @@
-"""Batch sizes, length of the run, precision, loss.
+"""Batch sizes, the run's length, precision, loss.
 
 The registries of precisions and losses stand beside their flags. They import no torch: types are torch's names, and the
 losses themselves are in `megasnn.models.losses`.
@@ -50,12 +50,12 @@ LOSSES: Registry[Loss] = Registry(
 
 @plain_dataclass(frozen=True)
 class Precision:
-    """A set of number types by name.
+    """Number types by name.
 
     Attributes:
         summary: for --help.
-        weights: type of parameters, buffers, gradients and optimizer state.
-        products: type of activations and matrix products. Their gradients cross pipeline stages in it.
+        weights: type for parameters, buffers, gradients and optimizer state.
+        products: type for activations and matrix products. Their gradients cross pipeline stages in it.
         rounds: float32 products may round operands to TF32 (11 significant bits). Only GPUs with compute capability 8.0
             or more do.
     """
@@ -83,7 +83,7 @@ PRECISIONS: Registry[Precision] = Registry(
 
 @plain_dataclass(frozen=True)
 class Length:
-    """Length of a training.
+    """A training's length.
 
     Attributes:
         iterations: optimizer steps.
@@ -147,7 +147,7 @@ class TrainingConfig:
         return self.train_samples is not None or self.train_epochs is not None
 
     def length(self, epoch_samples: int, iteration: int = 0, consumed_samples: int = 0) -> Length:
-        """Length of a training on data with `epoch_samples` samples in an epoch; 0 iterations with --evaluate-only.
+        """A training's length, for epochs of `epoch_samples` samples; 0 iterations with --evaluate-only.
 
         Args:
             iteration: steps done, maybe with another global batch size.
@@ -175,7 +175,7 @@ class TrainingConfig:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a global batch, over all replicas. The last one may be smaller."""
+        """In a global batch, over all replicas. The last one may be smaller."""
         return -(-self.global_batch_size // self.micro_batch_size)
 
     def problems(self) -> list[str]:
@@ -186,8 +186,11 @@ class TrainingConfig:
                 f"--micro-batch-size {self.micro_batch_size} is larger than "
                 f"--global-batch-size {self.global_batch_size}"
             )
-        asked = {name: getattr(self, name) for name in LENGTHS}
-        lengths = [f"{flag(name)} {value}" for name, value in asked.items() if value is not None]
+        lengths = []
+        for name in LENGTHS:
+            value = getattr(self, name)
+            if value is not None:
+                lengths.append(f"{flag(name)} {value}")
         if len(lengths) > 1:
             wrong.append(f"{' and '.join(lengths)} are {len(lengths)} lengths; give one (none unsets another)")
         return wrong

@@ -1,4 +1,4 @@
-"""Checks between the parts of a configuration, before anything is built."""
+"""Checks between a configuration's parts, before anything is built."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
 
 
 def layout_problems(config: PretrainConfig, world_size: int) -> list[str]:
-    """Problems of the layout on `world_size` ranks. On one rank the configuration must be valid."""
+    """Layout problems on `world_size` ranks. On one rank the configuration must be valid."""
     problems = config.parallel.problems()
     problems += _grid_problems(config, world_size)
     problems += _window_problems(config)
@@ -48,7 +48,7 @@ def layout_problems(config: PretrainConfig, world_size: int) -> list[str]:
 
 
 def device_problems(config: PretrainConfig, device: str) -> list[str]:
-    """Problems of flags for GPUs on another kind of device."""
+    """Flags for GPUs on another device."""
     if device != "cpu":
         return []
     problems = []
@@ -61,10 +61,10 @@ def device_problems(config: PretrainConfig, device: str) -> list[str]:
 
 
 def cut_problems(parallel: ParallelConfig, layer_groups: Sequence[str]) -> list[str]:
-    """Problem of --pipeline-model-parallel-layout for a model; empty without the flag.
+    """Why --pipeline-model-parallel-layout does not fit a model; empty without the flag.
 
     Args:
-        layer_groups: layer group of each layer, from input to output.
+        layer_groups: by layer, from input to output.
     """
     if parallel.layout is None:
         return []

@@ -1,6 +1,6 @@
 """A configuration as values (dictionaries, flags, JSON) and back.
 
-A checkpoint keeps two parts of it: the identity of the model, and the recipe, which a run that continues may change.
+A checkpoint keeps two parts: the model's identity, and the recipe, which a run that continues may change.
 """
 
 from __future__ import annotations
@@ -71,12 +71,17 @@ def from_dict(config_class: type[_Config], values: Mapping[str, Any], texts: boo
 
 
 def build_part(part: type[_Config], values: Any, name: str, texts: bool = False) -> _Config:
-    """Builds one part of a configuration. Raises ConfigError as `from_dict`."""
+    """Builds one part. Raises ConfigError as `from_dict`."""
     if not isinstance(values, dict):
         raise ConfigError([f"{name} must be a dictionary, got {reprlib.repr(values)}"])
     names = {entry.name for entry in fields(part)}  # type: ignore[arg-type]  # a dataclass
-    wrong = {each: f"unknown name {name}.{in_message(each)}" for each in values if each not in names}
-    known = {each: value for each, value in values.items() if each in names}
+    wrong = {}
+    known = {}
+    for each, value in values.items():
+        if each in names:
+            known[each] = value
+        else:
+            wrong[each] = f"unknown name {name}.{in_message(each)}"
     adapter: TypeAdapter[_Config] = _adapter(part)  # type: ignore[arg-type]  # hashable
     try:
         if not texts:  # JSON has lists where a field has a tuple; its reader refuses file names that are not UTF-8
@@ -92,7 +97,7 @@ def build_part(part: type[_Config], values: Any, name: str, texts: bool = False)
 
 
 def _sentence(field: str, error: ErrorDetails) -> str:
-    """pydantic's error with flag and value; a message of a check of ours as it is."""
+    """pydantic's error with flag and value; our own checks' messages as they are."""
     text = error["msg"].partition(", unable")[0]
     if error["type"] == "value_error":
         return text.removeprefix("Value error, ")
@@ -106,10 +111,10 @@ def _adapter(part: Any) -> TypeAdapter[Any]:
 
 
 def with_keywords(config: _Config, keywords: Mapping[str, Any]) -> _Config:
-    """Replaces values of a configuration by an Engine's keyword arguments, which are flags with underscores.
+    """Replaces values by an Engine's keyword arguments, which are flags with underscores.
 
     Raises:
-        ConfigError: unknown names, fields of the model, fields for whole runs only, wrong values.
+        ConfigError: unknown names, model fields, fields for whole runs only, wrong values.
     """
     part_of = {entry: part for part, entry, _ in _entries(config)}
     wrong = [*_keyword_problems(config, part_of, keywords)]
@@ -140,17 +145,17 @@ def _keyword_problems(config: Any, part_of: Mapping[str, str], keywords: Mapping
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Nested dictionaries of numbers, strings, booleans and None."""
+    """Nested dictionaries; values are numbers, strings, booleans and None."""
     return asdict(config)
 
 
 def with_model_name(config: Any) -> dict[str, Any]:
-    """Content of config.json: `to_dict` and the name of the model."""
+    """For config.json: `to_dict` and the model's name."""
     return {ABOUT: {"model": config.model.name}, **to_dict(config)}
 
 
 def to_json(config: Any) -> str:
-    """Text of config.json."""
+    """config.json's text."""
     return json.dumps(with_model_name(config), indent=2)
 
 
@@ -160,7 +165,7 @@ def changed_flags(config: Any) -> dict[str, list[str]]:
 
 
 def flags_between(before: Any, after: Any) -> dict[str, list[str]]:
-    """Flags by part for turning one configuration into another of the same class."""
+    """Flags by part that turn one configuration into another."""
     changed: dict[str, list[str]] = {}
     for (part, name, old), (_, _, value) in zip(_entries(before), _entries(after), strict=True):
         if value != old:
@@ -169,7 +174,7 @@ def flags_between(before: Any, after: Any) -> dict[str, list[str]]:
 
 
 def _entries(config: Any) -> Iterator[tuple[str, str, Any]]:
-    """Part, name and value of every flag."""
+    """Every flag's part, name and value."""
     for part in fields(config):
         values = getattr(config, part.name)
         for entry in fields(values):
@@ -177,7 +182,7 @@ def _entries(config: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def config_identity(config: PretrainConfig) -> Identity:
-    """Dimensions of the model and its neuron, without the backend."""
+    """The model's dimensions and its neuron, without the backend."""
     neuron = to_dict(config.neuron)
     del neuron["neuron_backend"]
     return {"model": to_dict(config.model), "neuron": neuron}
@@ -189,7 +194,7 @@ def recipe(config: PretrainConfig) -> dict[str, object]:
 
 
 def _recipe_fields(config: PretrainConfig) -> Iterator[tuple[str, str]]:
-    """Part and name of each field with an effect on the update."""
+    """Part and name by field with an effect on the update."""
     for entry in fields(config.optimizer):
         yield "optimizer", entry.name
     has_own_loss = "loss" in config.model.own_task()
@@ -206,7 +211,7 @@ def changed_recipe(extra: Mapping[str, object], config: PretrainConfig) -> list[
     """One line about flags with other values than in the run before; empty without a difference.
 
     Args:
-        extra: entries beside the tensors of the checkpoint.
+        extra: the checkpoint's entries beside its tensors.
     """
     before = extra.get("recipe")
     if not isinstance(before, Mapping):  # weights from elsewhere
@@ -238,10 +243,10 @@ def samples(config: PretrainConfig) -> dict[str, object]:
 
 
 def samples_from(extra: Mapping[str, object], evaluates: bool) -> dict[str, object]:
-    """Values of `samples` from a checkpoint: all of them to evaluate, the constants with --finetune.
+    """A checkpoint's values of `samples`: all of them to evaluate, the constants with --finetune.
 
     Args:
-        extra: entries beside the tensors of the checkpoint.
+        extra: the checkpoint's entries beside its tensors.
     """
     found = extra.get(SAMPLES_KEY)
     if not isinstance(found, Mapping):
@@ -253,8 +258,11 @@ def samples_from(extra: Mapping[str, object], evaluates: bool) -> dict[str, obje
 
 
 def changed_samples(extra: Mapping[str, object], config: PretrainConfig) -> list[str]:
-    """One line about values of `samples` other than the training's; empty without a difference."""
+    """One line about `samples` that differ from the training's; empty without a difference."""
     before = samples_from(extra, config.training.evaluate_only)
     now = samples(config)
-    changed = {flag(name): (value, now[name]) for name, value in before.items() if name in now and value != now[name]}
+    changed = {}
+    for name, value in before.items():
+        if name in now and value != now[name]:
+            changed[flag(name)] = value, now[name]
     return _line("samples are prepared differently from the samples of the training: ", changed)

@@ -60,6 +60,7 @@ def run_configuration(
     # Refuses values of other types, which a plain dataclass takes.
     build_part(type(model), to_dict(model), type(model).__name__)
     config = with_keywords(run_config(type(model))(model=model), flags)
+    # A rate that decays needs its end; a constant one does not.
     if config.training.train_iters is None and config.training.train_samples is None:
         if config.optimizer.lr_decay_style != "constant" and not has_schedule:
             raise ConfigError(

@@ -271,7 +271,8 @@ class Engine:
             CheckpointError: on every rank, for no checkpoint, or another model's.
         """
         self._begin("load")
-        world, config = self.state.world.handle, self.config
+        config = self.config
+        world = self.state.world.handle
         into = LocalState(self.distributed.tensors) if weights_only else self.checkpoints.state
         expected = None if weights_only else config_identity(config)
         check = partial(model_differences, model=config.model.name, config=expected)
@@ -282,7 +283,7 @@ class Engine:
             self.step.loaded()
         else:
             self.step.loaded((loaded.iteration, loaded.consumed_samples), loaded.averaged_steps)
-            training = self.config.training
+            training = config.training
             if training.train_samples is not None:
                 # The checkpoint's steps may have had another batch size.
                 batch_size = training.global_batch_size
@@ -305,8 +306,8 @@ class Engine:
         except BatchError:
             # Raised by all ranks together: the Engine goes on.
             raise
-        # Ranks may be at different actions: the others end with the same error instead of waiting.
         except BaseException as error:
+            # Ranks may be at different actions: the others end with the same error instead of waiting.
             if not self._failure:
                 text = (str(error).splitlines() or [""])[0]
                 self._failure = f"{type(error).__name__}: {text}, {context_of_error(error)}".removesuffix(", ")

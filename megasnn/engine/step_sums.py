@@ -48,8 +48,7 @@ class StepSums:
         return cls(values, slices, squares.sqrt(), is_void)
 
     def read(self) -> StepFigures:
-        # Only here does the host wait for the device in a step.
-        # One copy to the host for all of them.
+        # The host waits for the device only here in a step, and for one copy of all values.
         is_void, *numbers = torch.cat([self.is_void.to(self.values.dtype).reshape(1), self.values]).tolist()
         values = {name: numbers[part] for name, part in self.slices.items()}
         (loss,) = values["loss"]

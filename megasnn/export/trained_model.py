@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megasnn.checkpoint.folder import resolve
-from megasnn.checkpoint.format import AVERAGE, BESIDE, Metadata, read_metadata
+from megasnn.checkpoint.format import AVERAGE, Metadata, averages_of, own_names, read_metadata
 from megasnn.checkpoint.load import load_globals_into
 from megasnn.checkpoint.tensor_io import file_checksum, read_full
 from megasnn.common.bundle import Bundle, logits_of, map_entries
@@ -220,8 +220,8 @@ def load_model(
     metadata = read_metadata(path)
     if metadata.model is None or metadata.config is None:
         raise CheckpointError(f"{path} holds weights without the configuration of a model: give one that a run saved")
-    averaged = ema and any(name.startswith(AVERAGE) for name in metadata.tensors)
-    names = [name for name in metadata.tensors if not name.startswith(BESIDE)]
+    averaged = ema and bool(averages_of(metadata.tensors))
+    names = own_names(metadata.tensors)
     saved = {name: AVERAGE + name if averaged else name for name in names}
     values = read_full(path, metadata, saved.values())
     about = About(metadata.model, metadata.config, _samples(metadata), _training(metadata, averaged))

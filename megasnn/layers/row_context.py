@@ -81,9 +81,11 @@ class RowMove:
         sent = []
         received = []
         for other in range(len(self.local_rows)):
-            is_itself = other == rank
-            sent.append(range(0) if is_itself else self.rows_for(rank, other))
-            received.append(range(0) if is_itself else self.rows_for(other, rank))
+            sent.append(self.rows_for(rank, other))
+            received.append(self.rows_for(other, rank))
+        # A rank copies its own rows without an exchange.
+        sent[rank] = range(0)
+        received[rank] = range(0)
         return sent, received
 
 

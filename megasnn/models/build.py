@@ -243,8 +243,12 @@ def _try_to_cut(
     layer: Layer, context: BuildContext, sources: tuple[int, ...], inputs: Sequence[_Output]
 ) -> Built | None:
     """A layer for the rank's channels; None if it must be whole."""
-    has_tensors = next(tensors_of(layer.module), None) is not None
-    if why_whole(layer.module) if layer.is_sharded else (is_plain(layer.module) and has_tensors):
+    if layer.is_sharded:
+        must_be_whole = bool(why_whole(layer.module))
+    else:
+        has_tensors = next(tensors_of(layer.module), None) is not None
+        must_be_whole = is_plain(layer.module) and has_tensors
+    if must_be_whole:
         return None
     bundles = [x.bundle for x in inputs]
     takes_frames = len(sources) == 1 and sources[0] < 0
@@ -278,7 +282,10 @@ def _build_whole(
 
 
 def _cuts(inputs: Sequence[_Output]) -> list[bool]:
-    return [cut for x in inputs for cut in x.cuts]
+    cuts = list[bool]()
+    for x in inputs:
+        cuts += x.cuts
+    return cuts
 
 
 def _made(layer: Layer, context: BuildContext) -> nn.Module:

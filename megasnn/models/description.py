@@ -131,12 +131,41 @@ class ModelDescription:
         return [(each.name, each.module) for each in self.build(context)]
 
     @property
+    def layer_names(self) -> list[str]:
+        """In model order."""
+        return [layer.name for layer in self.layers]
+
+    @property
     def is_chain(self) -> bool:
         """Whether every layer takes exactly one tensor, from the layer before it."""
         for number, each in enumerate(self.layers):
             if each.inputs != (number - 1,) or None not in each.entries:
                 return False
         return True
+
+    def summary(self) -> str:
+        """A table of layers: output, parameters and multiply-adds a sample.
+
+        An output stands as `[T, C, ...]` for one sample; an image that all time steps share has T = 1. A tied parameter
+        counts once.
+        """
+        rows = [("layer", "output", "parameters", "multiply-adds")]
+        for layer in self.layers:
+            shapes = []
+            for key, entry in layer.entries.items():
+                shape = str([entry.shape[0], *entry.shape[2:]])
+                shapes.append(shape if key is None else f"{key}: {shape}")
+            rows.append((layer.name, ", ".join(shapes), f"{layer.parameters:,}", f"{layer.operations:,}"))
+        parameters = sum(layer.parameters for layer in self.layers)
+        operations = sum(layer.operations for layer in self.layers)
+        rows.append(("total", "", f"{parameters:,}", f"{operations:,}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for name, output, *counts in rows:
+            texts = [name.ljust(widths[0]), output.ljust(widths[1])]
+            texts += [count.rjust(width) for count, width in zip(counts, widths[2:], strict=True)]
+            lines.append("  ".join(texts))
+        return "\n".join(lines)
 
     def needed_from(self, stop: int) -> list[int]:
         """Layers before `stop` with outputs that later layers or the loss need, ascending."""

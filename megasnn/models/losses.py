@@ -42,8 +42,11 @@ def mse_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0) -> Ten
     """Squared distance from the logits' mean over time to the one-hot label, averaged over classes."""
     rates = _raised(logits).mean(0)
     target = _target(rates, labels)
-    wanted = target if target.is_floating_point() else _one_hot(target, rates)
-    wanted = wanted * (1 - label_smoothing) + label_smoothing / rates.shape[1]
+    if not target.is_floating_point():
+        # torch's own one_hot reads the labels' maximum, for which a GPU makes the host wait.
+        classes = torch.arange(rates.shape[1], device=target.device)
+        target = (target.unsqueeze(1) == classes).to(rates.dtype)
+    wanted = target * (1 - label_smoothing) + label_smoothing / rates.shape[1]
     return (rates - wanted).square().mean(1).sum()
 
 
@@ -64,11 +67,6 @@ def _raised(output: Bundle) -> Tensor:
     logits = logits_of(output)
     # Sums of exponentials need float32.
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-
-
-def _one_hot(labels: Tensor, like: Tensor) -> Tensor:
-    # torch's own one_hot reads the labels' maximum, for which a GPU makes the host wait.
-    return (labels.unsqueeze(1) == torch.arange(like.shape[1], device=labels.device)).to(like.dtype)
 
 
 def _target(logits: Tensor, labels: Tensor) -> Tensor:

@@ -30,7 +30,10 @@ MODELS: Registry[type[Model]] = Registry(
 
 
 def all_dialects() -> list[Dialect]:
-    return [dialect for entry in MODELS.values() for dialect in entry.dialects()]
+    dialects = list[Dialect]()
+    for entry in MODELS.values():
+        dialects += entry.dialects()
+    return dialects
 
 
 def model_of(model: str | None, ours: Collection[str]) -> type[Model] | None:

@@ -46,7 +46,9 @@ def gather_in_call(group: dist.ProcessGroup | None, call: str, value: _T) -> lis
 
 def sum_over_ranks(group: dist.ProcessGroup | None, values: Sequence[float]) -> list[float]:
     """Exact sums, column by column. Collective."""
-    return [math.fsum(column) for column in zip(*gather(group, values), strict=True)]
+    columns = zip(*gather(group, values), strict=True)
+    # fsum rounds once, so that the order of the ranks does not matter.
+    return [math.fsum(column) for column in columns]
 
 
 def broadcast_result(group: dist.ProcessGroup | None, decide: Callable[[], _T]) -> _T:
@@ -94,9 +96,10 @@ def run_and_gather(
         reports.append(reported)
         if failed is not None:
             failures.append(failed)
-    all_damaged = all(is_damaged for is_damaged, _ in failures)
+    all_damaged = True
     problems: list[str] = []
-    for _, problems_of_rank in failures:
+    for is_damaged, problems_of_rank in failures:
+        all_damaged = all_damaged and is_damaged
         problems += problems_of_rank
     raise_problems(title, problems, DamagedError if all_damaged else CheckpointError)
     assert value is not None  # a failure here is among the problems

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.parallel.sharding import ShardedTensor
-from megasnn.parallel.zero import aligned, by_owner, joined, own_param_shard, send_shards, side_by_side
+from megasnn.parallel.zero import (
+    aligned,
+    by_owner,
+    elements_by_rank,
+    joined,
+    own_param_shard,
+    send_shards,
+    side_by_side,
+)
 from megasnn.parallel_state import Group
 from megasnn.schedule.passes import AT_ONCE
 
@@ -94,7 +102,7 @@ class FlatParameter:
         # `data` has a version counter of its own: gathering must not invalidate tensors saved by autograd.
         self.values = [view.data for view in views]
         self._destinations = by_owner(views, group)
-        self._counts = [sum(part.numel() for part in parts) for parts in self._destinations]
+        self._counts = elements_by_rank(self._destinations)
         self._own, self.shards = _own_shards(parameters, group)
         for parameter, values in zip(parameters, self.values, strict=True):
             if values.dtype == parameter.dtype:

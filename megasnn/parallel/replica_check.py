@@ -54,7 +54,10 @@ def compare_replicas(entries: Sequence[ShardedTensor], state: ParallelState, ite
             ranks_of[label][checksum].append(f"{rank} on {host}")
     lines = [f"replicas differ at iteration {iteration}; checksums of {len(ranks_of)} tensor(s), {NAMED} at most:"]
     for label, holders in list(ranks_of.items())[:NAMED]:
-        values = [f"{checksum & (2**64 - 1):016x} on rank {', '.join(ranks)}" for checksum, ranks in holders.items()]
+        values = []
+        for checksum, ranks in holders.items():
+            # A checksum is signed; its 64 bits are shown.
+            values.append(f"{checksum & (2**64 - 1):016x} on rank {', '.join(ranks)}")
         lines.append(f"  - {label}: {'; '.join(values)}")
     raise ReplicaError("\n".join(lines))
 

@@ -43,7 +43,7 @@ class ParameterShards:
     ) -> None:
         self._holders = holders
         self._gradients = by_owner(gradients, holders)
-        self._counts = [sum(part.numel() for part in parts) for parts in self._gradients]
+        self._counts = elements_by_rank(self._gradients)
         if local_shards is None:
             self._values = by_owner(parameters, holders)
             self.shards = [nn.Parameter(own_param_shard(each, holders)) for each in parameters]
@@ -129,6 +129,14 @@ def by_owner(tensors: Sequence[Tensor], holders: Group) -> list[list[Tensor]]:
             if own and length:
                 part.append(flat[own.start * length : own.stop * length])
     return parts
+
+
+def elements_by_rank(parts: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Number of elements in each rank's tensors."""
+    counts = []
+    for of_rank in parts:
+        counts.append(sum(each.numel() for each in of_rank))
+    return counts
 
 
 def own_param_shard(parameter: Tensor, holders: Group) -> Tensor:

@@ -171,6 +171,24 @@ class PipelineChunk(nn.Module):
         with without_spikes, explained(partial("{}: {}".format, ", ".join(self.names))):
             yield
 
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __bool__(self) -> bool:
+        # A chunk without layers is a chunk too; `__len__` alone would make it false.
+        return True
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.layers)
+
+    def __getitem__(self, layer: int | str) -> nn.Module:
+        """A layer by its number in this chunk, or by its global name. Raises IndexError or KeyError."""
+        if isinstance(layer, int):
+            return self.layers[layer]
+        if layer not in self.names:
+            raise KeyError(f"chunk {self.index} has no layer {layer!r}; it has {', '.join(self.names) or 'none'}")
+        return self.layers[self.names.index(layer)]
+
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         return zip(self.names, self.layers, strict=True)
 

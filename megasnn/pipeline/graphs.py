@@ -160,8 +160,10 @@ class _SlotGraphs:
         self._positions: Tensor | None = None
         if samples is not None:
             self._positions = torch.arange(len(samples), device=inputs[0].device)
-        learning = [parameter for parameter in owner.chunk.parameters() if parameter.requires_grad]
-        self._leaves = {parameter: _leaf(parameter, owner.weight_gradients) for parameter in learning}
+        self._leaves: dict[nn.Parameter, Tensor] = {}
+        for parameter in owner.chunk.parameters():
+            if parameter.requires_grad:
+                self._leaves[parameter] = _leaf(parameter, owner.weight_gradients)
         self._inputs = [torch.empty_like(x).requires_grad_(x.requires_grad) for x in inputs]
         self._output_grads: list[Tensor | None] | None = None
         self._replay = owner.captured(lambda: self._forward(samples), pool, "forward")
@@ -169,8 +171,10 @@ class _SlotGraphs:
     def _forward(self, samples: range | None) -> None:
         chunk = self._owner.chunk
         checks = DeviceChecks(self._inputs[0].device)
-        norms = [module for module in chunk.modules() if isinstance(module, ParallelBatchNorm)]
-        starts = [len(norm.pending) for norm in norms]
+        earlier_records: dict[ParallelBatchNorm, int] = {}
+        for module in chunk.modules():
+            if isinstance(module, ParallelBatchNorm):
+                earlier_records[module] = len(module.pending)
         leaves = {}
         for name, parameter in chunk.named_parameters():
             if parameter in self._leaves:
@@ -182,17 +186,20 @@ class _SlotGraphs:
         # The records of the capture hold no values; each replay records a copy.
         self._norms: list[tuple[ParallelBatchNorm, int | Tensor]] = []
         statistics: list[Tensor] = []
-        for norm, start in zip(norms, starts, strict=True):
+        for norm, start in earlier_records.items():
             for mean, variance, count in norm.pending[start:]:
                 self._norms.append((norm, count))
                 statistics += [mean, variance]
             del norm.pending[start:]
-        findings = checks.noted()
-        self._complaints = [text for _, text in findings]
-        self._sizes = [value.numel() for value in statistics]
+        flags: list[Tensor] = []
+        self._complaints: list[str] = []
+        for flag, text in checks.noted():
+            flags.append(flag)
+            self._complaints.append(text)
         # One tensor for all flags, and one for all statistics: a replay copies each with one kernel.
-        self._flags = _joined([flag for flag, _ in findings])
+        self._flags = _joined(flags)
         self._statistics = _joined(statistics)
+        self._sizes = [value.numel() for value in statistics]
 
     def apply(self, inputs: Sequence[Tensor], samples: range | None) -> Any:
         _fill(self._inputs, inputs)
@@ -307,7 +314,7 @@ def why_not(layer: nn.Module) -> str | None:
 
 
 def _leaf(parameter: Tensor, weight_gradients: WeightGradients) -> Tensor:
-    """On the parameter's memory, or the parameter itself if its layer leaves the weight gradient as a task."""
+    """On the parameter's memory, or the parameter itself if its layer queues the weight gradient."""
     # Autograd adds a gradient on the stream where the parameter was first used. A forward without graphs still under
     # way would draw its stream into the capture, which the driver refuses.
     return parameter if weight_gradients.takes(parameter) else parameter.detach().requires_grad_()

@@ -93,12 +93,15 @@ class Ties:
         # Messages start in one order on all ranks: see megasnn/parallel_state.py.
         for low, high in linked((pair.owner, pair.copy) for pair in pairs.values()):
             start_messages(pipeline, low, high, device)
-        self._pairs = [pair for _, pair in sorted(pairs.items()) if pipeline.rank in (pair.owner, pair.copy)]
-        for pair in self._pairs:
+        # Both ranks of a message go through the pairs in one order.
+        self._pairs: list[_Pair] = []
+        self._copied_norms: set[ParallelBatchNorm] = set()
+        for _, pair in sorted(pairs.items()):
+            if pipeline.rank not in (pair.owner, pair.copy):
+                continue
+            self._pairs.append(pair)
             pair.owning_norms = [norm_of[tensor] for tensor in pair.originals if tensor in norm_of]
             pair.copied_norms = [norm_of[tensor] for tensor in pair.copies if tensor in norm_of]
-        self._copied_norms: set[ParallelBatchNorm] = set()
-        for pair in self._pairs:
             self._copied_norms.update(pair.copied_norms)
 
     def sum_gradients(self) -> None:

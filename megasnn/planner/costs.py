@@ -204,9 +204,11 @@ def _computed(analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], 
 
 def _scaled(measured: Seconds, computed: Seconds, before: Seconds) -> Seconds:
     """Measured seconds, scaled by the computed ones for this share and for the measured share."""
-    forward, inputs, weights = (
-        each * (now / then if then else 1.0) for each, now, then in zip(measured, computed, before, strict=True)
-    )
+    scaled = []
+    for each, now, then in zip(measured, computed, before, strict=True):
+        ratio = now / then if then else 1.0
+        scaled.append(each * ratio)
+    forward, inputs, weights = scaled
     return forward, inputs, weights
 
 
@@ -222,19 +224,21 @@ def counted_costs(analysis: Analysis, share: LayerShare) -> list[LayerCost]:
         return alone
     if len(shared) == 1:
         return shared[0]
-
-    # Rounded up, as uneven shares leave the largest rank.
-    def of_both(one: int, some: int, other: int) -> int:
-        return -(-some * other // one) if one else some + other
-
     # Tensor parallel exchanges were counted for the rank's own samples, and for all rows.
     parts = share.context if share.cut == "rows" else 1
     found = []
     for whole, tensor, context in zip(alone, *shared, strict=True):
-        both = _each(of_both, whole, tensor, context)
+        both = _each(_of_both_cuts, whole, tensor, context)
         both["exchanged"] = tensor.exchanged // parts + context.exchanged // share.tensor
         found.append(replace(whole, collectives=tensor.collectives + context.collectives, **both))
     return found
+
+
+def _of_both_cuts(whole: int, one: int, other: int) -> int:
+    if not whole:
+        return one + other
+    # Rounded up: uneven shares leave more to the largest rank.
+    return -(-one * other // whole)
 
 
 def _shared(

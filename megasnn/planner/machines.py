@@ -16,13 +16,6 @@ GB = 1e9
 AUTO_DEVICE = "auto"  # stands for the measured device
 MOVED_IN_UPDATE = 7.0  # bytes for each byte of parameters: AdamW reads value, gradient, two moments, and writes three
 UPDATE_REACHES = 0.6  # of the bandwidth: nothing but reading and writing in order
-# Spikformer-8-512, 24 samples, on an H200: seconds of a step, of one with CUDA graphs, and of its 1,258 kernels
-# (docs/gpu.md). Its 22 layers have three parts each. Since then a micro-batch has started 759 operators in place of
-# 1,058: no GPU has measured that.
-EAGER_STEP = 72.6e-3
-GRAPH_STEP = 27.9e-3
-KERNELS = 23.3e-3
-PARTS = 3 * 22
 # Fractions of a data sheet's rates that training reaches: products, memory for everything else, and links.
 PRODUCTS = 1.0
 MOVES = 0.23
@@ -135,8 +128,12 @@ def _gpu(
         memory=memory,
         operations={precision: PRODUCTS * 0.5e12 * rate for precision, rate in teraflops.items()},
         moved=MOVES * bandwidth,
-        least=EAGER_STEP / PARTS,
-        graph_start=(GRAPH_STEP - KERNELS) / PARTS,
+        # Eager steps are bound by their host. The 22 layers of Spikformer-8-512, in three parts each, start 759
+        # operators (tests/kernels/test_counted.py). One took 69 us beside an H200: 72.6 ms for 1,058 (docs/gpu.md).
+        # Kernels start with less Python since, which no GPU has measured: the figure is an upper bound.
+        least=7.9e-4,
+        # With CUDA graphs that step took 27.9 ms, its kernels 23.3 ms.
+        graph_start=(27.9e-3 - 23.3e-3) / 66,
         update=MOVED_IN_UPDATE / (UPDATE_REACHES * bandwidth),
         within=LinkCost(latency, 1 / (LINKS * within)),
         between=LinkCost(2.5 * latency, 1 / (LINKS * between)),
@@ -144,8 +141,7 @@ def _gpu(
         rest=0.05,
         source=f"the table of devices; of its peak rates, products reach {PRODUCTS:.0%}, memory {MOVES:.0%} and links "
         f"{LINKS:.0%}: fitted to figures that SpikingJelly publishes for an RTX 4090 and its own implementation; "
-        "launches and CUDA graphs take as long as in one step on an H200 (docs/planner.md): compare with a run before "
-        "you rely on it",
+        "small batches take the time of launches, measured beside one H200 (docs/planner.md): compare with a run",
     )
 
 

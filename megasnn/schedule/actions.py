@@ -21,8 +21,8 @@ or one of its layers after `refine`. Both are numbered from input to loss across
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -127,6 +127,10 @@ class Schedule:
     @property
     def segments(self) -> int:
         return len(self.placement)
+
+    def with_orders(self, change: Callable[[tuple[Action, ...]], tuple[Action, ...]]) -> Schedule:
+        """The schedule with each rank's actions changed."""
+        return replace(self, actions=tuple(map(change, self.actions)))
 
     def segments_of(self, rank: int) -> tuple[int, ...]:
         """Ascending."""

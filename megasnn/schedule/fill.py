@@ -37,13 +37,12 @@ class Ticks:
     @classmethod
     def of(cls, placement: tuple[int, ...], costs: Sequence[ChunkCost], micro_batches: int) -> Ticks:
         """Ticks as fine as the total time of `micro_batches` allows."""
-        times = {
-            FORWARD: [cost.forward for cost in costs],
-            INPUT_GRADIENT: [cost.input_gradient for cost in costs],
-            WEIGHT_GRADIENT: [cost.weight_gradient for cost in costs],
-        }
+        times: dict[Kind, list[float]] = {FORWARD: [], INPUT_GRADIENT: [], WEIGHT_GRADIENT: []}
         moved: dict[Kind, list[float]] = {FORWARD: [], INPUT_GRADIENT: []}
         for chunk, cost in enumerate(costs):
+            times[FORWARD].append(cost.forward)
+            times[INPUT_GRADIENT].append(cost.input_gradient)
+            times[WEIGHT_GRADIENT].append(cost.weight_gradient)
             moved[FORWARD].append(cost.transfer if crosses(placement, chunk) else 0.0)
             moved[INPUT_GRADIENT].append(costs[chunk - 1].transfer_back if crosses(placement, chunk - 1) else 0.0)
         longest = micro_batches * (sum(map(sum, times.values())) + sum(map(sum, moved.values())))
@@ -52,9 +51,8 @@ class Ticks:
         duration = math.ldexp(1.0, exponent - RESOLUTION)
         times_in_ticks = _in_ticks(times, duration)
         work = [0] * (max(placement) + 1)
-        for of_chunks in times_in_ticks.values():
-            for rank, time in zip(placement, of_chunks, strict=True):
-                work[rank] += time
+        for chunk, rank in enumerate(placement):
+            work[rank] += sum(of_chunks[chunk] for of_chunks in times_in_ticks.values())
         return cls(placement, times_in_ticks, _in_ticks(moved, duration), work, duration)
 
 
@@ -97,15 +95,19 @@ class _Filling:
         self.ticks = ticks
         self.order = order
         self.ranks = ranks
-        self.done: list[list[Action]] = [[] for _ in range(ranks)]  # actions done
-        self.remaining = [[*reversed(actions)] for actions in order.actions]  # actions to do, the next one last
+        self.done: list[list[Action]] = []  # actions done
+        self.remaining: list[list[Action]] = []  # actions to do, the next one last
+        self.capacity: list[int] = []  # limit on `resident`
+        self.pending: list[deque[Action]] = []  # weight gradients that can run
+        for rank, actions in enumerate(order.actions):
+            self.done.append([])
+            self.remaining.append([*reversed(actions)])
+            self.capacity.append(math.floor(limit * ticks.placement.count(rank) + ROUNDING))
+            self.pending.append(deque())
         self.free_at = [0] * ranks  # end of the last action
         self.waited = [0] * ranks  # in all
         self.bubble = [0] * ranks  # total wait since the first computation
         self.resident = [0] * ranks  # activations held, in chunk micro-batches
-        # Limit on `resident`.
-        self.capacity = [math.floor(limit * ticks.placement.count(rank) + ROUNDING) for rank in range(ranks)]
-        self.pending: list[deque[Action]] = [deque() for _ in range(ranks)]  # weight gradients that can run
         # By kind and chunk, when unused inputs arrive.
         self.arrivals: dict[Kind, list[deque[int]]] = {
             FORWARD: [deque() for _ in range(chunks)],

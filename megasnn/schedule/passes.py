@@ -168,7 +168,7 @@ def insert_recompute(schedule: Schedule, wanted: Callable[[int, int], bool]) -> 
     Args:
         wanted: (segment, micro-batch) -> whether to recompute its forward.
     """
-    return replace(schedule, actions=tuple(with_recompute(order, wanted) for order in schedule.actions))
+    return schedule.with_orders(lambda order: with_recompute(order, wanted))
 
 
 def with_recompute(order: Sequence[Action], wanted: Callable[[int, int], bool]) -> tuple[Action, ...]:
@@ -207,8 +207,8 @@ class SharedWeights:
     def insert(self, schedule: Schedule) -> Schedule:
         """Adds UNSHARD, RESHARD and REDUCE_SCATTER, and validates."""
         if not schedule.forward_only:
-            schedule = insert_reduce_scatters(schedule, self.scattered)
-        schedule = insert_unshards(schedule, self.segment_bytes)
+            schedule = schedule.with_orders(lambda order: _with_reduce_scatters(order, self.scattered))
+        schedule = schedule.with_orders(lambda order: _with_unshards(order, self.segment_bytes))
         validate_weights(schedule, self.segment_bytes, self.scattered)
         return schedule
 
@@ -224,18 +224,15 @@ class SharedWeights:
         return gathered, buffer * min(AT_ONCE, with_weights)
 
 
-def insert_unshards(schedule: Schedule, segment_bytes: Sequence[int]) -> Schedule:
+def _with_unshards(order: Sequence[Action], segment_bytes: Sequence[int]) -> tuple[Action, ...]:
     """Adds an UNSHARD before uses of weights that are not gathered, and a RESHARD after the last use.
 
     A segment with 0 in `segment_bytes` gets no actions.
     """
-    return replace(schedule, actions=tuple(_with_unshards(order, segment_bytes) for order in schedule.actions))
-
-
-def _with_unshards(order: Sequence[Action], segment_bytes: Sequence[int]) -> tuple[Action, ...]:
-    indices = [
-        index for index, (segment, kind, _) in enumerate(order) if kind in USES_WEIGHTS and segment_bytes[segment]
-    ]
+    indices = []
+    for index, action in enumerate(order):
+        if action.kind in USES_WEIGHTS and segment_bytes[action.segment]:
+            indices.append(index)
     result: list[Action] = []
     gathered: list[int] = []
     start = 0
@@ -270,13 +267,8 @@ def _following_segments(order: Sequence[Action], indices: Sequence[int]) -> list
     return following[::-1]
 
 
-def insert_reduce_scatters(schedule: Schedule, segments: Collection[int]) -> Schedule:
-    """Adds a REDUCE_SCATTER after each B or W of these segments."""
-    scattered = frozenset(segments)
-    return replace(schedule, actions=tuple(_with_reduce_scatters(order, scattered) for order in schedule.actions))
-
-
 def _with_reduce_scatters(order: Sequence[Action], segments: Collection[int]) -> tuple[Action, ...]:
+    """Adds a REDUCE_SCATTER after each B or W of these segments."""
     result: list[Action] = []
     due: Action | None = None
     for action in order:

@@ -11,7 +11,6 @@ from megasnn.schedule.actions import Schedule
 from megasnn.schedule.costs import ChunkCost
 from megasnn.schedule.generators import forward_only
 from megasnn.schedule.named import AUTO_SCHEDULE, SCHEDULES, CostsOf, equal_costs, find_best, named_schedule
-from megasnn.schedule.partition import loop_placement
 from megasnn.schedule.passes import (
     NEVER,
     RECOMPUTE,
@@ -176,11 +175,12 @@ def plan_schedule(
     chunks_per_rank = chunks_of_schedule(name, chunks_per_rank)
     if costs_of is None:
         costs_of = equal_costs(stages)
+    if name == AUTO_SCHEDULE and stages == 1 and chunks_per_rank == 1:
+        # A single chunk never waits, so every schedule takes as long, and 1F1B holds the fewest activations.
+        name = "1f1b"
     decided: tuple[Schedule, ...] = ()
     if name != AUTO_SCHEDULE:
         placement = SCHEDULES[name].placement(stages, chunks_per_rank or 1)
-    elif stages == 1 and chunks_per_rank == 1:
-        placement = loop_placement(1)
     else:
         best = find_best(stages, micro_batches, costs_of, chunks_per_rank)
         decided = (best,)

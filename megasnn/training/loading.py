@@ -120,10 +120,15 @@ def _load_weights(config: PretrainConfig, engine: Engine, data: RunData, checkpo
     of_first = {name for name in shapes if name.startswith(f"{first}.")} - of_last
 
     def leave(metadata: Metadata) -> set[str]:
-        before = {name: tensor.shape for name, tensor in metadata.tensors.items() if name in shapes}
-        left = {name for name in of_first & before.keys() if _differ_in_channels(before[name], shapes[name])}
-        if any(before[name] != shapes[name] for name in of_last & before.keys()):
-            left |= of_last
+        left = set[str]()
+        for name, shape in shapes.items():
+            saved = metadata.tensors.get(name)
+            if saved is None or saved.shape == shape:
+                continue
+            if name in of_last:
+                left |= of_last
+            elif name in of_first and _differ_in_channels(saved.shape, shape):
+                left.add(name)
         return left
 
     loaded = load_chosen(
@@ -148,8 +153,9 @@ def _load_weights(config: PretrainConfig, engine: Engine, data: RunData, checkpo
 
 
 def _differ_in_channels(before: Sequence[int], now: Sequence[int]) -> bool:
-    """Whether convolution weights differ in input channels alone."""
-    return len(before) == len(now) > 2 and [n for n in range(len(now)) if before[n] != now[n]] == [1]
+    """Whether convolution weights [out, in, ...] differ in input channels alone."""
+    is_convolution = len(before) == len(now) > 2
+    return is_convolution and before[0] == now[0] and before[1] != now[1] and before[2:] == now[2:]
 
 
 def _problems(config: PretrainConfig, data_position: Mapping[str, object], metadata: Metadata) -> Iterator[str]:

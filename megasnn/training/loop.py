@@ -145,7 +145,8 @@ class TrainingRun:
     def _iterate(self, batch: GlobalBatch, trace: StepTrace) -> None:
         """Takes and logs one step; evaluates, compares replicas and saves if due."""
         number = self.engine.iteration + 1
-        logs = self._logs(number)
+        ends = number == self.iterations or _due(number, self.config.training.exit_interval)
+        logs = ends or _due(number, self.config.logging.log_interval)
         self.metrics.spikes.enabled = logs
         self.pictures.begin(batch, self.engine.iteration)
         with trace.around(number):
@@ -162,10 +163,6 @@ class TrainingRun:
         self.pictures.end(self.engine.iteration)
         if self.engine.iteration < self.iterations and not self._should_exit():  # else `_end` evaluates and saves
             self._between_steps()
-
-    def _logs(self, number: int) -> bool:
-        ends = number == self.iterations or _due(number, self.config.training.exit_interval)
-        return ends or _due(number, self.config.logging.log_interval)
 
     def _log(self) -> None:
         engine = self.engine

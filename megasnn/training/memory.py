@@ -40,10 +40,10 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
     else:
         mine = _forecast(config, engine, costs)
     of_ranks = gather(state.world.handle, (problem, mine))
-    problems = [text for text, _ in of_ranks if text]
-    if problems:
-        reporter.line(f"memory is not predicted: {problems[0]}")
-        return []
+    for text, _ in of_ranks:
+        if text:
+            reporter.line(f"memory is not predicted: {text}")
+            return []
     return [forecast for _, forecast in of_ranks if forecast is not None]
 
 

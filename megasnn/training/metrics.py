@@ -56,7 +56,7 @@ class Metrics:
         self._state = state = engine.state
         self._timers = engine.step.timers
         self._counted_from = 0
-        self._order = [layer.name for layer in self._distributed.description.layers]
+        self._order = self._distributed.description.layer_names
         self.spikes = SpikeRecorder()
         self.rasters = RasterRecorder()
         for name, neuron in self._distributed.neurons():
@@ -93,16 +93,16 @@ class Metrics:
         "pp" counts activations between stages, "backward" their gradients. "dp" includes gradient sums over context
         parallel ranks.
         """
-        mine = [traffic.by_group[group] for group in self._groups]
+        received = dict[str, float]()
+        for group in self._groups:
+            counts = traffic.by_group[group]
+            received[f"communication/{group}_mb"] = counts.bytes
+            received[f"communication/{group}_mb_if_dense"] = counts.dense_bytes
         traffic.reset()
-        if not self._groups:
+        if not received:
             return {}
-        sizes = [float(counts.bytes) for counts in mine]
-        sizes += [float(counts.dense_bytes) for counts in mine]
-        sums = sum_over_ranks(self._state.world.handle, sizes)
-        names = [f"communication/{group}_mb" for group in self._groups]
-        names += [f"{name}_if_dense" for name in names]
-        return {name: value / (1e6 * iterations) for name, value in zip(names, sums, strict=True)}
+        sums = sum_over_ranks(self._state.world.handle, list(received.values()))
+        return {name: value / (1e6 * iterations) for name, value in zip(received, sums, strict=True)}
 
 
 class StepTrace:
@@ -156,7 +156,7 @@ class Pictures:
         self._interval = config.logging.picture_interval
         self._reporter = reporter
         self._state = engine.state
-        self._layers = [layer.name for layer in engine.distributed.description.layers]
+        self._layers = engine.distributed.description.layer_names
         self._labels = datasets.train.labels
         self._rasters = rasters
         # Rank 0 draws, for the pipeline that it belongs to.

@@ -25,7 +25,7 @@ class Operations:
 
     def __init__(self, distributed: DistributedModel) -> None:
         self._state = distributed.state
-        self._order = [layer.name for layer in distributed.description.layers]
+        self._order = distributed.description.layer_names
         self._counter = OperationCounter()
         self._modules: dict[nn.Module, str] = {}
         for chunk in distributed.chunks.values():

@@ -21,6 +21,7 @@ from megasnn.models.model import Model
 from megasnn.models.qkformer.model import QKFormer
 from megasnn.models.sew_resnet.model import SewResNet
 from megasnn.models.spikformer.model import Spikformer
+from tests.models.networks import Tied
 from tests.parity.zoo import their_sew_resnet
 
 
@@ -84,3 +85,14 @@ def test_what_layers_give() -> None:
     ):
         assert each.entries[None] == EntryDescription(content, shape)
     assert head.parameters == 650 and head.operations == 3 * 640
+
+
+def test_a_summary_counts_every_layer_once() -> None:
+    """Two layers share the weight of the first."""
+    description = describe_model(Tied())
+    lines = description.summary().splitlines()
+    assert [line.split()[0] for line in lines] == ["layer", *(layer.name for layer in description.layers), "total"]
+    total = sum(torch.Size(each.shard.global_shape).numel() for each in description.tensors if each.is_parameter)
+    assert lines[-1].split()[1:] == [f"{total:,}", f"{sum(layer.operations for layer in description.layers):,}"]
+    assert f" [{description.layers[0].entries[None].shape[0]}, 4, 6, 6] " in lines[1]
+    assert len({len(line) for line in lines}) == 1

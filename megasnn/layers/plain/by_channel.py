@@ -154,10 +154,13 @@ class ChannelWatch(TorchFunctionMode):
         frame = self._user_code(sys._getframe(1))
         if frame is not None:
             name = getattr(function, "__name__", "").strip("_")
-            shape = result.shape if isinstance(result, Tensor) else torch.Size()
-            fits = all(_meets(x.shape, shape) for x in (*args, *options.values()) if isinstance(x, Tensor))
-            if name not in _ELEMENTWISE or _has_own_backward(frame) or not fits:
+            if name not in _ELEMENTWISE or _has_own_backward(frame):
                 self.mixes = True
+            shape = result.shape if isinstance(result, Tensor) else torch.Size()
+            for x in (*args, *options.values()):
+                # Another shape would be broadcast over channels.
+                if isinstance(x, Tensor) and x.shape != shape and not _is_value_per_channel(x.shape, shape):
+                    self.mixes = True
         return result
 
     def _note_operator(self, frame: FrameType | None) -> None:
@@ -192,8 +195,8 @@ class _UnseenOperators(TorchDispatchMode):
 
 
 def _has_own_backward(frame: FrameType | None) -> bool:
-    # Since torch 2.14 `apply` itself has no frame, so the forwards are looked for.
-    # An autograd function's backward may mix channels, unseen by a dry run.
+    # The backward of an autograd function may mix channels, and a dry run does not call it. Since torch 2.14 `apply`
+    # itself has no frame, so the frames of the forwards are looked for.
     forwards = {getattr(each.forward, "__code__", None) for each in _autograd_functions(torch.autograd.Function)}
     while frame is not None and frame.f_code not in forwards:
         frame = frame.f_back
@@ -206,13 +209,13 @@ def _autograd_functions(base: type[Any]) -> Iterator[type[Any]]:
         yield from _autograd_functions(each)
 
 
-def _meets(shape: torch.Size, result: torch.Size) -> bool:
-    """Shapes are equal, or `shape` is `[C, 1, ...]`, a value a channel, for `[N, C, ...]`."""
-    return shape == result or len(result) > 1 and shape == (result[1], *[1] * (len(result) - 2))
+def _is_value_per_channel(shape: torch.Size, result: torch.Size) -> bool:
+    """Whether `shape` is `[C, 1, ...]`, for a result `[N, C, ...]`."""
+    return len(result) > 1 and shape == (result[1], *[1] * (len(result) - 2))
 
 
-def cuts_by_shape(output: Bundle, one: Bundle | None) -> list[bool]:
-    """For each output tensor, True if its shape differs from `one`, a single rank's output (None: same)."""
+def cuts_by_shape(output: Bundle, whole_output: Bundle | None) -> list[bool]:
+    """For each output tensor, True if its shape differs from a single rank's; None: this is a single rank's."""
     local = entries_of(output)
-    whole = local if one is None else entries_of(one)
+    whole = entries_of(output if whole_output is None else whole_output)
     return [x.shape != y.shape for x, y in zip(local.values(), whole.values(), strict=True)]

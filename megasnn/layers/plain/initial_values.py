@@ -67,7 +67,7 @@ def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | N
     def fill(tensor: Tensor, generator: torch.Generator) -> None:
         # The copy reads no values: a weight that is gathered on demand has no memory now.
         # The last of three wins: numbers set by a constructor, `reset_parameters`, the user's function.
-        copies = {id(each): _like(each, _without_values(each)) for each in tensors_of(module)}
+        copies = {id(each): _like(each, _unset_values(each)) for each in tensors_of(module)}
         fresh = copy.deepcopy(module, copies)
         for own, value in numbers.items():
             getattr(fresh, own).data.copy_(value)
@@ -89,28 +89,24 @@ def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | N
     return fill
 
 
-def _draw(module: nn.Module, initialise: ModuleInitialiser | None, generator: torch.Generator) -> None:
+def _draw(module: Any, initialise: ModuleInitialiser | None, generator: torch.Generator) -> None:
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     with torch.random.fork_rng(devices=[]):
         # `reset_parameters` draws from torch's global generator.
         torch.manual_seed(generator.initial_seed())
         if callable(reset):
             reset()
-        _repeat_constructor(module)
+        kind = type(module)
+        if kind.__module__.startswith("spikingjelly.") and "ThresholdDependentBatchNorm" in kind.__name__:
+            # SpikingJelly's tdBN sets its weight in the constructor only.
+            nn.init.constant_(module.weight, module.alpha * module.v_th)
         if initialise is not None:
             # Parts first, as in Module.apply.
             for path, each in reversed(list(module.named_modules())):
                 initialise(each, path)
 
 
-def _repeat_constructor(module: Any) -> None:
-    """SpikingJelly's tdBN sets its weight in the constructor only."""
-    kind = type(module)
-    if kind.__module__.startswith("spikingjelly.") and "ThresholdDependentBatchNorm" in kind.__name__:
-        nn.init.constant_(module.weight, module.alpha * module.v_th)
-
-
-def _without_values(tensor: Tensor) -> Tensor:
+def _unset_values(tensor: Tensor) -> Tensor:
     """NaN, which marks values as unset; integers are 0."""
     if tensor.is_floating_point():
         # In float32, where `materialise` draws: torch draws other numbers in float64.

@@ -37,7 +37,6 @@ _BY_CHANNEL = {*_POINTWISE, *_POOLS, "Flatten", "Upsample", "SeqToANNContainer"}
 _BY_ROWS = {*_POINTWISE, "ModuleList", "ModuleDict"}
 
 _SINGLE = "is in step mode 's': layers take all time steps at once, so give step_mode='m'"
-_VALUES = "make modules in `layers`, as they are yielded, and their tensors with torch.empty, because torch.Tensor(...)"
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -53,9 +52,12 @@ def note_stepped(module: nn.Module) -> None:
 
 
 class _Problem(NamedTuple):
-    """Reason to refuse a module, without its parts, in `uses` (see `_PROBLEMS`).
+    """Reason to refuse a module, without its parts.
 
-    `text` has a place for `find`'s finding.
+    Attributes:
+        uses: the module's places, see `_PROBLEMS`.
+        find: module -> the finding; false for none.
+        text: the module's name comes before it, the finding into it.
     """
 
     uses: Sequence[str]
@@ -84,43 +86,48 @@ _PROBLEMS = (
     _Problem(
         ("plain", "inside", "shard"),
         lambda each: isinstance(each, torch.jit.ScriptModule),
-        "is compiled by TorchScript, which hides what it computes: give the module that it was made of",
+        "is compiled by TorchScript, which hides the operations: give the module from before the compilation",
     ),
     _Problem(
         ("plain", "given"),
         _with_values,
-        f"has values in {{!r}}: {_VALUES} ignores the device they are made on; weights are loaded with --load",
+        "has values in {!r}: make each module in `layers`, where it is yielded, and its tensors with torch.empty; "
+        "torch.Tensor(...) ignores the meta device. Weights are loaded with --load",
     ),
-    _Problem(("shard",), lambda each: isinstance(each, SHARDED), "is cut already; shard is for plain layers"),
+    _Problem(("shard",), lambda each: isinstance(each, SHARDED), "is sharded already; shard is for plain layers"),
     _Problem(
         ("plain", "inside", "kept", "cut"),
         _is_foreign_batch_norm,
-        "is a batch norm with a forward of its own, which ours would not have",
+        "is a batch norm with a forward of its own, which MegaSNN's batch norm would not run",
     ),
     _Problem(("plain",), _is_single_step, _SINGLE),
     _Problem(("kept", "cut"), lambda each: is_stateful(each) and _is_single_step(each), _SINGLE),
     _Problem(
         ("torch",),
         lambda each: getattr(each, "batch_first", False) is True,
-        "takes time for the batch: batch_first=True",
+        "would take time for the batch, because of batch_first=True",
     ),
     _Problem(
         ("inside",),
         lambda each: is_stateful(each) and hasattr(each, "step_mode"),
-        "keeps its state in a block of ours: use megasnn.ParallelNeuron, or make it a layer of its own",
+        "keeps state inside a block of sharded layers: use megasnn.ParallelNeuron, or make it a layer of its own",
     ),
     _Problem(
         ("inside",),
         _without_shard,
-        "does not say how ranks share {0!r}: move it, with what is computed from it, to a layer of its own; neurons of "
-        "one's own declare it with self.per_channel({0!r}, initial value)",
+        "has the tensor {0!r}, and nothing tells how ranks share it: move the tensor and its computation to a layer "
+        "of its own; a neuron declares the tensor with self.per_channel({0!r}, initial value)",
     ),
 )
-"""Problems by the use of a module:
+"""Problems by the place of a module:
 
-    plain: in a layer without sharded layers             inside: in a layer with sharded layers
-    torch: in a layer of torch's modules alone           shard: in a network given to `shard`
-    given: the same, while a model is built              cut, kept: there, inside or outside the table of conversions
+    plain: in a layer without sharded layers
+    torch: in a layer of torch's modules alone
+    inside: in a layer with sharded layers
+    shard: in a network for `megasnn.shard`
+    given: in such a network, while a model is built
+    cut: in such a network, in the table of conversions
+    kept: in such a network, not in the table
 """
 
 
@@ -164,9 +171,9 @@ def refuse_mixed_rows(layer: nn.Module, context: BuildContext) -> None:
     for path, each in layer.named_modules():
         if _mixes_rows(each):
             raise ValueError(
-                f"{module_label(path, each)} mixes rows of images, or does not say that it computes each by itself "
-                f"(mixes_rows = False in its class): it cannot be computed with --context-parallel-size "
-                f"{rows.size} by rows; use --context-parallel-cut samples"
+                f"{module_label(path, each)} may mix rows of images, which --context-parallel-size {rows.size} divides "
+                "over ranks: use --context-parallel-cut samples, or set mixes_rows = False in the class of a module "
+                "that computes each row by itself"
             )
 
 

@@ -57,6 +57,7 @@ class Spikformer(Model):
 
         dim = self.embed_dim
         stem = "patch_embed"
+        # A stage with a pooling halves the sides: the last two stages give tokens of 4 pixels, all four of 16.
         first_pool = 2 if self.patch_size == 4 else 0
         inputs = self.in_channels
         for stage in range(STEM_STAGES):
