@@ -129,6 +129,11 @@ def _triangle(x: Tensor, alpha: float) -> Tensor:
     return (alpha - x.abs()).clamp(min=0) / alpha**2
 
 
+def _slayer(x: Tensor, alpha: float) -> Tensor:
+    """An exponential around the threshold, 0.4 of the height in arXiv 1810.08646 (as in arXiv 2408.07517)."""
+    return 0.2 * alpha * (-alpha * x.abs()).exp()
+
+
 SURROGATES: Registry[Surrogate] = Registry(
     "--surrogate",
     {
@@ -143,6 +148,7 @@ SURROGATES: Registry[Surrogate] = Registry(
         "q_pseudo_spike": Surrogate("QPseudoSpike", 2.0),
         "rect": Surrogate("Rect", 1.0),
         "s2nn": Surrogate("S2NN", 4.0),
+        "slayer": Surrogate(None, 5.0, _slayer),
         "soft_sign": Surrogate("SoftSign", 2.0),
         "super_spike": Surrogate("SuperSpike", 1.0),
         "triangular": Surrogate(None, 1.0, _triangle),

@@ -24,6 +24,11 @@ from megasnn.layers.neuron import SpikingNeuron as SpikingNeuron
 from megasnn.layers.norm import ParallelBatchNorm as ParallelBatchNorm
 from megasnn.layers.psn import ParallelPSN as ParallelPSN
 from megasnn.layers.psn import ParallelSlidingPSN as ParallelSlidingPSN
+from megasnn.layers.readout import LeakyReadout as LeakyReadout
+from megasnn.layers.recurrent import RecurrentNeuron as RecurrentNeuron
+from megasnn.layers.recurrent_neurons import RecurrentAdLIF as RecurrentAdLIF
+from megasnn.layers.recurrent_neurons import RecurrentLIF as RecurrentLIF
+from megasnn.layers.recurrent_neurons import SymplecticAdLIF as SymplecticAdLIF
 from megasnn.layers.row_context import MaxPool as MaxPool
 from megasnn.layers.row_context import MeanOverSpace as MeanOverSpace
 from megasnn.layers.row_context import WholeImages as WholeImages

@@ -56,8 +56,12 @@ def may_be_cut(layer: nn.Module, inputs: Sequence[Bundle], cuts: Sequence[bool],
     is_linear = isinstance(layer, ParallelLinear) and not isinstance(layer, MeanLinear)
     if _blocks_of(layer) > 1 or (is_linear and dims != {3}):
         return False
-    begins = isinstance(layer, (ConvNormNeuron, ParallelConv)) or type(layer).__module__.startswith("megasnn.models.")
-    return all(cuts) or (is_first and begins)
+    begins = (
+        isinstance(layer, (ConvNormNeuron, ParallelConv))
+        or is_linear
+        or type(layer).__module__.startswith("megasnn.models.")
+    )
+    return all(cuts) or (is_first and (begins or is_linear))
 
 
 def _module_of_forward(module: nn.Module) -> str:
