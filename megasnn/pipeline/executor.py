@@ -63,7 +63,8 @@ class PipelineExecutor:
         self._neurons: list[NeuronLayer] = []
         for segment in segments.values():
             self._neurons += [module for module in segment.modules() if isinstance(module, NeuronLayer)]
-        # Micro-batch sizes of the training steps so far: a step with new sizes runs without CUDA graphs.
+        # Micro-batch sizes of the training steps so far: a step with new sizes runs without CUDA graphs. They count the
+        # samples of all ranks, so that ranks which share a micro-batch capture and replay the same graphs.
         self._sizes: list[tuple[int, ...]] = []
         self._scattered: set[int] = set()  # segments whose gradients are scattered after every micro-batch
         self._methods: dict[Kind, Callable[[StepState, Action], None]] = {
@@ -103,7 +104,7 @@ class PipelineExecutor:
             self._transfers.begin(schedule, sizes)
         graphs = [segment.graphs for segment in self._segments.values() if segment.graphs is not None]
         if graphs and consume is None:
-            self._begin_graphs(graphs, sizes)
+            self._begin_graphs(graphs, tuple(micro.whole or micro.size for micro in micro_batches))
         with nullcontext() if consume is None else torch.no_grad():
             for action in actions:
                 with error_context(partial(self._error_context, action)), named(action):
@@ -127,7 +128,7 @@ class PipelineExecutor:
         if sizes not in self._sizes:
             self._sizes.append(sizes)
         for each in graphs:
-            each.begin(has_graphs)
+            each.begin(has_graphs, sizes)
 
     def _prepare(self, action: Action) -> None:
         if self._transfers is not None and action.kind in COMPUTE:

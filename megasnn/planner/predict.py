@@ -19,7 +19,7 @@ from megasnn.planner.candidates import Layout
 from megasnn.planner.costs import Analysis, LayerShare, layer_costs, resident_tensors
 from megasnn.planner.machines import Cluster
 from megasnn.planner.memory import PlannedStates, gathered_bytes, states_of
-from megasnn.planner.stages import Placement, Stage, balanced_stages, bounds_by_seconds, equal_stages
+from megasnn.planner.stages import EqualStages, Placement, Stage, balanced_stages, bounds_by_seconds, equal_stages
 from megasnn.schedule import ChunkCost, ScheduleChoice, plan_schedule, simulate
 from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.passes import AT_ONCE, NEVER, SharedWeights
@@ -93,10 +93,10 @@ class Predictor:
         of_stages = [stage.seconds for stage in stages]
         longest = max(of_stages)
         mean = sum(of_stages) / len(of_stages)
-        idle, stashes = self._equal_stages(layout, stages, mean)
+        equal = self._equal_stages(layout, stages, mean)
         waits, gathered = self._gathers(layout, stages)
         # The pipeline fills and drains at the mean stage's pace; in between the longest stage decides.
-        seconds = waits + max(count * longest, (count - 1) * longest + (1 + idle) * mean)
+        seconds = waits + max(count * longest, (count - 1) * longest + (1 + equal.idle) * mean)
         exposed, sharing = self._gradients(layout, states, stages[0].backward)
         seconds += exposed
         seconds += self.agreement(layout)
@@ -109,9 +109,9 @@ class Predictor:
             if splits:
                 # About half of the micro-batches under way wait for their weight gradients.
                 stashed = max(stashed, (stashed + stage.deferred) // 2)
-            peak = max(stashes[rank] * stashed + stage.working + stage.messages, of_rank.exchanged)
+            peak = max(equal.stashed[rank] * stashed + stage.working + stage.messages, of_rank.exchanged)
             if layout.has_graphs:
-                pools = math.ceil(stashes[rank]) * (stage.stashed + stage.deferred)
+                pools = equal.under_way[rank] * (stage.stashed + stage.deferred)
                 peak = max(peak, pools + stage.messages)
             need = max(need, of_rank.resident + self.samples(layout, rank) + gathered + peak)
         return seconds, self.with_program(need)
@@ -227,7 +227,7 @@ class Predictor:
     ) -> list[Stage]:
         return balanced_stages(self._layers(share, link, has_graphs), placement, recomputes)
 
-    def _equal_stages(self, layout: Layout, stages: Sequence[Stage], mean: float) -> tuple[float, Sequence[float]]:
+    def _equal_stages(self, layout: Layout, stages: Sequence[Stage], mean: float) -> EqualStages:
         """`equal_stages` for a layout. `mean` is a stage's seconds."""
         count = self.micro_batches(layout)
         message = 0.0
@@ -243,10 +243,11 @@ class Predictor:
         # More micro-batches than two a stage change neither idle time nor stashes, but for GPipe's.
         simulated = min(count, 2 * len(stages))
         recomputes = layout.recompute != NEVER
-        idle, stashes = equal_stages(layout.schedule, len(stages), simulated, layout.chunks, recomputes, relative)
+        found = equal_stages(layout.schedule, len(stages), simulated, layout.chunks, recomputes, relative)
         if layout.schedule == "gpipe":
-            stashes = (float(count),) * len(stages)
-        return idle, stashes
+            all_of_them = (float(count),) * len(stages)
+            return EqualStages(found.idle, all_of_them, all_of_them)
+        return found
 
     def _gathers(self, layout: Layout, stages: Sequence[Stage]) -> tuple[float, int]:
         """Seconds a rank waits for sharded weights, and peak bytes while they are gathered."""
