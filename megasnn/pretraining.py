@@ -19,6 +19,7 @@ from megasnn.common.launcher import take_ranks
 from megasnn.config import ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.checks import refusal
 from megasnn.config.cli import Values
+from megasnn.config.data import GivenDatasets
 from megasnn.config.validate import device_problems
 from megasnn.config.values import samples_from
 from megasnn.models.model import Model, run_config
@@ -29,17 +30,26 @@ SECONDS_TO_REPORT = 3.0
 """Wait of silent ranks before they end: torchrun ends all ranks, the one that reports the error too, after one."""
 
 
-def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = ()) -> int:
+def pretrain(
+    model: str | type[Model],
+    argv: Sequence[str] | None = None,
+    *,
+    dataset: Any = None,
+    valid_dataset: Any = None,
+    callbacks: Sequence[Callback] = (),
+) -> int:
     """Trains a model with flags; returns the exit status (see `megasnn.training.run`), 2 for wrong flags.
 
     Args:
         model: a class, or a name in the registry (megasnn/models/registry.py). A new class is registered.
         argv: flags, without the program's name; required in a notebook. None: this process's flags; the process then
             ends with the exit status, so this call is a whole script.
+        dataset: map-style data set to train on, in place of --data-path: `dataset[index]` gives `(inputs, target)`.
+        valid_dataset: the same to evaluate on, in place of --valid-data-path.
         callbacks: called during the run.
     Raises:
-        ValueError: the registry has no such name, or another model of this name; callbacks of another type; no `argv`
-            in a notebook.
+        ValueError: the registry has no such name, or another model of this name; callbacks of another type; a data set
+            without length or without samples by index; no `argv` in a notebook.
         SystemExit: after the help, and always without `argv`.
     """
     chosen = _in_table(model)
@@ -48,17 +58,53 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
     if argv is None and "kernel_launcher" in Path(sys.argv[0]).name:
         raise ValueError('in a notebook give the flags: pretrain(..., argv=["--train-iters", "100"])')
     flags = sys.argv[1:] if argv is None else argv
+    given = GivenDatasets(dataset, valid_dataset)
+    if not given.is_empty:
+        _require_map_style(given)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="surrogateescape")  # names of files that are not UTF-8 are written as they are
 
-    status = _train(chosen, flags, callbacks)
+    status = _train(chosen, flags, callbacks, given)
     if argv is None:
         sys.exit(status)
     return status
 
 
-def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callback]) -> int:
+def _require_map_style(given: GivenDatasets) -> None:
+    """Raises ValueError for a data set without length or samples by index. Imports torch, as the data sets do."""
+    from megasnn.data.map_dataset import require_map_style
+
+    for argument, each in {"dataset": given.train, "valid_dataset": given.valid}.items():
+        if each is not None:
+            require_map_style(each, argument)
+
+
+def with_datasets(config: PretrainConfig, given: GivenDatasets) -> tuple[PretrainConfig, GivenDatasets]:
+    """Names the data sets in the configuration. An evaluation needs no training data.
+
+    Raises:
+        ConfigError: flags for samples of files beside them; no data set for training; one that was given before.
+    """
+    path = config.data.data_path
+    if given.is_empty:
+        if config.data.is_in_python:
+            raise ConfigError(
+                [f"--data-path {in_message(path)} was a data set in Python: give it to pretrain(..., dataset=...)"]
+            )
+        return config, given
+    if given.train is None:
+        if not config.training.evaluate_only:
+            raise ConfigError(["valid_dataset alone is for --evaluate-only: give pretrain(..., dataset=...), too"])
+        given = GivenDatasets(given.valid, given.valid)
+    from megasnn.data.map_dataset import dataset_title
+
+    valid = None if given.valid is None else dataset_title(given.valid)
+    data = config.data.with_datasets(dataset_title(given.train), valid)
+    return replace(config, data=data), given
+
+
+def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callback], given: GivenDatasets) -> int:
     """Reads and checks the flags, then trains.
 
     The first rank of each machine reports errors, since command lines of machines may differ. Checks that need no torch
@@ -71,7 +117,8 @@ def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callbac
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     reports = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        config, checkpoint = configuration_and_checkpoint(model, flags, reports)
+        config, checkpoint = configuration_and_checkpoint(model, flags, reports, reads_files=given.is_empty)
+        config, given = with_datasets(config, given)
         validate(config, world_size)
         refuse_unbuildable(config)
         refuse_other_device(config)
@@ -87,7 +134,7 @@ def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callbac
         return 2
     from megasnn import training  # imports torch, after the flags are checked
 
-    return training.run(config, callbacks, checkpoint)
+    return training.run(config, callbacks, checkpoint, given)
 
 
 def _in_table(model: str | type[Model]) -> type[Model]:
@@ -106,11 +153,13 @@ def refuse_unbuildable(config: PretrainConfig) -> None:
     from megasnn.engine.build import model_problems
     from megasnn.training.data import arrays_of
 
-    wrong = model_problems(config) or refusal(arrays_of, config.model)
-    if not wrong:
-        evaluates = config.training.evaluate_only
-        arrays = arrays_of(config.model)
-        wrong = refusal(sample_format, config.data, config.model.input_shape, evaluates, arrays)
+    wrong = model_problems(config)
+    if not config.data.is_in_python:
+        wrong = wrong or refusal(arrays_of, config.model)
+        if not wrong:
+            evaluates = config.training.evaluate_only
+            arrays = arrays_of(config.model)
+            wrong = refusal(sample_format, config.data, config.model.input_shape, evaluates, arrays)
     if wrong:
         raise ConfigError(wrong)
 
@@ -142,13 +191,15 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
 
 
 def configuration_and_checkpoint(
-    model: type[Model], argv: Sequence[str], console_outputs: bool = True
+    model: type[Model], argv: Sequence[str], console_outputs: bool = True, reads_files: bool = True
 ) -> tuple[PretrainConfig, ChosenCheckpoint | None]:
     """Configuration of a run, not yet validated, and the checkpoint of --load that completes it.
 
     Dimensions and neuron: flags first, then --config, then the checkpoint. An evaluation and --finetune take the
     preprocessing of samples in the same order. Rank 0 prints the flags taken from the checkpoint.
 
+    Args:
+        reads_files: False where data sets in Python make the samples.
     Returns:
         the configuration; the checkpoint that the run will load, None without one that can be read.
     Raises:
@@ -157,6 +208,8 @@ def configuration_and_checkpoint(
     flags = parse(run_config(model), argv, console_outputs, model.recipes())
     checkpoint = _checkpoint_of(flags)
     checkpoint_values = {} if checkpoint is None else _checkpoint_values(model, flags, checkpoint.metadata)
+    if not reads_files:
+        checkpoint_values = {part: values for part, values in checkpoint_values.items() if part != "data"}
     if not checkpoint_values:
         return flags, checkpoint
     config = parse(run_config(model), argv, console_outputs, model.recipes(), checkpoint_values)

@@ -12,8 +12,8 @@ import tyro  # noqa: F401  (as flags are read)
 
 import megasnn.training  # noqa: F401
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.norm_neuron_kernels import Norm, NormNeuron, NormNeuronInput
-from megasnn.kernels.numba.norm_neuron import NumbaKernels
+from megasnn.kernels.norm_neuron_kernels import NormNeuron, NormNeuronInput
+from megasnn.kernels.numba.norm_neuron import NumbaNormNeuron
 from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import pack_bits, unpack_bits_into
 from tests.sums import form_sums_where_few
@@ -24,9 +24,9 @@ def _load_kernels(dtype: torch.dtype) -> None:
     for pool in (False, True):
         x, of_channels = torch.ones(1, 1, 2, 2, 2, dtype=dtype), torch.ones(2, dtype=dtype)
         x, neuron = x.movedim(2, -1).contiguous().movedim(-1, 2), NormNeuron(NeuronSpec(), 1e-5, pool, 1)
-        kernels = NumbaKernels()
-        norm = Norm(*kernels.statistics(x).values, of_channels, of_channels)
-        inputs = NormNeuronInput(x, norm, None, neuron)
+        kernels = NumbaNormNeuron(x.shape, dtype, neuron)
+        norm = (*kernels.statistics(x).values, of_channels, of_channels)
+        inputs = NormNeuronInput(x, *norm)
         spikes, _ = kernels.fire(inputs)
         backward = kernels.backward_sums(inputs, spikes, False)
         kernels.input_gradient(inputs, spikes, backward.sums, 4, backward.intermediate)

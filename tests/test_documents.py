@@ -169,6 +169,14 @@ def test_the_example_and_the_readmes_model_train(tmp_path: Path) -> None:
     run(tmp_path, program("README.md", "Your own model", tmp_path), *SMALL)
 
 
+def test_the_example_with_a_data_set_trains(tmp_path: Path) -> None:
+    """Its classes reach a worker, though they are the script's own."""
+    flags = "--train-iters 2 --micro-batch-size 8 --global-batch-size 16 --log-interval 1 --eval-iters 2".split()
+    output = run(tmp_path, ROOT / "examples" / "own_dataset.py", *flags, "--num-workers", "1")
+    assert "iteration 2/ 2" in output
+    assert "data: dataset:Digits[1500 indices" in output
+
+
 def test_the_notebook_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     cells = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())["cells"]

@@ -20,7 +20,7 @@ from megasnn.config.training import LOSSES, PRECISIONS, Loss, Precision
 from megasnn.kernels import BACKENDS, NEURONS, SURROGATES, NeuronSpec
 from megasnn.kernels.neuron import neuron_multi_step
 from megasnn.kernels.neuron_spec import FUSED_SURROGATES, Neuron
-from megasnn.kernels.torch_backend import TorchKernels
+from megasnn.kernels.torch_backend import TorchNeuron
 from megasnn.models.losses import mse_sum
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
@@ -126,8 +126,8 @@ def test_a_neuron_that_the_kernels_lack_is_not_taken_for_another() -> None:
             validate(config("--neuron", NAME, "--neuron-backend", "fused"), 1)
 
 
-class InputForSpikes(TorchKernels):
-    def neuron_multi_step(self, x: Any, *_: Any) -> Any:
+class InputForSpikes(TorchNeuron):
+    def multi_step(self, x: Any, *_: Any) -> Any:
         return x, x[0]
 
 
@@ -136,7 +136,7 @@ def test_auto_takes_the_last_backend_that_can_be_used() -> None:
         BACKENDS["torch"],
         neurons=("if",),
         why_unusable=lambda x: "it is too large" if x.numel() > 10 else None,
-        norm_neuron_kernels=InputForSpikes,
+        neuron_kernels=InputForSpikes,
     )
     small, large = torch.rand(3, 2), torch.rand(3, 20)
     with mock.patch.dict(BACKENDS, {NAME: other}):

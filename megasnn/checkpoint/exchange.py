@@ -97,7 +97,7 @@ def as_text(source: Source) -> str:
     title = "checkpoint" if source.is_checkpoint else "state_dict"
     if metadata.model:
         title = f"{title} of the model {metadata.model}"
-    lines = [f"{source.path}: {title}"]
+    lines = [f"{source.path}: {title}", *source.notices]
     if source.is_checkpoint:
         lines.append(f"iteration {metadata.iteration}, {metadata.consumed_samples} samples consumed")
         lines.append(f"written by {_pairs(metadata.versions)}; layout: {_pairs(metadata.layout or {'ranks': 1})}")

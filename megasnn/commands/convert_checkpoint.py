@@ -120,7 +120,9 @@ def _export(load: Path, output: Path, names: Names = "spikingjelly", ema: bool =
         names: program whose tensor names the file uses.
         ema: write the average of the weights if the run kept one (--ema-decay).
     """
-    source = open_source(load)
+    source = open_source(load, ema=ema)
+    for notice in source.notices:
+        print(notice)
     averaged = ema and bool(averages_of(source.tensors))
     note = ""
     if averaged:
@@ -130,14 +132,18 @@ def _export(load: Path, output: Path, names: Names = "spikingjelly", ema: bool =
     return False
 
 
-def _import(input: Path, save: Path) -> HasFindings:
+def _import(input: Path, save: Path, ema: bool = True) -> HasFindings:
     """Make a checkpoint of weights from another program's file. The tensor names identify the program.
 
     Args:
         input: state_dict of torch.save, or safetensors.
         save: folder to write to, without checkpoints; the checkpoint is iteration 0.
+        ema: take the average of the weights if the file has one.
     """
-    path, title = import_weights(open_source(input), save)
+    source = open_source(input, ema=ema)
+    for notice in source.notices:
+        print(notice)
+    path, title = import_weights(source, save)
     counts = _counts(open_source(path, values=False))
     print(f"{path}: {counts}, from {title}; start from it with --load {save} --finetune")
     return False

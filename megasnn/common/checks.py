@@ -37,7 +37,7 @@ class DeviceChecks:
         self._device = device
         self.words: list[Words] = []
         self._certain: list[Finding] = []
-        self._open: list[tuple[Tensor, Finding]] = []  # findings if the tensor is not 0
+        self._open: list[tuple[Tensor, Callable[[], Finding]]] = []  # findings if the tensor is not 0
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -61,25 +61,30 @@ class DeviceChecks:
     def findings(self) -> list[Finding]:
         """All findings. Waits for the device."""
         flags = self._flags().tolist() if self._open else []
-        return self._certain + [finding for (_, finding), flag in zip(self._open, flags, strict=True) if flag]
+        return self._certain + [describe() for (_, describe), flag in zip(self._open, flags, strict=True) if flag]
 
     def note(self, wrong: Tensor | bool, complaint: str) -> None:
-        for words in reversed(self.words):
-            complaint = words(complaint)
-        finding = Finding(complaint, _context.get()())
+        # Described only if it is wrong, which is known at the step's end.
+        describe = partial(_described, complaint, tuple(self.words), _context.get())
         if isinstance(wrong, Tensor):
-            self._open.append((wrong.reshape(1), finding))
+            self._open.append((wrong.reshape(1), describe))
         elif wrong:
-            self._certain.append(finding)
+            self._certain.append(describe())
 
     def noted(self) -> list[tuple[Tensor, str]]:
         """Tensors that must be 0, with messages. Raises ValueError for a certain finding."""
         if self._certain:
             raise ValueError(self._certain[0].text)
-        return [(flag, finding.text) for flag, finding in self._open]
+        return [(flag, describe().text) for flag, describe in self._open]
 
     def _flags(self) -> Tensor:
         return torch.cat([flag for flag, _ in self._open])
+
+
+def _described(complaint: str, words: tuple[Words, ...], context: Callable[[], str]) -> Finding:
+    for each in reversed(words):
+        complaint = each(complaint)
+    return Finding(complaint, context())
 
 
 _collecting: ContextVar[DeviceChecks | None] = ContextVar("DeviceChecks", default=None)
@@ -135,16 +140,23 @@ def other_notes(error: BaseException) -> list[str]:
     return [note for note in getattr(error, "__notes__", []) if not isinstance(note, _ErrorContext)]
 
 
-@contextmanager
-def explained(words: Words) -> Iterator[None]:
-    """Puts words around errors inside, the innermost first."""
-    checks = _collecting.get()
-    if checks is not None:
-        checks.words.append(words)
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(words(str(error))) from error
-    finally:
+class explained:
+    """Puts words around errors inside, the innermost first. May be entered again and again.
+
+    A class, because blocks of every layer enter one: a generator takes twice the calls.
+    """
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+
+    def __enter__(self) -> None:
+        checks = _collecting.get()
+        if checks is not None:
+            checks.words.append(self._words)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        checks = _collecting.get()
         if checks is not None:
             checks.words.pop()
+        if isinstance(error, ValueError):
+            raise ValueError(self._words(str(error))) from error

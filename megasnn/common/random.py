@@ -8,6 +8,9 @@ order of samples NumPy's raw words.
 from __future__ import annotations
 
 import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +45,27 @@ def keyed_generator(*key: int | str) -> torch.Generator:
 def keyed_numbers(*key: int | str) -> np.random.Generator:
     """For decisions on the host."""
     return np.random.Generator(np.random.Philox(key=keyed_seed(*key)))
+
+
+@contextmanager
+def seeded_globals(*key: int | str) -> Iterator[None]:
+    """Seeds the global CPU generators of torch, NumPy and Python for a block of other people's code."""
+    import torch
+
+    seed = keyed_seed(*key)
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
+    # The training process draws from the same generators: outside of the block they go on as if nothing was drawn.
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would seed the GPU's generator, too.
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed & WORD_MASK)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
 
 
 def philox_key(*key: int | str) -> tuple[int, int]:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic.dataclasses import dataclass
 
 from megasnn.augment import AUGMENTATIONS
 from megasnn.augment.images import ImageRecipe, parse_rand_augment
 from megasnn.common.files import SAMPLE_MB, STRICT
-from megasnn.config.checks import Count, FileName, Fraction, FractionAboveZero, NonNegative, Size, flag, refusal
+from megasnn.config.checks import (
+    ConfigError,
+    Count,
+    FileName,
+    Fraction,
+    FractionAboveZero,
+    NonNegative,
+    Size,
+    flag,
+    refusal,
+)
 
 SAMPLE = "sample"
 """Data path of scikit-learn's digits."""
+IN_PYTHON = "dataset:"
+"""Prefix of a data path that stands for a data set given to `megasnn.pretrain`, followed by its title."""
 PATHS = ("data_path", "valid_data_path")
 """Fields with a data path: shards, or commands that print one."""
 PIPE = "pipe:"
@@ -22,6 +35,23 @@ CHANGES = (
     *("center_crop", "mixup_alpha", "cutmix_alpha", "mixup_off_epoch"),
 )
 """Fields beside `augment` for changing samples, images only."""
+MIXING = ("mixup", "cutmix")
+"""Beginnings of the fields among them that change batches, not samples."""
+
+
+class GivenDatasets(NamedTuple):
+    """Data sets in Python, given to `megasnn.pretrain`; None for none."""
+
+    train: Any = None
+    valid: Any = None
+
+    @property
+    def is_empty(self) -> bool:
+        # Not by `==`, which may be the data sets' own.
+        return self.train is None and self.valid is None
+
+
+NO_DATASETS = GivenDatasets()
 
 
 def names_command(data_path: str) -> bool:
@@ -101,6 +131,36 @@ class DataConfig:
             name, _, operations = self.rand_augment.partition(":")
             changes["rand_augment"] = parse_rand_augment(name, operations or None)
         return ImageRecipe(self.crop_scale, erasing=self.random_erasing, **changes)
+
+    @property
+    def is_in_python(self) -> bool:
+        """Whether the samples come from data sets given to `megasnn.pretrain`."""
+        return self.data_path.startswith(IN_PYTHON)
+
+    def with_datasets(self, train: str, valid: str | None) -> DataConfig:
+        """This configuration with data sets in Python, by title.
+
+        Raises:
+            ConfigError: flags that choose or change samples of files.
+        """
+        chosen = []
+        for name in PATHS:
+            path = getattr(self, name)
+            if path != getattr(type(self), name) and not path.startswith(IN_PYTHON):
+                chosen.append(flag(name))
+        problems = []
+        if chosen:
+            problems.append(f"{', '.join(chosen)}: the samples come from {train} in Python; leave it out")
+        of_files = [name for name in CHANGES if not name.startswith(MIXING)]
+        if changing := self.changed("augment", *of_files, "split_by", "max_sample_mb"):
+            problems.append(
+                f"{', '.join(changing)}: for samples of files, and {train} makes its own in Python: leave it out "
+                "(over a recipe, give the default) and put the change into the data set's transform"
+            )
+        if problems:
+            raise ConfigError(problems)
+        valid_path = None if valid is None else f"{IN_PYTHON}{valid}"
+        return replace(self, data_path=f"{IN_PYTHON}{train}", valid_data_path=valid_path)
 
     def problems(self) -> list[str]:
         """Contradictions, with values and flags."""

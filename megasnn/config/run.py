@@ -50,7 +50,7 @@ class CheckpointConfig:
     finetune: bool = False
     """Load only the weights, except a last layer of another shape; start at iteration 0."""
     ema: bool = True
-    """With --evaluate-only and --finetune, load the moving average of the weights if --load has one."""
+    """With --evaluate-only, --finetune and weight files, load the moving average of the weights if --load has one."""
 
     @property
     def saves_where_it_loads(self) -> bool:

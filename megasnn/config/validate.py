@@ -200,8 +200,11 @@ def _evaluation_problems(config: PretrainConfig) -> Iterator[str]:
         yield "--evaluate-only needs --load"
     if options.keep_best and config.logging.eval_interval is None and not evaluates_only:
         yield "--keep-best needs --eval-interval: it keeps the best evaluation of the training"
-    if not (options.ema or evaluates_only or options.finetune):
-        yield "--no-ema is for --evaluate-only and --finetune: a run that continues loads the weights and their average"
+    if not (options.ema or evaluates_only or options.finetune or options.loads_weights):
+        yield (
+            "--no-ema is for --evaluate-only, --finetune and weight files: a run that continues loads the weights and "
+            "their average"
+        )
     if config.data.data_path == SAMPLE or config.data.valid_data_path is not None:
         return
     asked = ["--evaluate-only"] if evaluates_only else []
@@ -209,8 +212,9 @@ def _evaluation_problems(config: PretrainConfig) -> Iterator[str]:
         value = getattr(config.logging, name)
         if value:
             asked.append(f"{flag(name)} {value}")
+    needed = "pretrain(..., valid_dataset=...)" if config.data.is_in_python else "--valid-data-path"
     for each in asked:
-        yield f"{each} needs --valid-data-path"
+        yield f"{each} needs {needed}"
 
 
 def _mixing_problems(config: PretrainConfig) -> Iterator[str]:

@@ -235,6 +235,8 @@ def _line(title: str, changed: Mapping[str, tuple[object, object]]) -> list[str]
 def samples(config: PretrainConfig) -> dict[str, object]:
     """Values for turning stored samples into inputs, without augmentation. Checkpoints keep them as `SAMPLES_KEY`."""
     data = config.data
+    if data.is_in_python:
+        return {"data": data.data_path}
     shape = config.model.input_shape
     if len(shape) != 3:
         return {"split_by": data.split_by or "number"}

@@ -45,8 +45,6 @@ class ArrayFormat(SampleFormat):
     """Samples with named arrays, without random changes.
 
     Attributes:
-        inputs: names for the layers.
-        target: name for the loss; "" for the class.
         image: format of the image, if any.
     """
 
@@ -79,21 +77,7 @@ class ArrayFormat(SampleFormat):
             values = self._classes(array, files)
         else:
             values = read_array(files[array.ending])
-        is_whole = array.dtype == "int"
-        # float32 holds every count of one or two bytes exactly.
-        fits = values.dtype.kind in "biu" if is_whole else values.dtype.kind == "f" or values.dtype in _COUNTS
-        # Another shape or type means another model, not a broken sample: it is never skipped.
-        if values.shape != array.shape or not fits:
-            raise FormatMismatch(
-                f"has {values.dtype} {list(values.shape)} in .{array.ending}, and {array.name!r} is {array.dtype} "
-                f"{list(array.shape)}"
-            )
-        _require_below(array, values)
-        if not is_whole:
-            return require_finite(values, f"{array.name!r}, in .{array.ending},").astype(np.float32)
-        if values.dtype == np.uint64 and values.max(initial=0) > np.iinfo(np.int64).max:
-            raise ValueError(f"{array.name!r} holds {values.max()} in .{array.ending}, above int64's 2^63 - 1")
-        return values.astype(np.int64)
+        return fitted(values, array, f" in .{array.ending}")
 
     def _classes(self, array: ArrayFile, files: Mapping[str, bytes]) -> NDArray[Any]:
         """Pixel classes, turned, cropped and scaled like the image, by nearest neighbour."""
@@ -132,15 +116,39 @@ class ArrayFormat(SampleFormat):
         return joined
 
 
-def _require_below(array: ArrayFile, values: NDArray[Any]) -> None:
+def fitted(values: NDArray[Any], array: ArrayFile, where: str) -> NDArray[Any]:
+    """Values as float32 or int64.
+
+    Args:
+        where: the file, for messages.
+    Raises:
+        FormatMismatch: another shape or type than the model's. That means another model, not a broken sample.
+        ValueError: not finite, or beyond int64.
+    """
+    is_whole = array.dtype == "int"
+    # float32 holds every count of one or two bytes exactly.
+    fits = values.dtype.kind in "biu" if is_whole else values.dtype.kind == "f" or values.dtype in _COUNTS
+    if values.shape != array.shape or not fits:
+        raise FormatMismatch(
+            f"has {values.dtype} {list(values.shape)}{where}, and {array.name!r} is {array.dtype} {list(array.shape)}"
+        )
+    _require_below(array, values, where)
+    if not is_whole:
+        return require_finite(values, f"{array.name!r}{where and f',{where},'}").astype(np.float32, copy=False)
+    if values.dtype == np.uint64 and values.max(initial=0) > np.iinfo(np.int64).max:
+        raise ValueError(f"{array.name!r} holds {values.max()}{where}, above int64's 2^63 - 1")
+    return values.astype(np.int64)
+
+
+def _require_below(array: ArrayFile, values: NDArray[Any], where: str) -> None:
     if array.below is None:
         return
     classes = values if array.void is None else values[values != array.void]
     if classes.size and not 0 <= classes.min() <= classes.max() < array.below:
         or_void = "" if array.void is None else f" or {array.void}"
         raise FormatMismatch(
-            f"has {classes.min()} to {classes.max()} in .{array.ending}, and {array.name!r} is below {array.below}"
-            f"{or_void} (`below`, and `void` for pixels of no class)"
+            f"has {classes.min()} to {classes.max()}{where}, and {array.name!r} is below {array.below}{or_void}"
+            " (`below`, and `void` for pixels of no class)"
         )
 
 

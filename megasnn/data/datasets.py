@@ -22,17 +22,14 @@ from megasnn.data.events import FrameOptions
 from megasnn.data.formats import FRAMES, EventFormat, FormatMismatch, SampleFormat
 from megasnn.data.images import NORMALISATIONS, ImageFormat
 from megasnn.data.remote import Address, describe_remote, expand_shards, open_remote, shown_path
+from megasnn.data.samples import BrokenSample, SampleSource
 from megasnn.data.shards import INDEX_NAME, FileState, TarFile, file_state, open_shard
 
 if TYPE_CHECKING:
     from megasnn.config import DataConfig
 
 
-class BrokenSample(ValueError):
-    """A sample that cannot be decoded."""
-
-
-class ShardDataset:
+class ShardDataset(SampleSource):
     """Samples of shards by index, decoded by `format`; can be pickled.
 
     Raises:
@@ -40,7 +37,7 @@ class ShardDataset:
     """
 
     def __init__(self, shards: Sequence[TarFile], format: SampleFormat, num_classes: int) -> None:
-        self.format = format
+        self.format: SampleFormat = format
         self._shards = [(shard.name, shard.tar, shard.state) for shard in shards]
         self._first = np.cumsum([0] + [len(shard.members.keys) for shard in shards])
         # Arrays, since lists of millions of samples would take several times the memory.
@@ -49,7 +46,7 @@ class ShardDataset:
             encoded = [key.encode() for key in shard.members.keys]
             keys.append(np.array(encoded, np.bytes_))
         self._keys = np.concatenate(keys)
-        self.labels = _joined(shards, "labels")
+        self.labels: NDArray[np.int64] = _joined(shards, "labels")
         if format.reads_all:
             self._offsets = _joined(shards, "starts")
             self._sizes = _joined(shards, "ends") - self._offsets
@@ -141,8 +138,8 @@ class Datasets:
         warnings: for the user.
     """
 
-    train: ShardDataset
-    valid: ShardDataset | None
+    train: SampleSource
+    valid: SampleSource | None
     classes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 

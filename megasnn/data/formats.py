@@ -33,7 +33,24 @@ class FormatMismatch(ValueError):
     """A sound sample that does not fit the model: flags are wrong, and it is never skipped."""
 
 
-class SampleFormat(ABC):
+class BatchFormat:
+    """Joins samples into batches.
+
+    Attributes:
+        inputs: names for the layers, in samples with named arrays.
+        target: name for the loss, in samples with named arrays; "" for the class.
+    """
+
+    inputs: tuple[str, ...] = ()
+    target: str = ""
+
+    def batch(self, samples: Sequence[Any]) -> Any:
+        """Joins samples into float32 `[N, ...]`."""
+        joined = np.empty((len(samples), *samples[0].shape), np.float32)
+        return np.stack(samples, out=joined)
+
+
+class SampleFormat(BatchFormat, ABC):
     """Decoder for a kind of sample.
 
     Attributes:
@@ -64,11 +81,6 @@ class SampleFormat(ABC):
     @abstractmethod
     def decoded(self, data: bytes, key: SampleKey | None) -> Any:
         """As `decode`; damaged bytes may raise any error."""
-
-    def batch(self, samples: Sequence[Any]) -> Any:
-        """Joins samples into float32 `[N, ...]`."""
-        joined = np.empty((len(samples), *samples[0].shape), np.float32)
-        return np.stack(samples, out=joined)
 
 
 @dataclass(frozen=True)

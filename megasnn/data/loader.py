@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from megasnn.augment import SampleKey
 from megasnn.common.grid import micro_batch_sizes, micro_batches_of
 from megasnn.config.data import DataConfig
-from megasnn.data.arrays import ArrayFormat
-from megasnn.data.datasets import BrokenSample, ShardDataset
 from megasnn.data.order import SampleOrder, Span
+from megasnn.data.samples import BrokenSample, SampleSource
 from megasnn.data.workers import STEP_SECONDS, WorkerWatch, start_worker
 from megasnn.parallel.sharding import own_span
 
@@ -121,7 +120,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        dataset: ShardDataset,
+        dataset: SampleSource,
         share: BatchShare,
         config: DataConfig,
         seed: int,
@@ -141,11 +140,12 @@ class BatchLoader:
         if training:
             epoch = epoch_samples(samples, share.global_batch_size, config.last_batch)
         self._order = SampleOrder(samples, seed, config.shuffle and training, epoch)
-        self._arrays = dataset.format if isinstance(dataset.format, ArrayFormat) else None
-        reads_target = self._arrays is not None and bool(self._arrays.target)
-        # Classes come from the index. But only reading finds broken samples, whose substitutes have other classes.
-        self._reads = share.inputs or (share.targets and (config.skip_broken_samples or reads_target))
-        augments = training and share.inputs
+        self._format = dataset.format
+        reads_target = share.targets and bool(self._format.target)
+        # Classes of shards come from the index. But only reading finds broken samples, whose substitutes have other
+        # classes.
+        self._reads = share.inputs or reads_target or (share.targets and config.skip_broken_samples)
+        augments = training and (share.inputs or reads_target)
         self._reader = SpanDataset(dataset, self._order, augments, config.skip_broken_samples)
         self._sampler = SpanSampler()
         self._watch: WorkerWatch | None = None
@@ -155,7 +155,7 @@ class BatchLoader:
         """Yields at most `limit` global batches from a position on. Raises a batch's errors when it is due.
 
         Raises:
-            BrokenSample, ValueError: as `ShardDataset.sample`, or no sample is sound.
+            BrokenSample, ValueError: as `SampleSource.sample`, or no sample is sound.
             ChildProcessError: a worker ended, or all were silent.
         """
         upcoming = self._upcoming(consumed_samples, limit)
@@ -210,15 +210,16 @@ class BatchLoader:
     ) -> MicroBatch:
         sample_ids = np.concatenate([span.samples for span in upcoming.spans])
         targets = None
-        if self._share.targets:
+        labels = self.dataset.labels
+        if self._share.targets and labels is not None:
             used = sample_ids.copy()
             for position, sample in substitutes.items():
                 used[position] = sample
-            targets = torch.from_numpy(self.dataset.labels[used])
-        if isinstance(inputs, dict) and self._arrays is not None:
-            if self._share.targets and self._arrays.target:
-                targets = inputs[self._arrays.target]
-            inputs = {name: inputs[name] for name in self._arrays.inputs}
+            targets = torch.from_numpy(labels[used])
+        if isinstance(inputs, dict):
+            if self._share.targets and self._format.target:
+                targets = inputs[self._format.target]
+            inputs = {name: inputs[name] for name in self._format.inputs}
         if not self._share.inputs:
             inputs = None
         return MicroBatch(
@@ -286,7 +287,7 @@ def epoch_samples(samples: int, global_batch_size: int, last_batch: str) -> int:
     return samples - samples % global_batch_size
 
 
-def order_identity(dataset: ShardDataset, global_batch_size: int, last_batch: str) -> str:
+def order_identity(dataset: SampleSource, global_batch_size: int, last_batch: str) -> str:
     """Identifies a sample order, without seed and shuffling. Raises ValueError as `epoch_samples`."""
     epoch = epoch_samples(len(dataset), global_batch_size, last_batch)
     identity = dataset.fingerprint()
@@ -303,7 +304,7 @@ class SpanDataset(Dataset[LoadedMicroBatch | Exception]):
         skip_broken: replace a broken sample by the next sound one in the epoch.
     """
 
-    def __init__(self, dataset: ShardDataset, order: SampleOrder, augments: bool, skip_broken: bool) -> None:
+    def __init__(self, dataset: SampleSource, order: SampleOrder, augments: bool, skip_broken: bool) -> None:
         self._dataset = dataset
         self._order = order
         self._augments = augments

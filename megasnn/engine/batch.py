@@ -14,6 +14,7 @@ from megasnn.config import PretrainConfig
 from megasnn.config.training import LOSSES
 from megasnn.data import BatchShare, GlobalBatch, MicroBatch
 from megasnn.engine.model import DistributedModel
+from megasnn.engine.share import SampleShare, share_problem
 from megasnn.engine.windows import windows_of
 from megasnn.models.arrays import not_finite
 from megasnn.models.build import task_of
@@ -63,13 +64,20 @@ class Batches:
         self._evaluates_padding = samples.size == 1 or sum_over_ranks(world, [without_running]) == [0]
 
     def checked(
-        self, inputs: Any, targets: Any = None, trains: bool = False, predicts: bool = False, problem: str | None = None
+        self,
+        inputs: Any,
+        targets: Any = None,
+        trains: bool = False,
+        predicts: bool = False,
+        problem: str | None = None,
+        own: SampleShare | None = None,
     ) -> tuple[Mapping[str, Tensor], Tensor, int]:
         """Returns a valid batch's inputs by name, targets, and sample number. Collective.
 
         Args:
             predicts: the batch has no targets.
             problem: the caller's own error on this rank.
+            own: the batch has this rank's samples only.
         Raises:
             BatchError: on every rank, for a problem on any, or different sample numbers.
         """
@@ -77,15 +85,21 @@ class Batches:
         named = inputs
         if len(names) == 1 and not isinstance(inputs, Mapping):
             named = {names[0]: inputs}
-        problem = problem or self._problem(named, targets, trains, predicts)
-        samples = 0 if problem else len(named[names[0]])
+        if own is not None:
+            problem = problem or share_problem(own, trains)
+        has_values = not problem and (own is None or bool(own.indices))
+        if has_values:
+            problem = self._problem(named, targets, trains, predicts, own)
+        samples = 0
+        if not problem:
+            samples = len(named[names[0]]) if own is None else own.samples
         call = "evaluate"
         if trains:
             call = "train_step"
         elif predicts:
             call = "predict"
         self._agree(call, problem or samples)
-        if isinstance(self._task.target, str):
+        if isinstance(self._task.target, str) and has_values:
             targets = named[self._task.target]
         return named, targets, samples
 
@@ -106,12 +120,12 @@ class Batches:
         if len(set(of_ranks)) > 1:
             raise BatchError(f"ranks have different numbers of samples (0 after the last batch): {of_ranks}")
 
-    def _problem(self, inputs: Any, targets: Any, trains: bool, predicts: bool) -> str | None:
+    def _problem(self, inputs: Any, targets: Any, trains: bool, predicts: bool, own: SampleShare | None) -> str | None:
         task = self._task
         if not isinstance(inputs, Mapping) or inputs.keys() != task.inputs.keys():
             found = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
             return f"the model takes a dict of its inputs, {', '.join(task.inputs)}, and got {found}"
-        samples = 0
+        samples = 0 if own is None else len(own.indices)
         for name, spec in task.inputs.items():
             uses_values = self._takes_images or (name == task.target and self._takes_labels)
             problem = spec.problem(name, inputs[name], samples or None, uses_values)
@@ -133,6 +147,8 @@ class Batches:
             return self._first_not_finite(inputs)
         if not torch.is_grad_enabled():
             return "a step needs gradients: call it outside of torch.no_grad() and torch.inference_mode()"
+        if own is not None:
+            samples = own.samples
         sizes = micro_batch_sizes(samples, min(self._config.training.micro_batch_size, samples))
         replicas = self._state.dp.size
         is_even = self._state.dp_shard.size == 1 or len(sizes) % replicas == 0
@@ -160,13 +176,22 @@ class Batches:
         )
 
     def share(
-        self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int, position: int, evaluates: bool = False
+        self,
+        inputs: Mapping[str, Tensor],
+        targets: Tensor,
+        samples: int,
+        position: int,
+        evaluates: bool = False,
+        own: SampleShare | None = None,
     ) -> GlobalBatch:
         """This rank's share; may be empty in evaluation.
 
         Args:
             position: the first sample's index in the training.
+            own: the values are this rank's only.
         """
+        if own is not None and not own.indices:
+            return GlobalBatch([], samples, position + samples)
         # Autograd cannot save tensors made under torch.inference_mode() for backward, but it can save copies.
         inputs = {name: x.clone() if x.is_inference() else x for name, x in inputs.items()}
         targets = targets.clone() if targets.is_inference() else targets
@@ -176,8 +201,11 @@ class Batches:
             inputs = {name: x.contiguous(memory_format=order) if x.ndim == 4 else x for name, x in inputs.items()}
         micro_batches = []
         share = self.evaluated_share if evaluates else self.trained_share
+        taken = 0
         for start, size in share.spans(samples):
-            span = slice(start, start + size)
+            first = start if own is None else taken
+            taken += size
+            span = slice(first, first + size)
             own_inputs = None
             own_targets = None
             if self._takes_images:
@@ -198,12 +226,20 @@ class Batches:
             yield self.share(part, targets[start : start + most], min(most, samples - start), start, evaluates=True)
 
     def evaluated_pairs(self, pairs: Iterable[Any]) -> Iterator[GlobalBatch]:
+        """Batches of `(inputs, targets)`, `(inputs, targets, share)` with own values, or inputs."""
         for pair in pairs:
             inputs = pair
             targets = None
+            own: SampleShare | None = None
             if isinstance(pair, (tuple, list)) and len(pair) == 2:
                 inputs, targets = pair
-            yield from self.evaluated(*self.checked(inputs, targets))
+            elif isinstance(pair, (tuple, list)) and len(pair) == 3:
+                inputs, targets, own = pair
+            checked = self.checked(inputs, targets, own=own)
+            if own is None:
+                yield from self.evaluated(*checked)
+            else:
+                yield self.share(*checked, 0, evaluates=True, own=own)
         self._agree("evaluate", 0)
 
     def inputs(self, batch: GlobalBatch, trains: bool) -> list[MicroBatchInput]:

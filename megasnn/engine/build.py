@@ -67,11 +67,11 @@ def run_configuration(
                 ["give train_iters or train_samples: the learning rate decays until then; or lr_decay_style='constant'"]
             )
         config = replace(config, training=replace(config.training, train_iters=_ENDLESS))
-    if not dist.is_initialized():
-        take_ranks()
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():
         world_size = dist.get_world_size()
+    else:
+        take_ranks()
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
     validate(config, world_size)
     problems = model_problems(config)
     if problems:

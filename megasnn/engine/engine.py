@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from megasnn.engine.build import (
     run_configuration,
 )
 from megasnn.engine.checkpoint import Checkpoints
+from megasnn.engine.share import SampleShare, share_of
 from megasnn.engine.step import TrainStep
 from megasnn.engine.windows import describe_windows
 from megasnn.models.model import Model
@@ -132,13 +133,31 @@ class Engine:
         """The position in the training data."""
         return self.step.consumed_samples
 
-    def train_step(self, inputs: Tensor | Mapping[str, Tensor], targets: Tensor | None = None) -> StepResult:
-        """Takes one optimizer step on a global batch, the same on every rank.
+    def share(self, batch: Sequence[int] | Tensor, evaluates: bool = False) -> SampleShare:
+        """Samples of a global batch that this rank reads and computes. Not collective.
+
+        Args:
+            batch: sample numbers, the same on every rank.
+            evaluates: for `evaluate`; at most `global_batch_size` samples.
+        Raises:
+            ValueError: no samples, or too many.
+        """
+        layout = self.batches.evaluated_share if evaluates else self.batches.trained_share
+        return share_of(batch, layout, evaluates)
+
+    def train_step(
+        self,
+        inputs: Tensor | Mapping[str, Tensor],
+        targets: Tensor | None = None,
+        share: SampleShare | None = None,
+    ) -> StepResult:
+        """Takes one optimizer step on a global batch: the same on every rank, or each rank's `share` of it.
 
         Args:
             inputs: tensors by name, or the only one: images `[N, C, H, W]`, or event frames `[N, T, C, H, W]`.
             targets: class indices `[N]`, probabilities `[N, classes]`, or the model's own `target`; None where the
                 target is an input. CPU tensors are checked without waiting for a GPU.
+            share: from `Engine.share`; inputs and targets are those of `share.indices`.
         Returns:
             loss, metrics, gradient norm and rate, the same on every rank. A step that is not finite is marked as
             skipped, and changes nothing.
@@ -147,8 +166,8 @@ class Engine:
             RuntimeError: an error has ended the Engine.
         """
         with self._running():
-            checked = self.batches.checked(inputs, targets, trains=True, problem=self.step.problem())
-            batch = self.batches.share(*checked, self.step.consumed_samples)
+            checked = self.batches.checked(inputs, targets, trains=True, problem=self.step.problem(), own=share)
+            batch = self.batches.share(*checked, self.step.consumed_samples, own=share)
             return self.step(self.batches.inputs(batch, trains=True), batch)
 
     def train_on(self, batch: GlobalBatch) -> StepResult:
@@ -157,15 +176,21 @@ class Engine:
             return self.step(self.batches.inputs(batch, trains=True), batch)
 
     def evaluate(
-        self, inputs: Tensor | Mapping[str, Tensor] | Iterable[Any], targets: Tensor | None = None
+        self,
+        inputs: Tensor | Mapping[str, Tensor] | Iterable[Any],
+        targets: Tensor | None = None,
+        share: SampleShare | None = None,
     ) -> EvaluationRecord:
         """Metrics, and the loss without label smoothing, over any number of samples.
 
-        Takes inputs and targets, or an iterable with such pairs (or with inputs, where one is the target). Uses
-        averaged weights with `ema_decay`. Raises as `train_step`, and ValueError without samples.
+        Takes inputs and targets, with a share those of its samples; or an iterable with such pairs, with triples of
+        inputs, targets and share, or with inputs, where one is the target. Uses averaged weights with `ema_decay`.
+        Raises as `train_step`, and ValueError without samples.
         """
         is_batch = targets is not None or isinstance(inputs, (Tensor, Mapping)) or not isinstance(inputs, Iterable)
-        pairs = [(inputs, targets)] if is_batch else inputs
+        pairs = inputs
+        if is_batch or share is not None:
+            pairs = [(inputs, targets) if share is None else (inputs, targets, share)]
         return self.evaluate_on(self.batches.evaluated_pairs(pairs))
 
     def evaluate_on(self, batches: Iterable[GlobalBatch]) -> EvaluationRecord:

@@ -32,6 +32,7 @@ from megasnn.common.files import (
 from megasnn.config.values import CLASS_NAMES, SAMPLES_KEY
 from megasnn.data.images import NORMALISATIONS
 from megasnn.export.model_card import About, model_card
+from megasnn.export.preprocess import Sample, preprocess
 from megasnn.layers.context import BuildContext, Numerics
 from megasnn.models.arrays import not_finite
 from megasnn.models.model import Model
@@ -93,6 +94,23 @@ class TrainedModel(nn.Module):
         values = self.state()
         device = next((each.device for each in values.values()), torch.device("cpu"))
         return _remade, (type(self), self.about, values, type(self.config), device, self.dtype)
+
+    def preprocess(self, *sources: Sample) -> Tensor:
+        """Inputs `[N, ...]` from image files or recordings, as the training's evaluations make them.
+
+        A recording is read by `read_recording`; with other options, read it yourself and give the `Recording`. A file
+        of finished frames ends in .frames.npz.
+
+        Raises:
+            ValueError: the model has its own inputs, the checkpoint does not say how its inputs are made, or a file
+                cannot be decoded.
+            OSError: a file cannot be opened.
+        """
+        if "inputs" in self.config.own_task():
+            names = ", ".join(self.description.task.inputs)
+            raise ValueError(f"{self.about.model} has its own inputs, {names}: make them as the training did")
+        device = next((each.device for each in self.parameters()), None)
+        return preprocess(self.config.input_shape, self.about.samples, sources).to(device, self.dtype)
 
     def output(self, inputs: Tensor | Mapping[str, Tensor]) -> Bundle:
         """The last layer's output.

@@ -15,6 +15,8 @@ from megasnn.kernels.neuron_spec import FUSED_CHARGES, FUSED_SURROGATES, NEURONS
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megasnn.kernels.norm_neuron_kernels import NeuronKernels, NormNeuron, NormNeuronKernels
+
 
 @dataclass(frozen=True)
 class NeuronBackend:
@@ -22,14 +24,16 @@ class NeuronBackend:
     Attributes:
         summary: for --help.
         neurons, surrogates: names the backend computes.
-        norm_neuron_kernels: makes its `megasnn.kernels.norm_neuron_kernels.NormNeuronKernels`.
+        norm_neuron_kernels, neuron_kernels: make its `NormNeuronKernels` and `NeuronKernels` (norm_neuron_kernels.py),
+            from an input shape and type, and a `NormNeuron` or a `NeuronSpec`.
         why_unusable: input -> the reason against it, or None.
     """
 
     summary: str
     neurons: Collection[str]
     surrogates: Collection[str]
-    norm_neuron_kernels: Callable[[], Any]
+    norm_neuron_kernels: Callable[..., NormNeuronKernels[Any]]
+    neuron_kernels: Callable[..., NeuronKernels]
     why_unusable: Callable[[Tensor], str | None] = lambda x: None
 
     def lacks(self, neuron: str, surrogate: str) -> str | None:
@@ -53,27 +57,58 @@ BACKENDS: Registry[NeuronBackend] = Registry(
             "plain PyTorch",
             NEURONS,
             SURROGATES,
-            later("megasnn.kernels.torch_backend:TorchKernels"),
+            later("megasnn.kernels.torch_backend:TorchNormNeuron"),
+            later("megasnn.kernels.torch_backend:TorchNeuron"),
         ),
         "fused": NeuronBackend(
             "kernels compiled for the CPU",
             FUSED_CHARGES,
             FUSED_SURROGATES,
-            later("megasnn.kernels.numba.norm_neuron:NumbaKernels"),
+            later("megasnn.kernels.numba.norm_neuron:NumbaNormNeuron"),
+            later("megasnn.kernels.numba.neuron:NumbaNeuron"),
             later("megasnn.kernels.numba.available:why_unusable"),
         ),
         "triton": NeuronBackend(
             "kernels compiled for NVIDIA GPUs",
             FUSED_CHARGES,
             FUSED_SURROGATES,
-            later("megasnn.kernels.triton.norm_neuron:TritonKernels"),
+            later("megasnn.kernels.triton.norm_neuron:TritonNormNeuron"),
+            later("megasnn.kernels.triton.neuron:TritonNeuron"),
             later("megasnn.kernels.triton.available:why_unusable"),
         ),
     },
     also=(AUTO_BACKEND,),
 )
-_fastest: dict[tuple[object, ...], NeuronBackend] = {}
-"""Answers of `backend_for` for `auto`: every step asks the same for every layer."""
+MOST_PREPARED = 4096
+_prepared: dict[tuple[object, ...], Any] = {}
+"""Kernels by backend name, input shape, type and device, and neuron: every step asks the same for every layer."""
+
+
+def norm_neuron_kernels(backend: str, x: Tensor, norm_neuron: NormNeuron) -> NormNeuronKernels[Any]:
+    """The named backend's kernels for an input. Raises ValueError as `backend_for` does."""
+    asked = backend, x.shape, x.dtype, x.device, norm_neuron
+    if asked not in _prepared:
+        make = backend_for(backend, x, norm_neuron.spec).norm_neuron_kernels
+        _remember(asked, make(x.shape, x.dtype, norm_neuron))
+    found: NormNeuronKernels[Any] = _prepared[asked]
+    return found
+
+
+def neuron_kernels(backend: str, x: Tensor, spec: NeuronSpec) -> NeuronKernels:
+    """The named backend's kernels for neurons without a norm. Raises ValueError as `backend_for` does."""
+    asked = backend, x.shape, x.dtype, x.device, spec
+    if asked not in _prepared:
+        make = backend_for(backend, x, spec).neuron_kernels
+        _remember(asked, make(x.shape, x.dtype, spec))
+    found: NeuronKernels = _prepared[asked]
+    return found
+
+
+def _remember(asked: tuple[object, ...], kernels: object) -> None:
+    # Inputs whose sizes change in every step would fill the memory.
+    if len(_prepared) >= MOST_PREPARED:
+        _prepared.clear()
+    _prepared[asked] = kernels
 
 
 def backend_for(name: str, x: Tensor, spec: NeuronSpec) -> NeuronBackend:
@@ -83,11 +118,7 @@ def backend_for(name: str, x: Tensor, spec: NeuronSpec) -> NeuronBackend:
         ValueError: an unknown name, or a backend that cannot be used here.
     """
     if name == AUTO_BACKEND:
-        asked = x.shape, x.dtype, x.device, spec
-        if asked not in _fastest:
-            usable = (each for each in reversed(BACKENDS.values()) if each.unavailable(x, spec) is None)
-            _fastest[asked] = next(usable)
-        return _fastest[asked]
+        return next(each for each in reversed(BACKENDS.values()) if each.unavailable(x, spec) is None)
     backend = BACKENDS[name]
     reason = backend.unavailable(x, spec)
     if reason is not None:

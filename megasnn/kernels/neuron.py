@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megasnn.kernels.backends import AUTO_BACKEND, backend_for
+from megasnn.kernels.backends import AUTO_BACKEND, neuron_kernels
 from megasnn.kernels.neuron_spec import NEURONS, NeuronSpec
 
 
@@ -32,7 +32,7 @@ def neuron_multi_step(
     check_neuron(x, spec, w)
     if x.is_meta:
         return torch.empty_like(x), x.new_empty(x.shape[1:])
-    return backend_for(backend, x, spec).norm_neuron_kernels().neuron_multi_step(x, spec, v0, w)
+    return neuron_kernels(backend, x, spec).multi_step(x, v0, w)
 
 
 def check_neuron(x: Tensor, spec: NeuronSpec, w: Tensor | None) -> None:

@@ -2,54 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megasnn.common.autograd import Function, refuse_second_derivative
 from megasnn.common.recompute import cached_collective
-from megasnn.kernels.backends import AUTO_BACKEND, backend_for
+from megasnn.kernels.backends import AUTO_BACKEND, norm_neuron_kernels
 from megasnn.kernels.layout import channels_last
 from megasnn.kernels.neuron import check_neuron
 from megasnn.kernels.norm_neuron_kernels import (
-    Affine,
-    Norm,
+    BatchNorm,
     NormNeuron,
     NormNeuronInput,
     NormNeuronKernels,
-    ParameterGradients,
+    Shared,
     Statistics,
     gradient_of_w,
+    parameter_gradients,
 )
 from megasnn.kernels.spike_codec import remember_bits
 
-
-class Shared(Protocol):
-    """Exchange between ranks whose values are normalised together."""
-
-    def statistics(self, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Merges the ranks' means and biased variances `[2, C]`, each over `count` values; adds the counts."""
-
-    def total(self, sums: Tensor) -> Tensor:
-        """Sum over the ranks."""
-
-
-class BatchNorm(NamedTuple):
-    """Batch norm before neurons.
-
-    Attributes:
-        weight, bias: scale and shift `[C]`, or None.
-        running: mean and variance `[C]`; None for input statistics over time, samples and space.
-        shared: exchange with other ranks; None where this rank has all values.
-    """
-
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    running: tuple[Tensor, Tensor] | None = None
-    shared: Shared | None = None
+__all__ = ["BatchNorm", "NormNeuron", "NormNeuronOutput", "norm_pool_neuron"]
 
 
 class NormNeuronOutput(NamedTuple):
@@ -103,66 +79,62 @@ def norm_pool_neuron(
         of_channels = x.new_empty(x.shape[2:3])
         return NormNeuronOutput(x.new_empty(norm_neuron.shape_of_spikes(x)), of_channels, of_channels, own_values)
     x = channels_last(x)
-    kernels = backend_for(backend, x, spec).norm_neuron_kernels()
-    statistics, count = _statistics(kernels, x.detach(), norm, norm_neuron.eps)
-    options = _CallOptions(
-        norm_neuron,
+    kernels = norm_neuron_kernels(backend, x, norm_neuron)
+    (values, coefficients), count = _statistics(kernels, x.detach(), norm)
+    call = _Call(
         kernels,
-        statistics,
+        backend,
+        values,
+        coefficients,
         values=count if norm.running is None else None,
         shared=norm.shared,
         fires=fires,
         # Writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
-        packed=torch.is_grad_enabled() and spec.largest == 1,
+        packed=torch.is_grad_enabled() and kernels.largest == 1,
     )
     # For backward only the input and the statistics are stored; the kernels compute everything else again.
-    spikes, bits = _NormNeuronFunction.apply(x, above, norm.weight, norm.bias, w, options)
-    mean, variance = statistics.values.unbind()
+    spikes, bits = _NormNeuronFunction.apply(x, above, norm.weight, norm.bias, w, call)
+    mean, variance = values.unbind()
     return NormNeuronOutput(remember_bits(spikes, bits), mean, variance, count)
 
 
-def _statistics(
-    kernels: NormNeuronKernels[Any], x: Tensor, norm: BatchNorm, eps: float
-) -> tuple[Statistics, int | Tensor]:
+def _statistics(kernels: NormNeuronKernels[Any], x: Tensor, norm: BatchNorm) -> tuple[Statistics, int | Tensor]:
     """Statistics to normalise with, and their number of values per channel."""
-    own_values = x.numel() // x.shape[2]
     shared = norm.shared
     if norm.running is not None:
         running = torch.stack([each.detach().double() for each in norm.running])
-        return _with_coefficients(kernels, running, norm, eps, x.dtype), own_values
+        return _with_coefficients(kernels, running, norm), kernels.values
     if shared is None:
-        affine = Affine(norm.weight, norm.bias, eps)
-        return cached_collective(partial(kernels.statistics, x, affine)), own_values
+        return cached_collective(partial(kernels.statistics, x, norm)), kernels.values
 
     def over_ranks() -> tuple[Tensor, int | Tensor]:
-        if own_values:
+        if kernels.values:
             own = kernels.statistics(x).values
         else:
-            own = x.new_zeros((2, x.shape[2]), dtype=torch.float64)
-        return shared.statistics(own, own_values)
+            own = x.new_zeros((2, kernels.channels), dtype=torch.float64)
+        return shared.statistics(own, kernels.values)
 
     values, count = cached_collective(over_ranks)
-    return _with_coefficients(kernels, values, norm, eps, x.dtype), count
+    return _with_coefficients(kernels, values, norm), count
 
 
-def _with_coefficients(
-    kernels: NormNeuronKernels[Any], values: Tensor, norm: BatchNorm, eps: float, dtype: torch.dtype
-) -> Statistics:
+def _with_coefficients(kernels: NormNeuronKernels[Any], values: Tensor, norm: BatchNorm) -> Statistics:
     mean, variance = values.unbind()
-    return Statistics(values, kernels.coefficients(Norm(mean, variance, norm.weight, norm.bias), eps, dtype))
+    return Statistics(values, kernels.coefficients(mean, variance, norm))
 
 
-class _CallOptions(NamedTuple):
-    norm_neuron: NormNeuron
+class _Call(NamedTuple):
     kernels: NormNeuronKernels[Any]
-    statistics: Statistics
-    values: int | Tensor | None  # per channel behind the statistics; None where they do not depend on the input
+    backend: str
+    moments: Tensor  # mean and variance, `[2, C]`
+    coefficients: Tensor | None
+    values: int | Tensor | None  # values per channel behind the statistics; None where they do not depend on the input
     shared: Shared | None
     fires: bool  # compute spikes
     packed: bool  # also pack them into bits
 
 
-class _NormNeuronFunction(torch.autograd.Function):
+class _NormNeuronFunction(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -171,54 +143,50 @@ class _NormNeuronFunction(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         w: Tensor | None,
-        options: _CallOptions,
+        call: _Call,
     ) -> tuple[Tensor, Tensor | None]:
-        norm_neuron = options.norm_neuron
-        values, coefficients = options.statistics
-        mean, variance = values.unbind()
+        kernels = call.kernels
+        mean, variance = call.moments.unbind()
         ctx.empty_above = None
         if above is not None and above.shape[3]:
-            norm_neuron = replace(norm_neuron, above=1)
             x = channels_last(torch.cat([above, x], dim=3))
+            kernels = norm_neuron_kernels(call.backend, x, kernels.norm_neuron.with_row_above)
         elif above is not None:
             ctx.empty_above = above
         bits = None
-        if options.fires and x.numel():
-            inputs = NormNeuronInput(x, Norm(mean, variance, weight, bias, coefficients), w, norm_neuron)
-            spikes, bits = options.kernels.fire(inputs, options.packed)
+        if call.fires and x.numel():
+            inputs = NormNeuronInput(x, mean, variance, weight, bias, w, call.coefficients)
+            spikes, bits = kernels.fire(inputs, call.packed)
         else:
-            spikes = x.new_zeros(()).expand(norm_neuron.shape_of_spikes(x))
+            spikes = x.new_zeros(()).expand(kernels.norm_neuron.shape_of_spikes(x))
         # A missing gradient stays None, so that backward computes nothing for it.
         ctx.set_materialize_grads(False)
-        ctx.norm_neuron = norm_neuron
-        ctx.kernels = options.kernels
-        ctx.values = options.values
-        ctx.shared = options.shared
-        ctx.save_for_backward(x, weight, bias, w, mean, variance, coefficients)
-        if bits is not None:
-            ctx.mark_non_differentiable(bits)
+        ctx.kernels = kernels
+        ctx.values = call.values
+        ctx.shared = call.shared
+        ctx.save_for_backward(x, mean, variance, weight, bias, w, call.coefficients)
         return spikes, bits
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g_spikes: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if g_spikes is None:
             return (None,) * 6
-        x, weight, bias, w, mean, variance, coefficients = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            refuse_second_derivative()
+        kernels: NormNeuronKernels[Any] = ctx.kernels
+        inputs = NormNeuronInput(*ctx.saved_tensors)
+        x = inputs.x
         need_x, need_above, _, _, need_w, _ = ctx.needs_input_grad
-        inputs = NormNeuronInput(x, Norm(mean, variance, weight, bias, coefficients), w, ctx.norm_neuron)
         g_spikes = channels_last(g_spikes)
-        own_values = x.numel() // x.shape[2]
-        intermediate = None
-        of_norm = None
+        own_values = kernels.values
         if own_values:
             count = own_values if ctx.values is not None and ctx.shared is None else None
-            sums, intermediate, of_norm = ctx.kernels.backward_sums(inputs, g_spikes, need_w, count)
+            sums, intermediate, of_weight, of_bias = kernels.backward_sums(inputs, g_spikes, need_w, count)
         else:
             # A rank without values still takes part in the exchange below.
-            sums = x.new_zeros((3, x.shape[2]), dtype=torch.float64)
-        if of_norm is None:
-            of_norm = parameter_gradients(sums, inputs.norm, ctx.norm_neuron.eps)
+            sums = x.new_zeros((3, kernels.channels), dtype=torch.float64)
+            intermediate = None
+            of_weight, of_bias = parameter_gradients(sums, inputs, kernels.norm_neuron.eps)
         g_x = None
         g_above = ctx.empty_above
         if need_x or need_above:
@@ -228,35 +196,28 @@ class _NormNeuronFunction(torch.autograd.Function):
                 all_sums = ctx.shared.total(sums) * (own_values / ctx.values)
             g_x = x
             if own_values:
-                g_x = ctx.kernels.input_gradient(inputs, g_spikes, all_sums, own_values, intermediate)
-            if ctx.norm_neuron.above:
+                g_x = kernels.input_gradient(inputs, g_spikes, all_sums, own_values, intermediate)
+            if kernels.norm_neuron.above:
                 g_above = g_x[:, :, :, :1]
                 g_x = g_x[:, :, :, 1:]
                 if all_sums is not None:
                     # The means are subtracted by the rank that owns the row, so they are added back here.
-                    g_above = g_above + _subtracted_means(inputs, x[:, :, :, :1], all_sums / own_values)
-        g_w = gradient_of_w(sums[2].sum(), w, ctx.norm_neuron.spec) if need_w else None
-        return g_x, g_above, of_norm.weight, of_norm.bias, g_w, None
+                    means = all_sums / own_values
+                    g_above = g_above + _subtracted_means(inputs, kernels.norm_neuron.eps, x[:, :, :, :1], means)
+        g_w = None
+        if need_w:
+            assert inputs.w is not None
+            g_w = gradient_of_w(sums[2].sum(), inputs.w, kernels.norm_neuron.spec)
+        return g_x, g_above, of_weight, of_bias, g_w, None
 
 
-def parameter_gradients(sums: Tensor, norm: Norm, eps: float) -> ParameterGradients:
-    of_weight = None
-    of_bias = None
-    if norm.weight is not None:
-        of_weight = (sums[1] * (norm.variance + eps).rsqrt()).to(norm.weight.dtype)
-    if norm.bias is not None:
-        of_bias = sums[0].to(norm.bias.dtype)
-    return ParameterGradients(of_weight, of_bias)
-
-
-def _subtracted_means(inputs: NormNeuronInput, x: Tensor, means: Tensor) -> Tensor:
+def _subtracted_means(inputs: NormNeuronInput, eps: float, x: Tensor, means: Tensor) -> Tensor:
     """The input gradient's terms at values x through the statistics: mean g, and mean g per deviation."""
-    norm = inputs.norm
-    precision = (norm.variance + inputs.norm_neuron.eps).reciprocal()
+    precision = (inputs.variance + eps).reciprocal()
     scale = precision.sqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight.detach()
+    if inputs.weight is not None:
+        scale = scale * inputs.weight.detach()
     offset = (scale * means[0]).view(-1, 1, 1)
     slope = (scale * means[1] * precision).view(-1, 1, 1)
-    mean = norm.mean.view(-1, 1, 1)
+    mean = inputs.mean.view(-1, 1, 1)
     return (offset + (x - mean) * slope).to(x.dtype)

@@ -1,14 +1,16 @@
-"""Base class of a backend's norm, pooling and neuron kernels, and the values they take.
+"""Base classes of a backend's kernels, and the values they take.
 
 A backend normalises, pools and fires in four calls. Between them, ranks with a common micro-batch exchange sums.
+Kernels are prepared for one input shape and type: sizes, launches and output shapes are computed once, not in a step.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +21,11 @@ Intermediate = TypeVar("Intermediate")
 """Intermediate result that a backend's `backward_sums` hands to its `input_gradient`."""
 
 
-@dataclass(frozen=True)
+# Compared by identity: every forward looks up the kernels that are prepared for it, and hashing the fields would take
+# longer than the rest of the search.
+@dataclass(frozen=True, eq=False)
 class NormNeuron:
-    """Batch norm, optional max pooling and neurons, without their tensors.
+    """Batch norm, optional max pooling and neurons, without their tensors. A layer makes one and keeps it.
 
     Attributes:
         eps: added to the variance.
@@ -36,6 +40,10 @@ class NormNeuron:
     time_steps: int
     above: int = 0
 
+    @cached_property
+    def with_row_above(self) -> NormNeuron:
+        return replace(self, above=1)
+
     def shape_of_spikes(self, x: Tensor) -> tuple[int, ...]:
         """Shape for an input `[X, N, C, ...]`."""
         return self.time_steps, *x.shape[1:3], *self.space_of_spikes(x.shape[3:])
@@ -47,34 +55,36 @@ class NormNeuron:
         return (height - self.above + 1) // 2, (width + 1) // 2
 
 
-class Norm(NamedTuple):
-    """
+class Shared(Protocol):
+    """Exchange between ranks whose values are normalised together."""
+
+    def statistics(self, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Merges the ranks' means and biased variances `[2, C]`, each over `count` values; adds the counts."""
+
+    def total(self, sums: Tensor) -> Tensor:
+        """Sum over the ranks."""
+
+
+class BatchNorm(NamedTuple):
+    """Batch norm before neurons.
+
     Attributes:
-        mean, variance: `[C]`, the biased variance, in double precision.
         weight, bias: scale and shift `[C]`, or None.
-        coefficients: scale, shift and mean in the backend's layout; None if its kernels compute them.
+        running: mean and variance `[C]`; None for input statistics over time, samples and space.
+        shared: exchange with other ranks; None where this rank has all values.
     """
 
-    mean: Tensor
-    variance: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    coefficients: Tensor | None = None
-
-
-class Affine(NamedTuple):
-    """A norm's scale and shift, `[C]` or None, and the number added to its variance."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    running: tuple[Tensor, Tensor] | None = None
+    shared: Shared | None = None
 
 
 class Statistics(NamedTuple):
     """
     Attributes:
         values: each channel's mean and biased variance, `[2, C]` in double precision.
-        coefficients: see `Norm`; None where they were not asked for, or the backend has none.
+        coefficients: see `NormNeuronInput`; None where they were not asked for, or the backend has none.
     """
 
     values: Tensor
@@ -85,13 +95,19 @@ class NormNeuronInput(NamedTuple):
     """
     Attributes:
         x: `[X, N, C, ...]` with X = T or 1, channels-last in memory.
+        mean, variance: `[C]`, the biased variance, in double precision.
+        weight, bias: the norm's scale and shift `[C]`, or None.
         w: a learned time constant's scalar parameter, or None.
+        coefficients: scale, shift and mean in the backend's layout; None if its kernels compute them.
     """
 
     x: Tensor
-    norm: Norm
-    w: Tensor | None
-    norm_neuron: NormNeuron
+    mean: Tensor
+    variance: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    w: Tensor | None = None
+    coefficients: Tensor | None = None
 
 
 class NeuronInput(NamedTuple):
@@ -105,14 +121,6 @@ class NeuronInput(NamedTuple):
     x: Tensor
     v0: Tensor | None
     w: Tensor | None
-    spec: NeuronSpec
-
-
-class ParameterGradients(NamedTuple):
-    """Gradients `[C]` for a norm's scale and shift, in their types; None for an absent one."""
-
-    weight: Tensor | None
-    bias: Tensor | None
 
 
 class BackwardSums(NamedTuple, Generic[Intermediate]):
@@ -121,23 +129,36 @@ class BackwardSums(NamedTuple, Generic[Intermediate]):
     Attributes:
         sums: `[3, C]` in double precision: g, the normalised input's gradient; g (x - mean); the sum for
             `gradient_of_w`, which may be missing where nothing is learned.
-        of_norm: the norm's parameter gradients, where they come with the sums.
+        of_weight, of_bias: gradients `[C]` for the norm's scale and shift, in their types; None for an absent one.
     """
 
     sums: Tensor
     intermediate: Intermediate
-    of_norm: ParameterGradients | None
+    of_weight: Tensor | None
+    of_bias: Tensor | None
 
 
 class NormNeuronKernels(ABC, Generic[Intermediate]):
-    """One backend's kernels. Inputs and spikes are channels-last in memory."""
+    """One backend's kernels for one input shape and type. Inputs and spikes are channels-last in memory.
+
+    Args:
+        shape, dtype: of the input `[X, N, C, ...]`.
+    """
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, norm_neuron: NormNeuron) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.norm_neuron = norm_neuron
+        self.channels = shape[2]
+        self.values = shape.numel() // self.channels
+        self.largest = norm_neuron.spec.largest
 
     @abstractmethod
-    def statistics(self, x: Tensor, affine: Affine | None = None) -> Statistics:
-        """With `affine`, a backend that has coefficients works them out in the same pass."""
+    def statistics(self, x: Tensor, norm: BatchNorm | None = None) -> Statistics:
+        """With `norm`, a backend that has coefficients computes them in the same pass."""
 
-    def coefficients(self, norm: Norm, eps: float, dtype: torch.dtype) -> Tensor | None:
-        """Coefficients (see `Norm`) for this input type, from statistics that are not this rank's alone."""
+    def coefficients(self, mean: Tensor, variance: Tensor, norm: BatchNorm) -> Tensor | None:
+        """Coefficients (see `NormNeuronInput`) from statistics that are not this rank's alone."""
         return None
 
     @abstractmethod
@@ -166,11 +187,29 @@ class NormNeuronKernels(ABC, Generic[Intermediate]):
             sums: `BackwardSums.sums` over `count` values a channel; None where the statistics do not depend on x.
         """
 
+
+class NeuronKernels(ABC):
+    """One backend's kernels for neurons without a norm, for one input shape `[T, N, ...]` and type."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, spec: NeuronSpec) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.spec = spec
+
     @abstractmethod
-    def neuron_multi_step(
-        self, x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def multi_step(self, x: Tensor, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `megasnn.kernels.neuron.neuron_multi_step`; with gradients."""
+
+
+def parameter_gradients(sums: Tensor, inputs: NormNeuronInput, eps: float) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients for the norm's scale and shift, from `BackwardSums.sums`."""
+    of_weight = None
+    of_bias = None
+    if inputs.weight is not None:
+        of_weight = (sums[1] * (inputs.variance + eps).rsqrt()).to(inputs.weight.dtype)
+    if inputs.bias is not None:
+        of_bias = sums[0].to(inputs.bias.dtype)
+    return of_weight, of_bias
 
 
 def gradient_of_w(total: Tensor, w: Tensor, spec: NeuronSpec) -> Tensor:

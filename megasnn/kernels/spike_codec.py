@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from types import ModuleType
 
 import numpy as np
@@ -158,7 +159,7 @@ def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
     Raises:
         ValueError: ``packed`` does not have ``ceil(rows * columns / 8)`` bytes.
     """
-    if packed.numel() != packed_size(out.numel()):
+    if packed.numel() != -(-out.numel() // 8):
         raise ValueError(f"{out.numel()} spikes take {packed_size(out.numel())} bytes, got {packed.numel()}")
     on_gpu = _on_gpu(out)
     if on_gpu is not None and (out.shape[1] <= 1 or out.stride(1) == 1):
@@ -244,6 +245,11 @@ def _differ(narrow: np.ndarray, values: np.ndarray) -> bool:
 def _on_gpu(values: Tensor) -> ModuleType | None:
     if not usable_on(values.device) or values.numel() > MOST_VALUES:
         return None
-    from megasnn.kernels.triton import codec
-
+    codec = _triton_codec()
     return codec if values.dtype in codec.TYPES else None
+
+
+@cache
+def _triton_codec() -> ModuleType:
+    # A late import: a processor needs no Triton.
+    return import_module("megasnn.kernels.triton.codec")

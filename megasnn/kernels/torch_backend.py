@@ -17,13 +17,14 @@ from torch.autograd.function import once_differentiable
 from megasnn.kernels.layout import channels_last
 from megasnn.kernels.neuron_spec import NEURONS, SURROGATES, NeuronSpec
 from megasnn.kernels.norm_neuron_kernels import (
-    Affine,
     BackwardSums,
-    Norm,
+    BatchNorm,
+    NeuronKernels,
     NormNeuron,
     NormNeuronInput,
     NormNeuronKernels,
     Statistics,
+    parameter_gradients,
 )
 from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
 
@@ -189,28 +190,32 @@ def batch_norm(
     return y.view(1, *x.shape[2:], x.shape[1]).movedim(-1, 1)
 
 
-class TorchKernels(NormNeuronKernels[Tensor]):
+class TorchNormNeuron(NormNeuronKernels[Tensor]):
     """The reference. Carries the normalised input's gradient."""
 
-    def statistics(self, x: Tensor, affine: Affine | None = None) -> Statistics:
+    def statistics(self, x: Tensor, norm: BatchNorm | None = None) -> Statistics:
         frames = _frames(x)
         over = [dim for dim in range(frames.ndim) if dim != 1]
         variance, mean = torch.var_mean(frames, dim=over, correction=0)
         return Statistics(torch.stack((mean, variance)).double())
 
     def fire(self, inputs: NormNeuronInput, packed: bool = False) -> tuple[Tensor, Tensor | None]:
-        x, norm, w, norm_neuron = inputs
+        x = inputs.x
+        w = inputs.w
+        norm_neuron = self.norm_neuron
         q = None if w is None else w.detach().to(computed_in(x)).sigmoid()
         with torch.no_grad():
-            normalised = _normalised(x, norm, norm_neuron.eps)
+            normalised = _normalised(inputs, norm_neuron.eps)
             spikes = channels_last(_spikes(normalised, q, norm_neuron).to(x.dtype))
         return spikes, pack_bits(spikes) if packed else None
 
     def backward_sums(
         self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool, count: int | None = None
     ) -> BackwardSums[Tensor]:
-        x, norm, w, norm_neuron = inputs
-        y = _normalised(x, norm, norm_neuron.eps).requires_grad_()
+        x = inputs.x
+        w = inputs.w
+        norm_neuron = self.norm_neuron
+        y = _normalised(inputs, norm_neuron.eps).requires_grad_()
         q = None if w is None else w.detach().to(y.dtype).sigmoid().requires_grad_(learn)
         with torch.enable_grad():
             spikes = _spikes(y, q, norm_neuron)
@@ -219,46 +224,47 @@ class TorchKernels(NormNeuronKernels[Tensor]):
         sums = g.new_zeros((3, x.shape[2]), dtype=torch.float64)
         over = [dim for dim in range(g.ndim) if dim != 2]
         sums[0] = g.sum(over, dtype=torch.float64)
-        sums[1] = (g * (x.to(g.dtype) - _of_channels(norm.mean, g))).sum(over, dtype=torch.float64)
+        sums[1] = (g * (x.to(g.dtype) - _of_channels(inputs.mean, g))).sum(over, dtype=torch.float64)
         if q is not None and of_q:
             total = of_q[0].sum()
             if norm_neuron.spec.decay_input:
                 total = total * q.detach() ** 2  # `gradient_of_w` then multiplies by (1 - q) / q in place of q (1 - q)
             sums[2, 0] = total
-        return BackwardSums(sums, intermediate=g, of_norm=None)
+        return BackwardSums(sums, g, *parameter_gradients(sums, inputs, norm_neuron.eps))
 
     def input_gradient(
         self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, intermediate: Tensor
     ) -> Tensor:
-        x, norm, _, norm_neuron = inputs
+        x = inputs.x
         g = intermediate
-        precision = (norm.variance.double() + norm_neuron.eps).reciprocal()
+        precision = (inputs.variance.double() + self.norm_neuron.eps).reciprocal()
         if sums is not None:
             mean_g = _of_channels(sums[0] / count, g)
             of_deviations = _of_channels(sums[1] * precision / count, g)
-            g = g - mean_g - (x.to(g.dtype) - _of_channels(norm.mean, g)) * of_deviations
+            g = g - mean_g - (x.to(g.dtype) - _of_channels(inputs.mean, g)) * of_deviations
         scale = precision.sqrt()
-        if norm.weight is not None:
-            scale = scale * norm.weight.detach()
+        if inputs.weight is not None:
+            scale = scale * inputs.weight.detach()
         return (g * _of_channels(scale, g)).to(x.dtype)
 
-    def neuron_multi_step(
-        self, x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+
+class TorchNeuron(NeuronKernels):
+    def multi_step(self, x: Tensor, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
         if x.dtype in REDUCED:
-            spikes, v = recompute_in_backward(partial(_neuron_multi_step, spec=spec), x, v0, w)
+            spikes, v = recompute_in_backward(partial(_neuron_multi_step, spec=self.spec), x, v0, w)
         else:
-            spikes, v = _neuron_multi_step(x, v0, w, spec)
-        are_bits = spec.largest == 1 and wants_bits(spikes)
+            spikes, v = _neuron_multi_step(x, v0, w, self.spec)
+        are_bits = self.spec.largest == 1 and wants_bits(spikes)
         return remember_bits(spikes, pack_bits(spikes) if are_bits else None), v
 
 
-def _normalised(x: Tensor, norm: Norm, eps: float) -> Tensor:
+def _normalised(inputs: NormNeuronInput, eps: float) -> Tensor:
+    x = inputs.x
     dtype = computed_in(x)
-    mean = norm.mean.to(dtype)
-    variance = norm.variance.to(dtype)
-    weight = None if norm.weight is None else norm.weight.detach().to(dtype)
-    bias = None if norm.bias is None else norm.bias.detach().to(dtype)
+    mean = inputs.mean.to(dtype)
+    variance = inputs.variance.to(dtype)
+    weight = None if inputs.weight is None else inputs.weight.detach().to(dtype)
+    bias = None if inputs.bias is None else inputs.bias.detach().to(dtype)
     y = F.batch_norm(_frames(x).detach(), mean, variance, weight, bias, training=False, eps=eps)
     return y.unflatten(0, x.shape[:2])
 

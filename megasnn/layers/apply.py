@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from megasnn.common.bundle import Bundle, entries_of, map_entries, plain_bundle
 from megasnn.layers.dropout import drawing_for
 from megasnn.layers.facts import facts
-from megasnn.layers.layer_call import LayerCall
 from megasnn.layers.neuron import NeuronLayer
+from megasnn.layers.plain_call import PlainCall
 from megasnn.parallel_state import Group
 
 
@@ -23,20 +23,29 @@ def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundl
         goes_on: a later window of the last call's samples; keeps the state.
     """
     call = facts(layer).call
-    if call is None:
-        with drawing_for(samples):
-            y: Bundle = layer(x, *more)
-        return y if isinstance(y, Tensor) else plain_bundle(y)
+    if call is not None:
+        return _apply_plain(layer, call, (x, *more), samples, goes_on)
+    with drawing_for(samples):
+        y: Bundle = layer(x, *more)
+    return y if isinstance(y, Tensor) else plain_bundle(y)
+
+
+def _apply_plain(
+    layer: nn.Module, call: PlainCall, bundles: Sequence[Bundle], samples: range | None, goes_on: bool
+) -> Bundle:
     # An input with a single time step stands for all of them.
-    first = next(iter(entries_of(x).values()))
+    first = next(iter(entries_of(bundles[0]).values()))
     steps = call.time_steps if len(first) == 1 else len(first)
     frames = (steps, *first.shape[1:2])
     for each in layer.modules():
-        if is_stateful(each):
+        if is_stateful(each) and goes_on:
             # A later window goes on with the same samples' state, without its graph.
-            each.detach() if goes_on else each.reset()  # type: ignore[operator]
+            each.detach()  # type: ignore[operator]
+        elif is_stateful(each):
+            each.reset()  # type: ignore[operator]
+    # One entry of `cuts` for each tensor of the inputs, in order.
     cuts = iter(call.cuts)
-    inputs = [map_entries(lambda entry: call.prepare_input(entry, next(cuts, False)), each) for each in (x, *more)]
+    inputs = [map_entries(lambda entry: call.prepare_input(entry, next(cuts, False)), each) for each in bundles]
     with drawing_for(samples, frames):
         output = plain_bundle(layer(*inputs))
     return map_entries(lambda y: call.restore_output(y, frames), output)
@@ -54,6 +63,6 @@ def forget_state(layer: nn.Module) -> None:
 
 
 def make_whole(layer: nn.Module, group: Group, cuts: Sequence[bool], is_last: bool) -> None:
-    """Makes a group compute a layer built for one rank. Args: see `LayerCall`."""
+    """Makes a group compute a layer built for one rank. Args: see `PlainCall`."""
     found = facts(layer)
-    found.call = replace(found.call or LayerCall(), group=group, cuts=cuts, is_last=is_last)
+    found.call = replace(found.call or PlainCall(), group=group, cuts=cuts, is_last=is_last)

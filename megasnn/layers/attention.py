@@ -14,6 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from megasnn.common.autograd import Function
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.layout import empty, on_gpu
 from megasnn.kernels.spike_codec import Content, bits_of, encode, unpack_bits_into
@@ -189,19 +190,21 @@ class AttendOptions:
 
     def split(self, packed: Tensor, rows: torch.Size, dtype: torch.dtype) -> Tensor:
         """q, k and v, `[3, frames, heads, L, d]`, from packed rows `[frames * L, 3 * heads * d]`."""
-        pattern = "(f l part h d) -> (part f h l d)"
-        sizes = {"f": self.frames, "part": 3, "h": self.heads}
         tokens = rows[0] // self.frames
         d = rows[1] // (3 * self.heads)
         # Heads of whole bytes are reordered before they are unpacked, which moves fewer bytes.
         has_whole_bytes = d % 8 == 0
         if has_whole_bytes:
-            packed = rearrange(packed, pattern, l=tokens, **sizes)
+            packed = self._part_by_part(packed, tokens)
         spikes = empty((1, rows.numel()), dtype, packed.device)
         unpack_bits_into(packed, spikes)
         if not has_whole_bytes:
-            spikes = rearrange(spikes[0], pattern, l=tokens, **sizes)
+            spikes = self._part_by_part(spikes, tokens)
         return spikes.view(3, self.frames, self.heads, tokens, d)
+
+    def _part_by_part(self, rows: Tensor, tokens: int) -> Tensor:
+        """Flat, in the order of `[3, frames, heads, L, d]`, from rows in the order of `[frames, L, 3, heads, d]`."""
+        return rows.view(self.frames, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).reshape(-1)
 
 
 def attend(rows: Tensor, options: AttendOptions) -> Tensor:
@@ -210,7 +213,7 @@ def attend(rows: Tensor, options: AttendOptions) -> Tensor:
     return rearrange(q @ (k.transpose(-2, -1) @ v * SCALE), "f h l d -> (f l) (h d)")
 
 
-class Attend(torch.autograd.Function):
+class Attend(Function):
     """Attention product: spikes of q, k, v `[frames * L, 3 * heads * d]` -> `[frames * L, heads * d]`.
 
     `bits`: the packed rows, if known.
@@ -223,7 +226,7 @@ class Attend(torch.autograd.Function):
         ctx.dtype = rows.dtype
         # Unchecked: the layer before it ends in a neuron of ours, which fires 0 or 1.
         packed = encode(rows.reshape(-1), Content.SPIKES) if bits is None else bits
-        q, k, v = options.split(packed, rows.shape, exact_type(rows, options.tokens))
+        q, k, v = options.split(packed, rows.shape, exact_type(rows, options.tokens)).unbind()
         sums = None
         if options.group is None:
             kv = scaled_product(k.transpose(-2, -1), v)
@@ -235,7 +238,8 @@ class Attend(torch.autograd.Function):
                 sums = sums.to(torch.uint8)
         # One bit a spike is stored for backward.
         ctx.save_for_backward(packed, sums)
-        return rearrange(product(q, kv, rows.dtype), "f h l d -> (f l) (h d)").to(rows.dtype)
+        heads = product(q, kv, rows.dtype)
+        return heads.transpose(1, 2).reshape(rows.shape[0], -1).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -249,8 +253,9 @@ class Attend(torch.autograd.Function):
             kv = scaled_product(spikes[1].transpose(-2, -1), spikes[2]).to(dtype)
         else:
             kv = sums.to(dtype) * SCALE
-        q, k, v = spikes.to(dtype)
-        grad = rearrange(grad.to(dtype), "(f l) (h d) -> f h l d", f=options.frames, h=options.heads).contiguous()
+        q, k, v = spikes.to(dtype).unbind()
+        _, frames, heads, tokens, d = spikes.shape
+        grad = grad.to(dtype).reshape(frames, tokens, heads, d).transpose(1, 2).contiguous()
         of_kv = scaled_product(q.transpose(-2, -1), grad)
         finish = None
         if options.group is not None:
@@ -278,7 +283,7 @@ def scaled_product(a: Tensor, b: Tensor) -> Tensor:
     ignored = a.new_empty(1, 1, 1)
     # Scaled inside the product, without rounding: SCALE is a power of two.
     scaled = torch.baddbmm(ignored, a.flatten(0, 1), b.flatten(0, 1), beta=0, alpha=SCALE)
-    return scaled.unflatten(0, a.shape[:2])
+    return scaled.view(*a.shape[:2], *scaled.shape[1:])
 
 
 def product(q: Tensor, kv: Tensor, dtype: torch.dtype) -> Tensor:
@@ -286,4 +291,4 @@ def product(q: Tensor, kv: Tensor, dtype: torch.dtype) -> Tensor:
     if q.dtype == dtype or q.dtype != torch.bfloat16:
         return q @ kv
     # Sums may exceed bfloat16's integers.
-    return torch.bmm(q.flatten(0, 1), kv.flatten(0, 1), out_dtype=dtype).unflatten(0, q.shape[:2])
+    return torch.bmm(q.flatten(0, 1), kv.flatten(0, 1), out_dtype=dtype).view(*q.shape[:3], kv.shape[3])

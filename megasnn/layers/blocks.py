@@ -59,6 +59,7 @@ class ConvNormNeuron(nn.Module):
             and not context.numerics.traceable
         )
         self._fires = True
+        self._norm_neurons: dict[tuple[int, float], NormNeuron] = {}  # by time steps and the norm's eps
         # In the order of computation, which is the order of the parameters.
         self.conv = ParallelConv(
             in_channels,
@@ -77,28 +78,39 @@ class ConvNormNeuron(nn.Module):
         self.max_pool = MaxPool(context) if max_pool else None
 
     def forward(self, x: Tensor) -> Tensor:
-        norm = self.norm
-        neuron = self.neuron
+        # Parts and parameters from their tables: nn.Module finds an attribute by a call of Python.
+        parts = self._modules
+        conv = parts["conv"]
+        norm = parts["norm"]
+        neuron = parts["neuron"]
+        assert isinstance(conv, ParallelConv)
         if not (self._is_fused and isinstance(norm, ParallelBatchNorm) and isinstance(neuron, ParallelNeuron)):
-            y = norm(self.conv(x))
+            y = self.norm(conv(x))
             if self.max_pool is not None:
                 y = self.max_pool(y)
-            return neuron(y)
+            return self.neuron(y)
         fixed = norm.fixed_statistics
         # Batch statistics cancel the convolution's bias: it enters the recorded mean only, and its gradient is zero.
-        cancelled_bias = self.conv.bias if fixed is None else None
-        y = self.conv(x, add_bias=cancelled_bias is None)
-        above, y = self.conv.split_row_above(y)
-        bias = norm.bias
+        cancelled_bias = conv._parameters["bias"] if fixed is None else None
+        y = conv(x, add_bias=cancelled_bias is None)
+        above = None
+        if conv.has_row_above:
+            above, y = conv.split_row_above(y)
+        weight = norm._parameters["weight"]
+        bias: Tensor | None = norm._parameters["bias"]
         if bias is not None and cancelled_bias is not None:
             # As in torch, the gradient of the cancelled bias is zeros and not None.
             bias = bias + 0 * cancelled_bias
-        norm_neuron = NormNeuron(neuron.spec, norm.eps, pool=self.max_pool is not None, time_steps=neuron.steps_of(y))
+        steps = neuron.steps_of(y)
+        norm_neuron = self._norm_neurons.get((steps, norm.eps))
+        if norm_neuron is None:
+            norm_neuron = NormNeuron(neuron.spec, norm.eps, pool=self.max_pool is not None, time_steps=steps)
+            self._norm_neurons[steps, norm.eps] = norm_neuron
         spikes, mean, variance, count = norm_pool_neuron(
             y,
-            BatchNorm(norm.weight, bias, fixed, norm.shared),
+            BatchNorm(weight, bias, fixed, norm.shared),
             norm_neuron,
-            neuron.w,
+            neuron._parameters["w"],
             above=above,
             backend=neuron.backend,
             fires=self._fires,
@@ -107,7 +119,7 @@ class ConvNormNeuron(nn.Module):
             if cancelled_bias is not None:
                 mean = mean + cancelled_bias.detach()
             # Equal frames change neither mean nor variance, but the unbiased variance counts all of them.
-            norm.record(mean, variance, norm_neuron.time_steps // len(y) * count)
+            norm.record(mean, variance, steps // y.shape[0] * count)
         return neuron.observed(spikes)
 
     @contextmanager

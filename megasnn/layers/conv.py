@@ -60,6 +60,7 @@ class ParallelConv(WeightedLayer):
         row_above: compute all rows for own max-pooled rows, for `split_row_above`.
         initialise, initialise_bias: fill the global tensors; default: torch's.
     Attributes:
+        has_row_above: the output begins with a row for `split_row_above`.
         edges: padding left, right, above and below that the layer adds to its input; None if the product pads.
     Raises:
         ValueError: channels or groups that ranks do not divide; an unknown style or padding mode; a padding that
@@ -138,6 +139,7 @@ class ParallelConv(WeightedLayer):
         self._geometry = geometry
         self._rows = context.row_group
         self._row_above = row_above
+        self.has_row_above = row_above and self._rows is not None and self._rows.rank > 0
         self._move: RowMove | None = None
         if pooled_behind and self._rows is not None:
             # Equal windows on both sides of a border between ranks must have equal bits.
@@ -148,10 +150,9 @@ class ParallelConv(WeightedLayer):
         is_signal = x.ndim == 4
         if is_signal:
             x = x.unsqueeze(-1)  # an image of width 1
-        y = self._dry_run(x, is_signal) if x.is_meta else self._convolved(x, add_bias)
-        return y.squeeze(-1) if is_signal else y
-
-    def _convolved(self, x: Tensor, add_bias: bool) -> Tensor:
+        if x.is_meta:
+            y = self._dry_run(x, is_signal)
+            return y.squeeze(-1) if is_signal else y
         holds_spikes = self.options.content is Content.SPIKES
         bits = bits_of(x) if holds_spikes else None
         if self._rows is not None and self._move is not None:
@@ -164,10 +165,11 @@ class ParallelConv(WeightedLayer):
             x = self.with_edges(x.flatten(0, 1)).unflatten(0, x.shape[:2])
             bits = None  # The product packs the padded input.
         y = self.product(x, bits)
-        if self.bias is None or not add_bias:
-            return y
-        # Row style: after the sum over ranks each rank has its own channels, so the bias is added once.
-        return y + self.bias.to(y.dtype).view(-1, 1, 1)
+        bias = self._parameters["bias"] if add_bias else None
+        if bias is not None:
+            # Row style: after the sum over ranks each rank has its own channels, so the bias is added once.
+            y = y + bias.to(y.dtype).view(-1, 1, 1)
+        return y.squeeze(-1) if is_signal else y
 
     def _dry_run(self, x: Tensor, is_signal: bool) -> Tensor:
         if is_signal:
@@ -214,12 +216,11 @@ class ParallelConv(WeightedLayer):
         return F.pad(images, self.edges, "constant" if self.padding_mode == "zeros" else self.padding_mode)
 
     def own_outputs(self, images: Tensor) -> Tensor:
-        has_row_above = self._row_above and self._rows is not None and self._rows.rank > 0
-        return images[:, :, 1:] if has_row_above else images
+        return images[:, :, 1:] if self.has_row_above else images
 
     def split_row_above(self, y: Tensor) -> tuple[Tensor | None, Tensor]:
         """With `row_above`: the row above this rank's (None on the first rank), and own rows."""
-        if not self._row_above or self._rows is None or self._rows.rank == 0 or y.is_meta:
+        if not self.has_row_above or y.is_meta:
             return None, y
         above, own = y.split((1, y.shape[3] - 1), dim=3)
         return above, own

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import ClassVar
 
@@ -23,24 +21,26 @@ Positions = range | Tensor | None
 _drawing: ContextVar[tuple[Positions, tuple[int, ...]]] = ContextVar("positions and frames", default=(None, ()))
 
 
-@contextmanager
-def drawing_for(positions: Positions, frames: tuple[int, ...] = ()) -> Iterator[None]:
-    """Sets the samples that layers draw random numbers for.
+class drawing_for:
+    """Sets the samples that layers inside draw random numbers for.
 
     Args:
         positions: each sample's position in the whole training, from 0, keys its random numbers; None in evaluation. An
             int64 tensor `[N]` takes precedence over inner blocks' positions.
         frames: numbers of time steps and samples.
     """
-    outer, _ = _drawing.get()
-    # CUDA graphs read this tensor's memory, which is rewritten before each replay.
-    if isinstance(outer, Tensor):
-        positions = outer
-    token = _drawing.set((positions, frames))
-    try:
-        yield
-    finally:
-        _drawing.reset(token)
+
+    def __init__(self, positions: Positions, frames: tuple[int, ...] = ()) -> None:
+        self._drawing = positions, frames
+
+    def __enter__(self) -> None:
+        outer, _ = _drawing.get()
+        positions, frames = self._drawing
+        # CUDA graphs read this tensor's memory, which is rewritten before each replay.
+        self._token = _drawing.set((outer if isinstance(outer, Tensor) else positions, frames))
+
+    def __exit__(self, *error: object) -> None:
+        _drawing.reset(self._token)
 
 
 def drawn_frames() -> tuple[int, ...]:

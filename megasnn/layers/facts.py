@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from megasnn.layers.layer_call import LayerCall
+from megasnn.layers.plain_call import PlainCall
 from megasnn.parallel.sharding import Shard
 
 # No base class: torch's and the user's modules have facts too. `copy.deepcopy` copies a plain attribute, so a copied
@@ -22,7 +22,7 @@ class LayerFacts:
     Attributes:
         shards: by parameter or buffer name.
         owner_names: a tied tensor's owner, by its global name.
-        call: how to call a layer without knowledge of ranks; None for MegaSNN's.
+        call: how to call a plain layer; None for MegaSNN's layers, which know the ranks.
         is_stepped: a SpikingJelly container calls the module at every time step.
         calls: in one forward; 1 until a dry run has counted them.
         counted: calls so far in the present dry run.
@@ -32,7 +32,7 @@ class LayerFacts:
 
     shards: dict[str, Shard] = field(default_factory=dict)
     owner_names: dict[str, str] = field(default_factory=dict)
-    call: LayerCall | None = None
+    call: PlainCall | None = None
     is_stepped: bool = False
     calls: int = 1
     counted: int = 0

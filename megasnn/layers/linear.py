@@ -45,17 +45,21 @@ class ParallelLinear(WeightedLayer):
         context = context_for(context)
         if style not in ("column", "row"):
             raise ValueError(f"style must be 'column' or 'row', got {style!r}")
-        is_row = style == "row"
+        # Column cuts the output features.
+        weight_dim = 0
+        bias_dim: int | None = 0
+        communication = Communication.GATHER
+        if style == "row":
+            weight_dim = 1
+            bias_dim = None
+            communication = Communication.WHOLE_OUTPUT
+        if context.tp.size == 1:
+            communication = Communication.NONE
         default = uniform(in_features)
-        shape = (out_features, in_features)
-        weight_shard = context.shard(shape, 1 if is_row else 0, initialise=initialise or default)
+        weight_shard = context.shard((out_features, in_features), weight_dim, initialise=initialise or default)
         bias_shard = None
         if bias:
-            bias_dim = None if is_row else 0
             bias_shard = context.shard((out_features,), bias_dim, initialise=initialise_bias or default)
-        communication = Communication.NONE
-        if context.tp.size > 1:
-            communication = Communication.WHOLE_OUTPUT if is_row else Communication.GATHER
         super().__init__(context, weight_shard, bias_shard, ProductOptions(context.tp, communication, Products()))
         self.in_features = in_features
         self.out_features = out_features

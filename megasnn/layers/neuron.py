@@ -51,7 +51,8 @@ class NeuronLayer(nn.Module):
             self.once_because = "with --bptt-steps it would continue from the first call: make a neuron for each call"
 
     def steps_of(self, x: Tensor) -> int:
-        return self.time_steps if len(x) == 1 else len(x)
+        steps = x.shape[0]
+        return self.time_steps if steps == 1 else steps
 
     def at_every_step(self, x: Tensor) -> Tensor:
         """The input at all time steps. In the dry run, raises ValueError for a forbidden second call."""

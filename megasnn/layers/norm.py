@@ -127,7 +127,7 @@ class ParallelBatchNorm(nn.Module):
         if mean.is_meta:
             facts(self).count_call()
         # A recomputed forward has recorded its statistics before.
-        if self._is_recording and self.running_mean is not None and not is_replaying():
+        if self._is_recording and self._buffers["running_mean"] is not None and not is_replaying():
             self.pending.append((mean.detach(), variance.detach(), count))
 
 

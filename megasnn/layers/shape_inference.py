@@ -134,12 +134,12 @@ def to_channels_last(y: Tensor) -> Tensor:
 
 
 def _in_order(x: Tensor) -> Tensor:
-    # A repeated value (stride 0) has one address for many indices, so it has no order to change.
-    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-        return x
     has_space = x.ndim > 3
     ordered = x.movedim(2, -1) if has_space else x
     if ordered.is_contiguous():
+        return x
+    # A repeated value (stride 0) has one address for many indices, so it has no order to change.
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
         return x
     copy = ordered.contiguous()
     return copy.movedim(-1, 2) if has_space else copy

@@ -75,7 +75,8 @@ def tie(module: nn.Module, name: str, owner_name: str, owner: nn.Module, name_th
     """
     if name not in facts(module).shards or name_there not in facts(owner).shards:
         return  # `sharded_tensors` tells what is missing
-    mine, theirs = facts(module).shards[name], facts(owner).shards[name_there]
+    mine = facts(module).shards[name]
+    theirs = facts(owner).shards[name_there]
     if mine.pieces() != theirs.pieces():
         shapes = f"{list(mine.global_shape)} here and {list(theirs.global_shape)} there"
         raise ValueError(
@@ -112,8 +113,13 @@ def described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator
                 if name not in shards:
                     raise ValueError(f"{path}.{name} has no shard description; make it with `declare`")
                 called = owner_name(module, name, path)
-                is_parameter, is_copy = name in module._parameters, called != f"{path}.{name}"
-                yield ShardedTensor(called, tensor, shards[name], is_parameter, is_copy)
+                yield ShardedTensor(
+                    name=called,
+                    tensor=tensor,
+                    shard=shards[name],
+                    is_parameter=name in module._parameters,
+                    is_copy=called != f"{path}.{name}",
+                )
 
 
 def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:

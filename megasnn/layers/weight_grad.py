@@ -34,7 +34,7 @@ class WeightGradients:
     def __init__(self) -> None:
         self.report: Callable[[Tensor], None] = _ignore
         self.anchor = torch.zeros((), requires_grad=True)
-        self._parameters: set[Tensor] = set()
+        self._parameters: dict[int, Tensor] = {}  # by id: a tensor's hash is a call of Python
         self._deferred: deque[WeightGradientTask] | None = None
         self._collected: list[tuple[Tensor, AddGradient]] | None = None
 
@@ -51,14 +51,14 @@ class WeightGradients:
 
         (None, None) for a frozen parameter. Autograd calls none of the parameter's hooks.
         """
-        self._parameters.add(parameter)
+        self._parameters[id(parameter)] = parameter
         if not parameter.requires_grad:
             return None, None
         return self.anchor, partial(self._queue, parameter)
 
     def takes(self, parameter: Tensor) -> bool:
         """Whether a layer called `of` for the parameter; layers do in their first forward."""
-        return parameter in self._parameters
+        return id(parameter) in self._parameters
 
     def _queue(self, parameter: Tensor, add: AddGradient) -> None:
         if self._collected is not None:
@@ -93,10 +93,10 @@ class WeightGradients:
             self._deferred = None
 
     def _add(self, parameter: Tensor, add: AddGradient) -> None:
-        with torch.no_grad():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            add(parameter.grad)
+        # Autograd records nothing: no tensor here requires a gradient.
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        add(parameter.grad)
         self.report(parameter)
 
 
@@ -109,30 +109,32 @@ class CastWeights:
 
     def __init__(self) -> None:
         self._is_caching = False
-        self._copies: dict[Tensor, Tensor] = {}
-        self._given: dict[Tensor, Tensor] = {}
+        # Of each weight, by its id: a tensor's hash is a call of Python.
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._given: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CastWeights:
         return self
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Without gradient."""
-        if weight in self._given:
-            return self._given[weight]
-        if self._is_caching and weight in self._copies:
-            return self._copies[weight]
+        found = self._given.get(id(weight))
+        if found is None and self._is_caching:
+            found = self._copies.get(id(weight))
+        if found is not None:
+            return found[1]
         # cuDNN would copy an image kernel to channels last in every call.
         is_image_kernel = on_gpu(weight) and weight.ndim == 4
         order = torch.channels_last if is_image_kernel else torch.preserve_format
         copy = weight.detach().to(dtype, memory_format=order)
         if self._is_caching and (copy.dtype, copy.stride()) != (weight.dtype, weight.stride()):
-            self._copies[weight] = copy
+            self._copies[id(weight)] = weight, copy
         return copy
 
     @property
     def resident_bytes(self) -> int:
         """The copies' bytes."""
-        return sum(each.nbytes for each in self._copies.values())
+        return sum(copy.nbytes for _, copy in self._copies.values())
 
     def free(self) -> None:
         """Frees the copies; the next forward makes new ones."""
@@ -140,7 +142,7 @@ class CastWeights:
 
     def give(self, weight: Tensor, values: Tensor) -> None:
         """Replaces a weight in products from now on, by values in their type."""
-        self._given[weight] = values
+        self._given[id(weight)] = weight, values
 
     @contextmanager
     def caching(self) -> Iterator[None]:
@@ -148,7 +150,8 @@ class CastWeights:
         if self._copies:
             with torch.no_grad():
                 # Into the same memory: CUDA graphs need unchanged addresses. One operator fills all copies.
-                torch._foreach_copy_(list(self._copies.values()), list(self._copies))
+                weights, copies = zip(*self._copies.values(), strict=True)
+                torch._foreach_copy_(copies, weights)
         self._is_caching = True
         try:
             yield

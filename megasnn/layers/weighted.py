@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megasnn.common.autograd import Function
 from megasnn.common.recompute import cached_collective
 from megasnn.kernels.convolution import (
     average_pool,
@@ -67,6 +68,7 @@ class ProductOptions:
         products: kernels, with the convolution's geometry.
         content: the input's; sets its packing.
         pool: side of average-pooling windows on the gathered input.
+        sums_outputs: ranks have parts of the sum of each output.
     """
 
     group: Group
@@ -75,9 +77,19 @@ class ProductOptions:
     content: Content = Content.DENSE
     pool: int = 1
 
-    def images(self, x: Tensor, payloads: list[Tensor]) -> Tensor:
-        """`[T*N, C, H, W]`, from all channels and their packed parts."""
-        return remember_bits(average_pool(x.flatten(0, 1), self.pool), self.bits_of_images(payloads))
+    @cached_property
+    def sums_outputs(self) -> bool:
+        return self.communication in (Communication.SCATTER, Communication.WHOLE_OUTPUT)
+
+    def images(self, rows: Tensor, payloads: list[Tensor], like: torch.Size) -> Tensor:
+        """`[T*N, C, H, W]` from the matrix of all channels and their packed parts; `like` is `[T, N, any, H, W]`."""
+        time, samples, _, height, width = like
+        # Frames are joined last: `flatten` gives a single channel the strides of a row-major image.
+        images = rows.view(time, samples, height, width, rows.shape[1]).movedim(-1, 2).flatten(0, 1)
+        if self.pool > 1:
+            images = average_pool(images, self.pool)
+        bits = self.bits_of_images(payloads) if self.products.sparse else None
+        return images if bits is None else remember_bits(images, bits)
 
     def bits_of_images(self, payloads: list[Tensor]) -> Tensor | None:
         are_spikes = self.content is Content.SPIKES and self.pool == 1 and len(payloads) == 1
@@ -114,6 +126,8 @@ class WeightedLayer(nn.Module):
         self._traceable = numerics.traceable
         self._sparse = numerics.sparse_products
         self._time_steps = context.time_steps
+        # Indexing, because .view would give a single channel other strides.
+        self._kernel_index = (..., *[None] * (4 - len(weight.local_shape)))
         self._is_counted = not context.is_whole or context.state.tp.rank == 0
 
     def tell_observer(self, x: Tensor) -> None:
@@ -147,13 +161,16 @@ class WeightedLayer(nn.Module):
         if self._traceable:
             # torch.export follows no autograd functions of Python.
             images = average_pool(x.flatten(0, 1), self.options.pool)
-            kernel = _images_kernel(self.weight, x.dtype)
+            kernel = self.weight.to(x.dtype)[self._kernel_index]
             geometry = self.options.products.geometry
             along = geometry.stride, geometry.padding, geometry.dilation, geometry.groups
             return torch.conv2d(images, kernel, None, *along).unflatten(0, x.shape[:2])
-        anchor, queue_gradient = self.weight_gradients.of(self.weight)
-        weight = self._cast_weights.of(self.weight, self.compute_dtype)
-        return _Product.apply(x.to(self.compute_dtype), bits, weight, anchor, queue_gradient, self.options)
+        weight = self._parameters["weight"]
+        assert weight is not None
+        anchor, queue_gradient = self.weight_gradients.of(weight)
+        kernel = self._cast_weights.of(weight, self.compute_dtype)[self._kernel_index]
+        product: Tensor = _Product.apply(x.to(self.compute_dtype), bits, kernel, anchor, queue_gradient, self.options)
+        return product
 
     def learn_input(self, x: Tensor, dim: int, channels: int) -> bool:
         """Records an input's content in the dry run. True if it is whole on every rank.
@@ -185,101 +202,104 @@ class WeightedLayer(nn.Module):
         return is_whole
 
 
-class _Product(torch.autograd.Function):
+class _Product(Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         bits: Tensor | None,
-        weight: Tensor,
+        kernel: Tensor,
         anchor: Tensor | None,
         queue_gradient: QueueGradient | None,
         options: ProductOptions,
     ) -> Tensor:
-        communication = options.communication
-        full = to_matrix(x)
-        if communication is Communication.GATHER:
-            full, payloads = gather_columns(full, options.group, options.content, bits=bits)
+        shape = x.shape
+        rows = to_matrix(x)
+        if options.communication is Communication.GATHER:
+            rows, payloads = gather_columns(rows, options.group, options.content, bits=bits)
         elif bits is None:
-            payloads = [encode(full.reshape(-1), options.content, check=True)]
+            payloads = [encode(rows.view(-1), options.content, check=True)]
         else:
             payloads = [bits]
-        is_summed = communication in (Communication.SCATTER, Communication.WHOLE_OUTPUT)
-
-        def output() -> Tensor:
-            images = options.images(from_matrix(full, x.shape), payloads)
-            y = options.products.output(images, _images_kernel(weight, x.dtype)).unflatten(0, x.shape[:2])
-            if communication is Communication.SCATTER:
-                return from_matrix(sum_and_scatter_columns(to_matrix(y), options.group)(), y.shape)
-            return all_reduce_sum(y, options.group) if is_summed else y
-
         ctx.options = options
         ctx.queue_gradient = queue_gradient
-        ctx.input_shape = x.shape
+        ctx.input_shape = shape
         # The packed input, one bit a spike, is the only copy for backward.
-        ctx.save_for_backward(weight, *payloads)
-        return cached_collective(output) if is_summed else output()
+        ctx.save_for_backward(kernel, *payloads)
+        if options.sums_outputs:
+            return cached_collective(partial(_summed_output, options, rows, payloads, shape, kernel))
+        images = options.products.output(options.images(rows, payloads, shape), kernel)
+        return images.view(*shape[:2], *images.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *payloads = ctx.saved_tensors
+        kernel, *payloads = ctx.saved_tensors
         options: ProductOptions = ctx.options
-        grad_matrix = to_matrix(grad)
+        shape: torch.Size = ctx.input_shape
+        time, samples, _, height, width = grad.shape
+        rows = to_matrix(grad)
         if options.communication is Communication.SCATTER:
-            grad_matrix, _ = gather_columns(grad_matrix, options.group, Content.DENSE)
-        grad_images = from_matrix(grad_matrix, grad.shape).flatten(0, 1)
+            rows, _ = gather_columns(rows, options.group, Content.DENSE)
+        grad_images = rows.view(time, samples, height, width, rows.shape[1]).movedim(-1, 2).flatten(0, 1)
+        grad_x = None
         finish = None
         if ctx.needs_input_grad[0]:
-            space = pooled_space(ctx.input_shape[3:], options.pool)
             # Starts the sum over ranks; the weight's task below runs meanwhile, unless deferred.
-            finish = _start_input_gradient(grad_images, _images_kernel(weight, grad.dtype), options, space)
+            space = shape[3:] if options.pool == 1 else pooled_space(shape[3:], options.pool)
+            grad_x, finish = _start_input_gradient(grad_images, kernel, options, space)
         if ctx.queue_gradient is not None:
-            ctx.queue_gradient(partial(_add_weight_gradient, options, payloads, ctx.input_shape, grad_images))
-        grad_x = None if finish is None else _unpooled(finish(), ctx.input_shape, options.pool)
+            ctx.queue_gradient(partial(_add_weight_gradient, options, payloads, shape, grad_images.detach()))
+        if finish is not None:
+            grad_x = finish()
+        if grad_x is not None:
+            grad_x = from_matrix(grad_x, shape) if options.pool == 1 else _unpooled(grad_x, shape, options.pool)
         return grad_x, None, None, None, None, None
 
 
+def _summed_output(
+    options: ProductOptions, rows: Tensor, payloads: list[Tensor], shape: torch.Size, kernel: Tensor
+) -> Tensor:
+    """The ranks' sum: this rank's channels, or all of them."""
+    images = options.products.output(options.images(rows, payloads, shape), kernel)
+    y = images.view(*shape[:2], *images.shape[1:])
+    if options.communication is Communication.SCATTER:
+        return from_matrix(sum_and_scatter_columns(to_matrix(y), options.group)(), y.shape)
+    return all_reduce_sum(y, options.group)
+
+
 def _start_input_gradient(
-    grad: Tensor, weight: Tensor, options: ProductOptions, space: torch.Size
-) -> Callable[[], Tensor]:
-    """Input gradient, being summed over ranks: call for own channels as a matrix."""
+    grad: Tensor, kernel: Tensor, options: ProductOptions, space: torch.Size
+) -> tuple[Tensor | None, Callable[[], Tensor] | None]:
+    """Input gradient for own channels as a matrix, or a function that waits for its sum over ranks."""
     # Local here: variables in `_Product.backward` would hold the product's memory until its end.
-    product = convolution_input_gradient(grad, weight, options.products.geometry, space)
+    product = convolution_input_gradient(grad, kernel, options.products.geometry, space)
     rows = product.movedim(1, -1).reshape(-1, product.shape[1])
     if options.communication is Communication.GATHER:
-        return sum_and_scatter_columns(rows, options.group)
+        return None, sum_and_scatter_columns(rows, options.group)
     if options.communication is Communication.WHOLE_INPUT:
         # Each rank has the gradient from its own output channels.
         all_reduce_sum(rows, options.group)
-    return lambda: rows
+    return rows, None
 
 
 def _add_weight_gradient(
     options: ProductOptions, payloads: list[Tensor], input_shape: torch.Size, grad: Tensor, total: Tensor
 ) -> None:
-    kernel = _images_kernel(total, total.dtype)
-    bits = options.bits_of_images(payloads)
-    if bits is not None:
+    kernel = total[(..., *[None] * (4 - total.ndim))]
+    products = options.products
+    if products.sparse:
+        bits = options.bits_of_images(payloads)
         shape = torch.Size((len(grad), *input_shape[2:]))
-        if options.products.add_weight_gradient_of_bits(kernel, grad, bits, shape):
+        if bits is not None and products.add_weight_gradient_of_bits(kernel, grad, bits, shape):
             return
     channels = input_shape[2]
-    size = torch.Size((input_shape.numel() // channels, channels))
+    size = (input_shape.numel() // channels, channels)
     # No variable for the unpacked input: it is larger than the pooled images, and would live during the product.
-    images = options.images(
-        from_matrix(join_columns(payloads, options.content, size, grad.dtype), input_shape), payloads
-    )
-    options.products.add_weight_gradient(kernel, grad, images)
-
-
-def _images_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    # Indexing, because .view would give a single channel other strides.
-    return weight[(..., *[None] * (4 - weight.ndim))].to(dtype)
+    images = options.images(join_columns(payloads, options.content, size, grad.dtype), payloads, input_shape)
+    products.add_weight_gradient(kernel, grad, images)
 
 
 def _unpooled(matrix: Tensor, shape: torch.Size, pool: int) -> Tensor:
     """Input gradient of this shape, from the pooled one as a matrix."""
-    if pool == 1:
-        return from_matrix(matrix, shape)
     images = from_matrix(matrix, (*shape[:3], *pooled_space(shape[3:], pool))).flatten(0, 1)
     return average_pool_gradient(images, pool, shape[3:]).unflatten(0, shape[:2])

@@ -92,8 +92,11 @@ def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
         # 77 ms; messages take 98 us and 30 ms.
         parts[group.rank].copy_(mine)
         peers = [rank for rank in range(group.size) if rank != group.rank]
-        pending = [dist.irecv(parts[peer], group.ranks[peer], group=handle) for peer in peers]
-        pending += [dist.isend(mine, group.ranks[peer], group=handle) for peer in peers]
+        pending = []
+        for peer in peers:
+            pending.append(dist.irecv(parts[peer], group.ranks[peer], group=handle))
+        for peer in peers:
+            pending.append(dist.isend(mine, group.ranks[peer], group=handle))
     else:
         pending = [dist.all_gather(parts, mine, group=handle, async_op=True)]
     for work in pending:

@@ -70,7 +70,9 @@ class GatheredWeights:
         # Bounds the memory: the oldest gather must end first.
         if len(self._in_flight) == AT_ONCE:
             self.wait_unshard(next(iter(self._in_flight)))
-        self._in_flight[segment] = [flat.start() for flat in self._segments[segment]]
+        self._in_flight[segment] = []
+        for flat in self._segments[segment]:
+            self._in_flight[segment].append(flat.start())
 
     def wait_unshard(self, segment: int) -> None:
         for finish in self._in_flight.pop(segment, ()):

@@ -175,7 +175,11 @@ def _runs(indices: np.ndarray, length: int) -> list[tuple[int, int, int]]:
         return [(0, 0, length)]
     breaks = np.flatnonzero(np.diff(indices) != 1) + 1
     bounds = [0, *breaks.tolist(), len(indices)]
-    return [(start, int(indices[start]), end - start) for start, end in pairwise(bounds) if start < end]
+    runs = []
+    for start, end in pairwise(bounds):
+        if start < end:
+            runs.append((start, int(indices[start]), end - start))
+    return runs
 
 
 @dataclass(frozen=True)

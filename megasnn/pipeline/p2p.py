@@ -278,7 +278,9 @@ class Transfers:
         self.announce(action)
         link, carried = self._messages[action]
         let_go = partial(link.arrived, self._arrivals[action])
-        tensors = {position: link.receive(spec, let_go) for position, (spec, _) in carried.items()}
+        tensors: dict[int, Tensor] = {}
+        for position, (spec, _) in carried.items():
+            tensors[position] = link.receive(spec, let_go)
         let_go()
         return tensors
 
@@ -290,7 +292,8 @@ class Transfers:
         segment = self._segments[action.segment]
         forward = action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
         # A forward is received at the start of a segment, a backward at its end.
-        boundary = segment.receives if action.kind.is_receive == forward else segment.hands_on
+        is_at_start = (action.kind in RECEIVES) == forward
+        boundary = segment.receives if is_at_start else segment.hands_on
         carried: dict[int, tuple[TensorSpec, str]] = {}
         for position, each in enumerate(boundary):
             spec = self._boundaries.spec(each, sizes[action.key[1]])

@@ -172,19 +172,31 @@ def choose(
     if parallel.recompute != NEVER or weights_of is not None:
         choice = choice.in_segments(cut, parallel.recompute)
     if parallel.memory_budget is not None and costs is not None:
-        refined = choice.in_segments(cut, NEVER)
-        memory = segment_memory(costs, refined.segment_bounds(cut))
-        exchanged = []
-        if exchanged_of is not None:
-            for rank in range(stages):
-                spans = [span for span, owner in zip(cut, choice.placement, strict=True) if owner == rank]
-                exchanged.append(exchanged_of(spans))
-        recomputed = within_budget(refined.training(counts[0]), memory, MB * parallel.memory_budget, exchanged)
-        if recomputed:
-            choice = replace(refined, chosen=recomputed)
+        choice = _within_budget(parallel.memory_budget, choice, cut, costs, counts[0], exchanged_of)
     if weights_of is not None:
         choice = choice.sharing(weights_of(choice.segment_bounds(cut)), counts)
     return PipelinePlan(cut, choice, counts[0], costs)
+
+
+def _within_budget(
+    budget: float,
+    choice: ScheduleChoice,
+    bounds: Sequence[range],
+    costs: PipelineCosts,
+    micro_batches: int,
+    exchanged_of: ExchangedOf | None,
+) -> ScheduleChoice:
+    """The choice, with recomputed segments where the budget needs them. Raises ValueError as `within_budget`."""
+    refined = choice.in_segments(bounds, NEVER)
+    memory = segment_memory(costs, refined.segment_bounds(bounds))
+    exchanged = []
+    if exchanged_of is not None:
+        for rank in range(choice.stages):
+            spans = [span for span, owner in zip(bounds, choice.placement, strict=True) if owner == rank]
+            exchanged.append(exchanged_of(spans))
+    recomputed = within_budget(refined.training(micro_batches), memory, MB * budget, exchanged)
+    # Without a recomputation whole chunks suffice: they take fewer actions than their layers.
+    return replace(refined, chosen=recomputed) if recomputed else choice
 
 
 def _exchanged_bytes(built: Sequence[Built], spans: Sequence[range], ranks: int, on_gpu: bool) -> int:

@@ -108,18 +108,23 @@ class Ties:
         """Adds copies' gradients to their owners'. Both are already reduced over the replicas."""
         with torch.no_grad():
             for pair in self._pairs:
-                originals = [self._gradient_of(tensor) for tensor in pair.originals if tensor.requires_grad]
-                copies = [self._gradient_of(tensor) for tensor in pair.copies if tensor.requires_grad]
+                originals = self._gradients_of(pair.originals)
+                copies = self._gradients_of(pair.copies)
                 arrived = self._moved(copies, originals, pair.copy, pair.owner)
                 for gradient, part in zip(originals, arrived, strict=True):
                     gradient.add_(part)
 
-    def _gradient_of(self, tensor: Tensor) -> Tensor:
-        gradient = self._gradient(tensor)
-        # A hook may remove it, but both ranks in a message need the same tensors.
-        if gradient is None:
-            gradient = tensor.grad = torch.zeros_like(tensor)
-        return gradient
+    def _gradients_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        gradients = []
+        for tensor in tensors:
+            if not tensor.requires_grad:
+                continue
+            gradient = self._gradient(tensor)
+            # A hook may remove it, but both ranks in a message need the same tensors.
+            if gradient is None:
+                gradient = tensor.grad = torch.zeros_like(tensor)
+            gradients.append(gradient)
+        return gradients
 
     def refresh(self) -> None:
         """Copies the owners' values to the copies."""

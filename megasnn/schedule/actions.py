@@ -47,10 +47,6 @@ class Kind(Enum):
     # Enum's own __hash__ is a Python function, and every look-up of an action calls it. Members are single objects.
     __hash__ = object.__hash__
 
-    @property
-    def is_receive(self) -> bool:
-        return self in RECEIVES
-
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.RECOMPUTE})
 USES_WEIGHTS = COMPUTE - {Kind.WEIGHT_GRADIENT}

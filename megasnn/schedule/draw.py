@@ -67,11 +67,14 @@ def chart(
     figure = Figure(figsize=(WIDTH, MARGIN + ROW_HEIGHT * schedule.ranks), layout="constrained")
     axes = figure.add_subplot()
     span = simulation.makespan or 1.0
+    middles = []
+    labels = []
     for rank, row in enumerate(simulation.timeline):
         axes.broken_barh([(0, span * scale)], (rank, BAR), facecolors=WAITING_COLOUR)
         _add_computations(axes, schedule, row, rank, span, scale)
-    axes.set_yticks([rank + BAR / 2 for rank in range(schedule.ranks)])
-    axes.set_yticklabels([f"rank {rank}" for rank in range(schedule.ranks)])
+        middles.append(rank + BAR / 2)
+        labels.append(f"rank {rank}")
+    axes.set_yticks(middles, labels)
     axes.set_ylim(schedule.ranks, -GAP)
     axes.set_xlim(0, span * scale)
     axes.set_xlabel(unit)

@@ -94,8 +94,10 @@ def interleaved(stages: int, micro_batches: int, chunks_per_rank: int = 2) -> Sc
     if chunks_per_rank == 1:
         plain = one_f_one_b(stages, micro_batches)
         return Schedule("interleaved", plain.placement, micro_batches, plain.actions)
-    orders = tuple(_interleaved_order(rank, stages, micro_batches, chunks_per_rank) for rank in range(stages))
-    return Schedule("interleaved", loop_placement(stages, chunks_per_rank), micro_batches, orders)
+    orders = []
+    for rank in range(stages):
+        orders.append(_interleaved_order(rank, stages, micro_batches, chunks_per_rank))
+    return Schedule("interleaved", loop_placement(stages, chunks_per_rank), micro_batches, tuple(orders))
 
 
 def _interleaved_order(rank: int, stages: int, micro_batches: int, chunks_per_rank: int) -> tuple[Action, ...]:
@@ -113,7 +115,7 @@ def _interleaved_order(rank: int, stages: int, micro_batches: int, chunks_per_ra
     # Megatron-LM has the same warm-up.
     warm_up = min(2 * (stages - rank - 1) + (chunks_per_rank - 1) * stages, len(forwards))
     order = _alternating(forwards, backwards, warm_up)
-    return tuple(action for action in order if action.micro_batch is not None and action.micro_batch < micro_batches)
+    return tuple(action for action in order if action.key[1] < micro_batches)
 
 
 def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:

@@ -67,7 +67,9 @@ def insert_transfers(schedule: Schedule) -> Schedule:
             if send is not None:
                 receive = send.peer
                 links[rank, placement[receive.segment]].append(receive)
-    orders = [tuple(_with_transfers(order, rank, placement, links)) for rank, order in enumerate(schedule.actions)]
+    orders = []
+    for rank, order in enumerate(schedule.actions):
+        orders.append(tuple(_with_transfers(order, rank, placement, links)))
     return replace(schedule, actions=tuple(orders))
 
 

@@ -238,10 +238,9 @@ def validate_weights(schedule: Schedule, segment_bytes: Sequence[int], scattered
                 raise ScheduleError(schedule, f"{order[index]} {problem}", [(rank, index)])
         missing = [Action(segment, Kind.RESHARD) for segment in sorted(gathered)]
         if not schedule.forward_only:
-            unreduced = set(scattered) - reduced
-            missing += [
-                Action(segment, Kind.REDUCE_SCATTER) for segment in schedule.segments_of(rank) if segment in unreduced
-            ]
+            for segment in schedule.segments_of(rank):
+                if segment in scattered and segment not in reduced:
+                    missing.append(Action(segment, Kind.REDUCE_SCATTER))
         if missing:
             listed = ", ".join(map(str, missing))
             raise ScheduleError(schedule, f"rank {rank} lacks {listed}", [(rank, len(order))])

@@ -6,16 +6,32 @@ from functools import partial
 
 from megasnn.common.checks import error_context
 from megasnn.config import PretrainConfig
+from megasnn.config.data import NO_DATASETS, GivenDatasets
 from megasnn.config.values import CLASS_NAMES, samples
 from megasnn.data import BatchLoader, Datasets, open_datasets
 from megasnn.data.arrays import ArrayFile, ArrayFormat
 from megasnn.data.loader import epoch_samples, order_identity
+from megasnn.data.map_dataset import MapDataset, ValueFormat, names_of_classes
 from megasnn.data.preprocess.sample import shards_of_sample
 from megasnn.engine import Engine
 from megasnn.models.build import task_of
 from megasnn.models.model import Model
-from megasnn.parallel.agreement import broadcast_result, sum_over_ranks
+from megasnn.parallel.agreement import broadcast_result, gather, sum_over_ranks
 from megasnn.parallel_state import ParallelState
+
+
+def value_format(model: Model) -> ValueFormat:
+    """Format of a data set in Python: the model's inputs and target."""
+    task = task_of(model)
+    specs = dict(task.inputs)
+    target = task.target
+    if not isinstance(target, str):
+        target = "target"
+        specs[target] = task.target_spec
+    files = []
+    for name, each in specs.items():
+        files.append(ArrayFile(name, "", each.shape, each.dtype, each.below, each.void))
+    return ValueFormat(tuple(files), tuple(task.inputs), target, task.classes)
 
 
 def arrays_of(model: Model) -> ArrayFormat | None:
@@ -50,6 +66,8 @@ def arrays_of(model: Model) -> ArrayFormat | None:
 class RunData:
     """A run's training and validation data, and its length. Making one is collective.
 
+    Args:
+        given: data sets in Python, in place of the shards of the flags.
     Raises:
         ValueError: some batch would leave a replica without a micro-batch, or a rank without a sample to share.
     Attributes:
@@ -58,23 +76,16 @@ class RunData:
     """
 
     @error_context("while opening the data")
-    def __init__(self, config: PretrainConfig, state: ParallelState) -> None:
+    def __init__(self, config: PretrainConfig, state: ParallelState, given: GivenDatasets = NO_DATASETS) -> None:
         self._config = config
         self._loaders: dict[bool, BatchLoader] = {}
         data = config.data
         training = config.training
-        model = config.model
-        arrays = arrays_of(model)
-        self._classes = model.num_classes if arrays is None or not arrays.target else 0
-        self.datasets: Datasets = open_datasets(
-            data,
-            model.input_shape,
-            self._classes,
-            shards_of_sample,
-            partial(broadcast_result, state.world.handle),
-            training.evaluate_only,
-            arrays,
-        )
+        self._classes = 0
+        if given.train is not None:
+            self.datasets: Datasets = self._given(given, state)
+        else:
+            self.datasets = self._opened(state)
         batch = training.global_batch_size
         self.length = training.length(epoch_samples(len(self.datasets.train), batch, data.last_batch))
         self.data_position: dict[str, object] = {
@@ -86,6 +97,47 @@ class RunData:
             CLASS_NAMES: [*self.datasets.classes],
         }
 
+    def _opened(self, state: ParallelState) -> Datasets:
+        """Shards of the flags."""
+        model = self._config.model
+        arrays = arrays_of(model)
+        if arrays is None or not arrays.target:
+            self._classes = model.num_classes
+        return open_datasets(
+            self._config.data,
+            model.input_shape,
+            self._classes,
+            shards_of_sample,
+            partial(broadcast_result, state.world.handle),
+            self._config.training.evaluate_only,
+            arrays,
+        )
+
+    def _given(self, given: GivenDatasets, state: ParallelState) -> Datasets:
+        """Data sets in Python, after a look at some samples on the first rank.
+
+        Raises:
+            ValueError: on every rank, if samples do not fit or differ when read again, or ranks have other data sets.
+        """
+        format = value_format(self._config.model)
+        train = MapDataset(given.train, format)
+        valid = None if given.valid is None else MapDataset(given.valid, format)
+        of_ranks = gather(state.world.handle, [each.fingerprint() for each in (train, valid) if each is not None])
+        for rank, theirs in enumerate(of_ranks):
+            if theirs != of_ranks[0]:
+                raise ValueError(
+                    f"give every rank the same data sets: {', '.join(of_ranks[0])} on rank 0, {', '.join(theirs)} on "
+                    f"rank {rank}"
+                )
+
+        def look() -> None:
+            train.require_repeatable()
+            if valid is not None:
+                valid.require_repeatable()
+
+        broadcast_result(state.world.handle, look)
+        return Datasets(train, valid, names_of_classes(given.train, format.classes))
+
     @property
     def notices(self) -> list[str]:
         """For the user: shards used twice, classes that the data lack, no validation data."""
@@ -93,8 +145,12 @@ class RunData:
 
     def _notice(self) -> str:
         if self._config.logging.eval_iters != 0 and not self.evaluates:
-            return "without --valid-data-path nothing is evaluated"
-        found = int(self.datasets.train.labels.max()) + 1
+            missing = "valid_dataset" if self._config.data.is_in_python else "--valid-data-path"
+            return f"without {missing} nothing is evaluated"
+        labels = self.datasets.train.labels
+        if labels is None:
+            return ""
+        found = int(labels.max()) + 1
         classes = self._classes
         if found >= classes:
             return ""

@@ -12,7 +12,7 @@ from megasnn.checkpoint.format import Metadata
 from megasnn.checkpoint.load import load_chosen
 from megasnn.checkpoint.lock import FolderLock
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.source import read_state_dict
+from megasnn.checkpoint.weight_file import read_weights
 from megasnn.common.checks import error_context
 from megasnn.common.files import in_message
 from megasnn.config import PretrainConfig
@@ -53,7 +53,9 @@ def load_start(
     options = config.checkpoint
     if start.checkpoint is None:
         if options.load and options.loads_weights:
-            engine.load_state_dict(config.model.from_spikingjelly(read_state_dict(options.load)))
+            file = read_weights(options.load, options.ema)
+            engine.load_state_dict(config.model.from_spikingjelly(file.tensors))
+            return LoadedStart(file.notices)
         return LoadedStart()
     if options.finetune and not start.restarted:
         return _load_weights(config, engine, data, start.checkpoint)

@@ -11,6 +11,7 @@ from megasnn.checkpoint.folder import ChosenCheckpoint
 from megasnn.common.checks import error_context
 from megasnn.common.memory import memory_scalars
 from megasnn.config import PretrainConfig
+from megasnn.config.data import NO_DATASETS, GivenDatasets
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.engine.not_finite import first_non_finite
@@ -42,6 +43,7 @@ class TrainingRun:
         stop: signals that ask the run to end.
         callbacks: called on the first rank.
         checkpoint: as for `agree_on_start`.
+        given: data sets in Python, in place of the shards of the flags.
 
     Attributes:
         saves_succeeded: False when the last checkpoint could not be written.
@@ -55,6 +57,7 @@ class TrainingRun:
         stop: StopSignals | None = None,
         callbacks: Sequence[Callback] = (),
         checkpoint: ChosenCheckpoint | None = None,
+        given: GivenDatasets = NO_DATASETS,
     ) -> None:
         self.config = config
         self.state = state
@@ -70,7 +73,7 @@ class TrainingRun:
         with ExitStack() as undo:
             if lock is not None:
                 undo.callback(lock.release)
-            self.data = data = RunData(config, state)
+            self.data = data = RunData(config, state, given)
             self.engine = engine = Engine(config, length=data.length, wants_to_stop=self._wants_to_stop)
             undo.callback(engine.close)
             with error_context("while starting the run"):

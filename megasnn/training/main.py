@@ -14,6 +14,7 @@ from megasnn.checkpoint.folder import ChosenCheckpoint
 from megasnn.common.checks import error_context
 from megasnn.common.files import CheckpointError
 from megasnn.config import PretrainConfig
+from megasnn.config.data import NO_DATASETS, GivenDatasets
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.faults import claim_fault, end_process, in_full
 from megasnn.parallel.process_group import join_ranks
@@ -31,7 +32,12 @@ MISTAKES = (ValueError, OSError, CheckpointError, ReplicaError)
 """Errors of flags, data and files. Their message says what to change: no traceback is shown."""
 
 
-def run(config: PretrainConfig, callbacks: Sequence[Callback] = (), checkpoint: ChosenCheckpoint | None = None) -> int:
+def run(
+    config: PretrainConfig,
+    callbacks: Sequence[Callback] = (),
+    checkpoint: ChosenCheckpoint | None = None,
+    given: GivenDatasets = NO_DATASETS,
+) -> int:
     """Runs a whole training; errors go to standard error, or to torchrun.
 
     Returns:
@@ -47,9 +53,10 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = (), checkpoint: 
         config: validated (megasnn.config.validate).
         callbacks: called on the first rank.
         checkpoint: of --load, if it has been chosen already. The first rank's counts.
+        given: data sets in Python, in place of the shards of the flags.
     """
     try:
-        return _recorded(config, callbacks, checkpoint) or 0
+        return _recorded(config, callbacks, checkpoint, given) or 0
     except KeyboardInterrupt:
         sys.stderr.write("interrupted while starting\n")
         status = INTERRUPTED
@@ -64,9 +71,14 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = (), checkpoint: 
 
 
 @record
-def _recorded(config: PretrainConfig, callbacks: Sequence[Callback], checkpoint: ChosenCheckpoint | None) -> int:
+def _recorded(
+    config: PretrainConfig,
+    callbacks: Sequence[Callback],
+    checkpoint: ChosenCheckpoint | None,
+    given: GivenDatasets,
+) -> int:
     try:
-        return _train(config, callbacks, checkpoint)
+        return _train(config, callbacks, checkpoint, given)
     except Exception as error:
         # `record` writes the first failing rank's error for torchrun, and no later ones.
         if not claim_fault(error):
@@ -76,7 +88,12 @@ def _recorded(config: PretrainConfig, callbacks: Sequence[Callback], checkpoint:
         raise
 
 
-def _train(config: PretrainConfig, callbacks: Sequence[Callback], checkpoint: ChosenCheckpoint | None) -> int:
+def _train(
+    config: PretrainConfig,
+    callbacks: Sequence[Callback],
+    checkpoint: ChosenCheckpoint | None,
+    given: GivenDatasets,
+) -> int:
     """Joins, builds, loads, trains, evaluates, saves; returns the exit status."""
     state, leave = join_ranks(config)
     stage = f"pipeline stage {state.pp.rank}"
@@ -85,7 +102,7 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback], checkpoint: Ch
     handlers = ExitStack()
     try:
         with error_context(f"on {stage}"):
-            run = TrainingRun(config, state, stop, callbacks, checkpoint)
+            run = TrainingRun(config, state, stop, callbacks, checkpoint, given)
         handlers.enter_context(stop)
         with error_context(lambda: f"on {stage}, after iteration {run.engine.iteration}"):
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -173,10 +173,16 @@ class Pictures:
             return
         self._rasters.enabled = self._draws and (iteration + 1) % self._interval == 0
         micro = batch.micro_batches[0]
-        if not self._shown and self._state.rank == 0 and isinstance(micro.inputs, Tensor):  # not arrays by name
-            samples = list(micro.inputs[:DRAWN_SAMPLES].cpu().numpy())
-            classes = self._labels[micro.sample_ids[: len(samples)].numpy()].tolist()
-            captions = [f"class {label}" for label in classes]
+        inputs = micro.inputs
+        if isinstance(inputs, Mapping) and len(inputs) == 1 and self._labels is None:
+            (inputs,) = inputs.values()  # of a data set in Python
+        if not self._shown and self._state.rank == 0 and isinstance(inputs, Tensor) and inputs.ndim > 3:
+            samples = list(inputs[:DRAWN_SAMPLES].cpu().numpy())
+            numbers = micro.sample_ids[: len(samples)].numpy()
+            if self._labels is None:
+                captions = [f"sample {number}" for number in numbers]
+            else:
+                captions = [f"class {label}" for label in self._labels[numbers]]
             self._reporter.board.picture("samples", lambda: sample_sheet(samples, captions), iteration)
         self._shown = True
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor
 
-from megasnn.checkpoint.source import read_state_dict
+from megasnn.checkpoint.weight_file import read_state_dict, read_weights
 from megasnn.common.files import CheckpointError
 from megasnn.models.registry import dialect_for, dialect_of
 from megasnn.models.spikformer.weight_names import SPIKINGJELLY
@@ -56,6 +56,66 @@ def test_views_old_files_and_safetensors(tmp_path):
     assert_read(tmp_path / "w.safetensors")
     torch.save({name: value for name, value in VALUES.items() if "num_batches" not in name}, tmp_path / "w.pt")
     assert read_state_dict(tmp_path / "w.pt")["norm.num_batches_tracked"] == 0
+
+
+KNOWN = {**VALUES, "classifier.linear.weight": torch.ones(2, 2)}
+"""With a name that every VGG has."""
+
+
+def prefixed(prefix: str, factor: float = 1) -> dict[str, torch.Tensor]:
+    return {prefix + name: value * factor for name, value in KNOWN.items()}
+
+
+@pytest.mark.parametrize("prefix", ["net.", "model.backbone.", "_forward_module.module._orig_mod."])
+def test_any_prefix_before_known_names_is_taken_off(tmp_path: Path, prefix: str) -> None:
+    """Lightning's, Fabric's, and several around each other; what lies outside of the prefix is named."""
+    content = {**prefixed(prefix), "criterion.weight": torch.zeros(3)}
+    torch.save({"state_dict": content, "pytorch-lightning_version": "2.5", "epoch": 3}, tmp_path / "w.ckpt")
+    file = read_weights(tmp_path / "w.ckpt")
+    assert file.tensors.keys() == KNOWN.keys()
+    assert all(torch.equal(file.tensors[name], value) for name, value in KNOWN.items())
+    (notice,) = file.notices
+    assert f"names without the prefix {prefix} are left out: criterion.weight" in notice
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"state_dict": prefixed(""), "state_dict_ema": prefixed("module.", 2)},
+        {"model": prefixed("module."), "model_ema": prefixed("", 2), "optimizer": ADAM},
+        {"state_dict": {**prefixed("net."), **prefixed("ema_net.module.", 2)}},
+    ],
+    ids=["timm", "torchvision", "lightning"],
+)
+def test_an_average_beside_the_weights_is_told_and_chosen(tmp_path: Path, content: dict[str, object]) -> None:
+    torch.save(content, tmp_path / "w.pt")
+    for ema, factor, told in (
+        (True, 2, r"takes the average.*\(--no-ema: the weights\)"),
+        (False, 1, "takes the weights"),
+    ):
+        file = read_weights(tmp_path / "w.pt", ema)
+        (notice,) = file.notices
+        assert re.search(told, notice)
+        assert all(torch.equal(file.tensors[name], factor * value) for name, value in KNOWN.items())
+
+
+def test_torchs_averaged_model_is_an_average_alone(tmp_path: Path) -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(3, 2))
+    torch.save(averaged.state_dict(), tmp_path / "w.pt")
+    for ema in (True, False):
+        file = read_weights(tmp_path / "w.pt", ema)
+        assert file.tensors.keys() == {"weight", "bias"}
+        assert torch.equal(file.tensors["weight"], averaged.module.weight)
+        assert file.notices == (
+            f"{tmp_path / 'w.pt'} holds an average of the weights: takes the average of the weights (module.)",
+        )
+
+
+def test_several_averages_are_refused_by_name(tmp_path: Path) -> None:
+    torch.save({"net": VALUES, "ema_fast": VALUES, "ema_slow": VALUES}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match="several state_dicts .ema_fast, ema_slow"):
+        read_state_dict(tmp_path / "w.pt")
+    assert read_state_dict(tmp_path / "w.pt", ema=False).keys() == VALUES.keys()
 
 
 class RunsCode:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from megasnn.common.files import read_array
 from megasnn.data.arrays import ArrayFile, ArrayFormat
-from megasnn.data.datasets import BrokenSample, ShardDataset
+from megasnn.data.datasets import ShardDataset
 from megasnn.data.events import FrameOptions
 from megasnn.data.formats import EventFormat
 from megasnn.data.images import ImageFormat
+from megasnn.data.samples import BrokenSample
 from megasnn.data.shards import open_shard
 from tests.data.shard_files import image_file, loader, numbered, open_all, write_shard
 

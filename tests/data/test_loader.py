@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from megasnn.data.datasets import BrokenSample
 from megasnn.data.loader import order_identity
+from megasnn.data.samples import BrokenSample
 from tests.data.shard_files import loader, numbered, open_all, write_shard, write_shards
 
 SAMPLES = 23

@@ -9,8 +9,9 @@ import pytest
 from PIL import ExifTags, Image, ImageOps
 
 from megasnn.data.arrays import ArrayFile, ArrayFormat
-from megasnn.data.datasets import BrokenSample, ShardDataset
+from megasnn.data.datasets import ShardDataset
 from megasnn.data.images import ImageFormat
+from megasnn.data.samples import BrokenSample
 from megasnn.data.shards import open_shard
 from tests.data.shard_files import image_file, write_shard
 

@@ -11,12 +11,12 @@ import torch
 from spikingjelly.activation_based import neuron, surrogate
 from torch import Tensor, nn
 
-from megasnn.kernels import BACKENDS, SURROGATES, NeuronSpec
-from megasnn.kernels.backends import AUTO_BACKEND
+from megasnn.kernels import SURROGATES, NeuronSpec
+from megasnn.kernels.backends import AUTO_BACKEND, norm_neuron_kernels
 from megasnn.kernels.layout import channels_last as in_order
 from megasnn.kernels.neuron import neuron_multi_step
 from megasnn.kernels.norm_neuron import BatchNorm, norm_pool_neuron
-from megasnn.kernels.norm_neuron_kernels import Norm, NormNeuron, NormNeuronInput
+from megasnn.kernels.norm_neuron_kernels import NormNeuron, NormNeuronInput
 from megasnn.kernels.spike_codec import bits_of, pack_bits
 
 
@@ -160,7 +160,6 @@ def saved_tensors() -> Iterator[list[tuple[torch.dtype, int]]]:
 
 def two_ranks_equal_one(backend: str) -> None:
     """Between the calls, two that share the samples exchange statistics and sums: together they are one."""
-    kernels = BACKENDS[backend].norm_neuron_kernels()
     norm_neuron = NormNeuron(NeuronSpec(kind="plif", detach_reset=False), 1e-5, True, 3)
     x, w = channels_last(3, 3, 6, 5, 4) * 2, plif_weight(norm_neuron.spec)
     assert w is not None
@@ -168,17 +167,21 @@ def two_ranks_equal_one(backend: str) -> None:
     weight, bias = torch.linspace(-1, 2, 6).double(), torch.linspace(0, 1, 6).double()
     parts = [(in_order(x[:, part]), in_order(g[:, part])) for part in (slice(1), slice(1, None))]
     counts = [part.numel() // 6 for part, _ in parts]
-    found = [kernels.statistics(part).values for part, _ in parts]
+    kernels = [norm_neuron_kernels(backend, part, norm_neuron) for part, _ in parts]
+    found = [each.statistics(part).values for each, (part, _) in zip(kernels, parts, strict=True)]
     mean = sum(n * each[0] for n, each in zip(counts, found, strict=True)) / sum(counts)
     moments = [n * (each[1] + (each[0] - mean) ** 2) for n, each in zip(counts, found, strict=True)]
-    norm = Norm(mean, sum(moments) / sum(counts), weight, bias)
-    given = [(NormNeuronInput(part, norm, w, norm_neuron), g_part) for part, g_part in parts]
-    spikes = torch.cat([kernels.fire(inputs)[0] for inputs, _ in given], dim=1)
-    backwards = [kernels.backward_sums(inputs, g_part, True) for inputs, g_part in given]
+    norm = (mean, sum(moments) / sum(counts), weight, bias)
+    given = [
+        (of_part, NormNeuronInput(part, *norm, w), g_part)
+        for of_part, (part, g_part) in zip(kernels, parts, strict=True)
+    ]
+    spikes = torch.cat([of_part.fire(inputs)[0] for of_part, inputs, _ in given], dim=1)
+    backwards = [of_part.backward_sums(inputs, g_part, True) for of_part, inputs, g_part in given]
     sums: Tensor = sum(each.sums for each in backwards)
     gradients = [
-        kernels.input_gradient(inputs, g_part, sums, sum(counts), each.intermediate)
-        for (inputs, g_part), each in zip(given, backwards, strict=True)
+        of_part.input_gradient(inputs, g_part, sums, sum(counts), each.intermediate)
+        for (of_part, inputs, g_part), each in zip(given, backwards, strict=True)
     ]
     whole = x.requires_grad_()
     expected, *_ = norm_pool_neuron(whole, BatchNorm(weight, bias), norm_neuron, w, backend="torch")
@@ -187,13 +190,12 @@ def two_ranks_equal_one(backend: str) -> None:
 
 
 def spikes_leave_packed_as_well(backend: str) -> None:
-    kernels = BACKENDS[backend].norm_neuron_kernels()
     # Of 24 channels some neurons are left over, whole bytes of them, when many are computed at once.
     for channels, pool in ((16, False), (24, False), (24, True), (3, False)):
         x = channels_last(4, 1, channels, 5, 5) * 2
-        norm = Norm(torch.zeros(channels), torch.ones(channels), None, None)
-        inputs = NormNeuronInput(x, norm, None, NormNeuron(NeuronSpec(), 1e-5, pool, 4))
-        spikes, bits = kernels.fire(inputs, packed=True)
+        norm = (torch.zeros(channels), torch.ones(channels), None, None)
+        kernels = norm_neuron_kernels(backend, x, NormNeuron(NeuronSpec(), 1e-5, pool, 4))
+        spikes, bits = kernels.fire(NormNeuronInput(x, *norm), packed=True)
         assert bits is not None and torch.equal(bits, pack_bits(spikes)) and 0 < spikes.sum() < spikes.numel()
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasnn.kernels import SURROGATES, NeuronSpec
 from megasnn.kernels.neuron import neuron_multi_step
-from megasnn.kernels.torch_backend import TorchKernels
+from megasnn.kernels.torch_backend import TorchNeuron
 from tests.kernels.models import (
     assert_close,
     channels_last,
@@ -106,7 +106,7 @@ def test_a_gpu_divides_by_a_tensor_that_is_made_once(charge: str) -> None:
     """By a number it multiplies by a reciprocal. The meta device stands for it."""
     x = torch.empty(9, 3, 4, device="meta", requires_grad=True)
     with Divisions() as divided:
-        TorchKernels().neuron_multi_step(x, NeuronSpec(**CHARGES[charge]), None, None)
+        TorchNeuron(x.shape, x.dtype, NeuronSpec(**CHARGES[charge])).multi_step(x, None, None)
     assert len(divided.divisors) == 9 and divided.filled == 1
     assert all(isinstance(each, Tensor) and each.device == x.device for each in divided.divisors)
 

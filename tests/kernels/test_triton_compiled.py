@@ -126,16 +126,16 @@ def test_threads_wait_before_they_read_what_others_have_written() -> None:
 
 def test_learned_factors_compile() -> None:
     """Repeated input, running statistics, given potentials and a single channel as well."""
-    from megasnn.kernels.triton.norm_neuron import TritonKernels
+    from megasnn.kernels.triton.neuron import TritonNeuron
     from megasnn.kernels.triton.norm_neuron_launches import mean_gradients_launch
 
     spec = NeuronSpec("plif", decay_input=False, v_reset=None, detach_reset=False, surrogate="atan")
     w = plif_weight(spec, torch.float32)
-    chosen = mock.patch("megasnn.kernels.norm_neuron.backend_for", return_value=BACKENDS["triton"])
+    chosen = mock.patch("megasnn.kernels.backends.backend_for", return_value=BACKENDS["triton"])
     with compiling_for(90) as found, chosen:
         x = channels_last(2, 1, 3, 5, dtype=torch.float32).half().requires_grad_()
         v0 = torch.zeros(1, 3, 5, requires_grad=True)
-        spikes, v = TritonKernels().neuron_multi_step(x, spec, v0, w)
+        spikes, v = TritonNeuron(x.shape, x.dtype, spec).multi_step(x, v0, w)
         (spikes.sum() + v.sum()).backward()
         x = channels_last(1, 1, 1, 3, 5, dtype=torch.float64).requires_grad_()
         for running, pool in ((None, True), ((torch.zeros(1), torch.ones(1)), False)):

@@ -132,14 +132,9 @@ def sums_of_many_programs_in_there() -> None:
 
     tiling = launches.SumTiling.of(1 << 30, 48, 8)
     assert tiling.tiles == launches.TILES and tiling.programs * tiling.tiles * tiling.rows * tiling.row >= 1 << 30
-    caches = (launches.statistics_launches, launches.norm_neuron_launches)
     with mock.patch.object(launches, "PROGRAMS", 1):
-        for cache in caches:
-            cache.cache_clear()
         for shape in ((2, 3, 24, 17, 18), (2, 1, 160, 5, 6)):
             assert_same_units(channels_last(*shape) * 2 + 5, NeuronSpec("plif"))
-    for cache in caches:
-        cache.cache_clear()
 
 
 def pool_in_there() -> None:

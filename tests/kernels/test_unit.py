@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from megasnn.kernels import BACKENDS, NeuronSpec
+from megasnn.kernels import NeuronSpec
+from megasnn.kernels.backends import norm_neuron_kernels
 from megasnn.kernels.layout import channels_last as in_order
 from megasnn.kernels.norm_neuron import BatchNorm, norm_pool_neuron
-from megasnn.kernels.norm_neuron_kernels import Norm, NormNeuron, NormNeuronInput
+from megasnn.kernels.norm_neuron_kernels import NormNeuron, NormNeuronInput
 from megasnn.kernels.torch_backend import batch_norm
 from tests.kernels.models import (
     assert_close,
@@ -189,19 +190,19 @@ def test_refuses(shape, spec, named) -> None:
 @pytest.mark.parametrize("channels", [33, 48], ids=["rows begin anywhere", "rows begin with a line"])
 def test_large_results_equal_those_of_their_samples(channels) -> None:
     """Results of 4 MiB and more are written past the caches, those of a single sample are not."""
-    kernels = BACKENDS["fused"].norm_neuron_kernels()
     norm_neuron = NormNeuron(NeuronSpec(), 1e-5, False, 4)
     x, g = channels_last(4, 6, channels, 29, 25), channels_last(4, 6, channels, 29, 25, seed=3)
     assert x.nbytes >= 4 * 2**20 > x.nbytes / 6
-    norm = Norm(*kernels.statistics(x).values, None, None)
-    given = [NormNeuronInput(in_order(x[:, n : n + 1]), norm, None, norm_neuron) for n in range(6)]
-    whole_input = NormNeuronInput(x, norm, None, norm_neuron)
+    kernels, of_whole = (norm_neuron_kernels("fused", each, norm_neuron) for each in (x[:, :1], x))
+    norm = (*of_whole.statistics(x).values, None, None)
+    given = [NormNeuronInput(in_order(x[:, n : n + 1]), *norm) for n in range(6)]
+    whole_input = NormNeuronInput(x, *norm)
     spikes = torch.cat([kernels.fire(each)[0] for each in given], dim=1)
-    assert torch.equal(kernels.fire(whole_input)[0], spikes)
+    assert torch.equal(of_whole.fire(whole_input)[0], spikes)
     intermediate = [
         kernels.backward_sums(each, in_order(g[:, n : n + 1]), False).intermediate for n, each in enumerate(given)
     ]
-    whole = kernels.backward_sums(whole_input, g, False).intermediate
+    whole = of_whole.backward_sums(whole_input, g, False).intermediate
     assert torch.equal(torch.from_numpy(whole), torch.cat([torch.from_numpy(each) for each in intermediate], dim=1))
 
 

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.norm_neuron_kernels import Affine, Norm, NormNeuron, NormNeuronInput
+from megasnn.kernels.norm_neuron_kernels import BatchNorm, NormNeuron, NormNeuronInput
 
 SMALL = 8, 64, 32, 32  # samples, channels and sides: programs that sum have several tiles
 
@@ -111,7 +111,8 @@ def compiled(
 
     Several tests look at the same ones: compiling takes seconds.
     """
-    from megasnn.kernels.triton.norm_neuron import TritonKernels
+    from megasnn.kernels.triton.neuron import TritonNeuron
+    from megasnn.kernels.triton.norm_neuron import TritonNormNeuron
 
     def absent(*sides: int) -> torch.Tensor:
         samples, channels, *_ = sizes
@@ -119,14 +120,14 @@ def compiled(
 
     spec = NeuronSpec(kind="lif", tau=tau, decay_input=decay_input)
     channels = torch.empty(sizes[1], device="meta")
-    neuron, norm = NormNeuron(spec, 1e-5, pool, steps), Norm(channels.double(), channels.double(), channels, channels)
+    neuron, norm = NormNeuron(spec, 1e-5, pool, steps), (channels.double(), channels.double(), channels, channels)
     x, g = absent(*sizes[2:]), absent(*neuron.space_of_spikes(sizes[2:]))
-    kernels, inputs = TritonKernels(), NormNeuronInput(x, norm, None, neuron)
+    kernels, inputs = TritonNormNeuron(x.shape, dtype, neuron), NormNeuronInput(x, *norm)
     with compiling_for(capability) as found:
-        kernels.statistics(x, Affine(norm.weight, norm.bias, neuron.eps))
+        kernels.statistics(x, BatchNorm(channels, channels))
         kernels.fire(inputs, packed=True)
         complete = kernels.backward_sums(inputs, g, False, count=7)
         kernels.input_gradient(inputs, g, complete.sums, 7, complete.intermediate)
         if not pool:
-            kernels.neuron_multi_step(x.requires_grad_(), spec, None, None)[0].backward(g)
+            TritonNeuron(x.shape, dtype, spec).multi_step(x.requires_grad_(), None, None)[0].backward(g)
     return found

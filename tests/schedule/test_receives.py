@@ -10,7 +10,7 @@ from itertools import chain
 import pytest
 
 from megasnn.schedule import Action, Schedule, generate, plan_schedule
-from megasnn.schedule.actions import COMPUTE, SENDS
+from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS
 from megasnn.schedule.receives import known_arrivals, sent_by_then
 from tests.distributed.test_random_schedules import random_schedule
 from tests.parity.test_schedules import SCHEDULES
@@ -53,12 +53,12 @@ class Waiting:
         if is_new:
             self._is_waiting = True
             self._posted += self._posts.get(action, ())
-            if action.kind.is_receive:
+            if action.kind in RECEIVES:
                 self._posted.append(action)
             posted.update(self._posted)
         if action.kind in COMPUTE and not (posted.issuperset(self._sent) and sent.issuperset(self._posted)):
             return is_new
-        if action.kind.is_receive and action not in sent:
+        if action.kind in RECEIVES and action not in sent:
             return is_new
         if action.kind in SENDS:
             sent.add(action.peer)
@@ -72,7 +72,7 @@ def ends(schedule: Schedule, with_posts: bool = True) -> bool:
     """Whether all ranks finish, at random relative speeds. Every receive must be posted once."""
     posts = [sent_by_then(schedule, rank) if with_posts else {} for rank in range(schedule.ranks)]
     for rank, each in enumerate(posts):
-        receives = [action for action in schedule.actions[rank] if action.kind.is_receive]
+        receives = [action for action in schedule.actions[rank] if action.kind in RECEIVES]
         assert not with_posts or Counter(receives) == Counter(chain.from_iterable(each.values()))
     for seed in range(3):
         ranks = [Waiting(schedule, rank, each) for rank, each in enumerate(posts)]

@@ -10,7 +10,7 @@ from matplotlib.collections import PolyCollection
 
 from megasnn.commands.draw_schedule import main
 from megasnn.schedule import ChunkCost, equal_costs, generate, simulate
-from megasnn.schedule.actions import COMPUTE
+from megasnn.schedule.actions import COMPUTE, RECEIVES
 from megasnn.schedule.draw import chart, raster
 
 
@@ -31,7 +31,7 @@ def test_messages_travel_at_the_same_time_whatever_their_ranks_compute() -> None
     """They are sent at 1, 2 and 3, and take 5; back they take 2 from the ends of backwards on."""
     schedule = generate("gpipe", 2, 3)
     result = simulate(schedule, [ChunkCost(1, 1, 1, 5, 2), ChunkCost(1, 1, 1)])
-    arrivals = [[t.end for t in row if t.action.kind.is_receive] for row in result.timeline]
+    arrivals = [[t.end for t in row if t.action.kind in RECEIVES] for row in result.timeline]
     assert arrivals == [[13, 15, 17], [6, 7, 8]]
     assert result.makespan == 19 and result.busy == (9, 9)
 

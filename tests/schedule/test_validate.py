@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasnn.schedule import Action, Kind, Schedule, ScheduleError, generate, plan_schedule, validate_schedule
-from megasnn.schedule.actions import FINISHING, PROPAGATING, SENDS, USES_WEIGHTS
+from megasnn.schedule.actions import FINISHING, PROPAGATING, RECEIVES, SENDS, USES_WEIGHTS
 from megasnn.schedule.passes import SharedWeights, complete, insert_recompute, refine
 from megasnn.schedule.validate import validate_weights
 from tests.schedule.test_passes import parsed
@@ -69,7 +69,7 @@ def runs(schedule: Schedule) -> bool:
             if at[rank] == len(order):
                 continue
             action = order[at[rank]]
-            if action.kind.is_receive:
+            if action.kind in RECEIVES:
                 queue = queues[schedule.placement[action.peer.segment], rank]
                 if not queue:
                     continue

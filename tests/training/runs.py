@@ -16,12 +16,14 @@ from torch import Tensor
 
 from megasnn.checkpoint.load import load_global_tensors
 from megasnn.config import parse, validate
+from megasnn.config.data import NO_DATASETS, GivenDatasets
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import plan
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
+from megasnn.pretraining import with_datasets
 from megasnn.telemetry.callback import Callback
 from megasnn.training import memory
 from megasnn.training.loop import TrainingRun
@@ -56,9 +58,16 @@ def train_vgg(*flags: str) -> Outcome:
     return train_model("vgg_dvs", [*TINY_VGG, *flags])
 
 
-def train_model(model: str, flags: list[str], only_load: bool = False, callbacks: Sequence[Callback] = ()) -> Outcome:
+def train_model(
+    model: str,
+    flags: list[str],
+    only_load: bool = False,
+    callbacks: Sequence[Callback] = (),
+    given: GivenDatasets = NO_DATASETS,
+) -> Outcome:
     """The same for any model of the table, without flags of its own."""
     config = parse(run_config(MODELS[model]), flags)
+    config, given = with_datasets(config, given)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     validate(config, world)
     parallel = config.parallel
@@ -66,7 +75,7 @@ def train_model(model: str, flags: list[str], only_load: bool = False, callbacks
     finer = {"dp_shard": parallel.weight_parallel_size, "cp": parallel.context_parallel_size}
     state = initialize_model_parallel(tp=tensor, pp=pipeline, **finer)
     try:
-        run = TrainingRun(config, state, callbacks=callbacks)
+        run = TrainingRun(config, state, callbacks=callbacks, given=given)
         try:
             if not only_load:
                 run.train()

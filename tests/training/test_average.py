@@ -16,7 +16,8 @@ from megasnn.checkpoint.exchange import export_weights
 from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.checkpoint.format import read_metadata
 from megasnn.checkpoint.load import load_global_tensors
-from megasnn.checkpoint.source import open_source, read_state_dict
+from megasnn.checkpoint.source import open_source
+from megasnn.checkpoint.weight_file import read_state_dict
 from megasnn.commands.convert_checkpoint import main as convert
 from megasnn.common.files import CheckpointError
 from megasnn.config import ConfigError, OptimizerConfig, TrainingConfig

@@ -23,8 +23,9 @@ from megasnn.augment import AUGMENTATIONS
 from megasnn.commands.flags import name_in
 from megasnn.config import DataConfig
 from megasnn.config.checks import at_least
-from megasnn.data import BatchLoader, BatchShare, ShardDataset, open_datasets
-from megasnn.data.preprocess.sample import shards_of_sample
+from megasnn.data import BatchLoader, BatchShare, ShardDataset
+from megasnn.data.datasets import open_shards, sample_format
+from megasnn.data.remote import expand_shards
 from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, summary
 
 Kind = Literal["images", "events"]
@@ -97,7 +98,8 @@ class Loading(Case):
         size = self.image_size or (48 if kind == "events" else 32)
         shape = (self.time_steps, 2, size, size) if kind == "events" else (3, size, size)
         config = DataConfig(data_path=self.data_path, augment=self.augment)
-        return open_datasets(config, shape, self.num_classes, shards_of_sample).train
+        shards = open_shards(expand_shards(self.data_path))
+        return ShardDataset(shards, sample_format(config, shape), self.num_classes)
 
     def _pair(self, dataset: ShardDataset, workers: int, ours_first: bool) -> tuple[float, float]:
         """Samples a second of our loader and of theirs."""

@@ -27,7 +27,10 @@ UNIT: Paths = ("megasnn.layers.blocks:ConvNormNeuron.forward",)
 ATTENTION: Paths = ("megasnn.layers.attention:SpikingSelfAttention.forward",)
 CHUNK: Paths = ("megasnn.pipeline.chunk:PipelineChunk.forward",)
 EXECUTOR: Paths = ("megasnn.pipeline.executor:PipelineExecutor.run",)
-WEIGHT_GRADIENTS: Paths = ("megasnn.layers.weight_grad:WeightGradients.leave",)
+WEIGHT_GRADIENTS: Paths = (
+    "megasnn.layers.weight_grad:WeightGradients.run_or_defer",
+    "megasnn.layers.weight_grad:WeightGradients.leave",
+)
 """Takes the task of a weight gradient, and starts it or keeps it for later."""
 CLIP: Paths = ("megasnn.optim.norms:GradientNorm.clip",)
 LAUNCH: Paths = ("megasnn.kernels.triton.launch:Launch.__call__", "megasnn.kernels.triton.launch:launch")
@@ -37,7 +40,7 @@ KERNELS = "megasnn.kernels.triton"
 INTERPRETED: Paths = ("megasnn.kernels.triton.available:interpreted",)
 UNUSABLE: Paths = ("megasnn.kernels.triton.available:_unusable",)
 USABLE_ON: Paths = ("megasnn.kernels.triton.available:usable_on",)
-FASTEST: Paths = ("megasnn.kernels.backends:_fastest",)
+PREPARED: Paths = ("megasnn.kernels.backends:_prepared", "megasnn.kernels.backends:_fastest")
 RUNS_AHEAD: Paths = ("megasnn.common.checks:runs_ahead", "megasnn.device_checks:runs_ahead")
 IS_MATRIX_PRODUCT: Paths = ("megasnn.kernels.convolution:_is_matrix_product",)
 ON_GPU: Paths = ("megasnn.kernels.layout:on_gpu", "megasnn.kernels.tensor_cores:on_gpu")
@@ -58,7 +61,7 @@ _ANSWERS: dict[Paths, Any] = {
     INTERPRETED: lambda: True,  # on a CPU the kernels are then not refused
     UNUSABLE: lambda device: None,
     USABLE_ON: lambda device: True,
-    FASTEST: {},
+    PREPARED: {},
     RUNS_AHEAD: lambda device: True,
     IS_MATRIX_PRODUCT: _is_matrix_product,
     ON_GPU: lambda values: True,

@@ -1,4 +1,4 @@
-"""Norm, pooling and neurons, and neurons without a norm, by compiled loops on the CPU."""
+"""Norm, pooling and neurons by compiled loops on the CPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasnn.kernels.compiled_neuron import CompiledKernels
 from megasnn.kernels.layout import empty_array
 from megasnn.kernels.neuron_spec import NeuronSpec
-from megasnn.kernels.norm_neuron_kernels import Affine, BackwardSums, NeuronInput, Norm, NormNeuronInput, Statistics
+from megasnn.kernels.norm_neuron_kernels import (
+    BackwardSums,
+    BatchNorm,
+    NormNeuron,
+    NormNeuronInput,
+    NormNeuronKernels,
+    Statistics,
+    parameter_gradients,
+)
 from megasnn.kernels.numba import loops, pool
 from megasnn.kernels.numba.jit import run_kernel
 from megasnn.kernels.numba.step import Constants, constants
@@ -22,46 +29,53 @@ from megasnn.kernels.torch_backend import REDUCED
 _ROW = 512  # elements summed side by side, rounded up to whole pixels
 _ROWS = 32  # rows of a slice of sums: short enough for float32, long enough that folding costs nothing
 _BLOCK = 8  # rows of a block of neurons, whose gradients are summed side by side
-# A block of neurons runs all time steps before the next block starts, so potentials never reach memory.
-_ROW_BLOCK = 1024  # elements: with the potentials of 4 to 10 steps they stay in the L1 cache
 
 
-class NumbaKernels(CompiledKernels[np.ndarray]):
+class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
     """Carries the normalised input's gradient."""
 
     # Computing it again would take longer than reading it.
 
-    def statistics(self, x: Tensor, affine: Affine | None = None) -> Statistics:
-        data = _pixels(x)
-        channels = data.shape[-1]
-        width = channels * -(-_ROW // channels)
-        pixels = data.size // channels
-        slice_pixels = _ROWS * width // channels
-        slices = -(-pixels // slice_pixels)
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, norm_neuron: NormNeuron) -> None:
+        super().__init__(shape, dtype, norm_neuron)
+        input_steps, self._samples, channels, *sides = shape
+        self._input_steps = input_steps
+        self._width = channels * -(-_ROW // channels)  # values of a row
+        self._space = norm_neuron.space_of_spikes(sides)
+        self._spikes_shape = (norm_neuron.time_steps, self._samples, *self._space, channels)
+        self._length = _BLOCK * self._width  # values of a block of neurons
+        if norm_neuron.pool:
+            self._length = self._space[1] * channels
+
+    def statistics(self, x: Tensor, norm: BatchNorm | None = None) -> Statistics:
+        data = pixels_of(x)
+        channels = self.channels
+        slice_pixels = _ROWS * self._width // channels
+        slices = -(-self.values // slice_pixels)
         means = np.empty((slices, channels))
         squares = np.empty((slices, channels))
-        run_kernel(loops.slice_statistics, slices, data.reshape(-1), channels, width, _ROWS, means, squares)
+        run_kernel(loops.slice_statistics, slices, data.reshape(-1), channels, self._width, _ROWS, means, squares)
         merged = np.empty((2, channels))
-        run_kernel(loops.merge, 1, means, squares, slice_pixels, pixels, merged)
+        run_kernel(loops.merge, 1, means, squares, slice_pixels, self.values, merged)
         return Statistics(torch.from_numpy(merged))
 
     def fire(self, inputs: NormNeuronInput, packed: bool = False) -> tuple[Tensor, Tensor | None]:
-        x, norm, w, norm_neuron = inputs
-        data = _pixels(x)
-        input_steps, samples, *sides, channels = data.shape
-        space = norm_neuron.space_of_spikes(sides)
-        out = empty_array((norm_neuron.time_steps, samples, *space, channels), data.dtype)
+        x = inputs.x
+        norm_neuron = self.norm_neuron
+        length = self._length
+        data = pixels_of(x)
+        out = empty_array(self._spikes_shape, data.dtype)
         flat = out.reshape(norm_neuron.time_steps, -1)
-        p = constants_of(norm_neuron.spec, data.dtype, w, learn=False)
-        length = space[1] * channels if norm_neuron.pool else _BLOCK * channels * -(-_ROW // channels)
+        p = constants_of(norm_neuron.spec, data.dtype, inputs.w, learn=False)
         # Every block and every time step must begin at a whole byte.
-        bits = _bits_for(flat, packed and length % 8 == 0)
-        affine = _affine(norm, norm_neuron.eps)
+        bits = bits_for(flat, packed and length % 8 == 0)
+        affine = _affine(inputs, norm_neuron.eps)
         coefficients = _tiles(length, data.dtype, affine.scale, affine.shift, affine.mean)
         if norm_neuron.pool:
-            run_kernel(pool.fire_pooled, samples * space[0], data, norm_neuron.above, coefficients, flat, bits, p)
+            windows = self._samples * self._space[0]
+            run_kernel(pool.fire_pooled, windows, data, norm_neuron.above, coefficients, flat, bits, p)
         else:
-            rows = data.reshape(input_steps, -1)
+            rows = data.reshape(self._input_steps, -1)
             blocks = -(-flat.shape[1] // length)
             run_kernel(loops.fire_block, blocks, rows, coefficients, None, None, flat, bits, p, length)
         spikes = torch.from_numpy(out).movedim(-1, 2).to(x.dtype)
@@ -72,40 +86,40 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
     def backward_sums(
         self, inputs: NormNeuronInput, g_spikes: Tensor, learn: bool, count: int | None = None
     ) -> BackwardSums[np.ndarray]:
-        x, norm, w, norm_neuron = inputs
-        data = _pixels(x)
-        upstream = _pixels(g_spikes)
-        input_steps, samples, *_, channels = data.shape
-        flat = upstream.reshape(norm_neuron.time_steps, -1)
+        x = inputs.x
+        norm_neuron = self.norm_neuron
+        channels = self.channels
+        length = self._length
+        data = pixels_of(x)
+        flat = pixels_of(g_spikes).reshape(norm_neuron.time_steps, -1)
         g = empty_array(data.shape, data.dtype)
-        p = constants_of(norm_neuron.spec, data.dtype, w, learn)
-        width = channels * -(-_ROW // channels)
-        length = upstream.shape[3] * channels if norm_neuron.pool else _BLOCK * width
-        affine = _affine(norm, norm_neuron.eps)
+        p = constants_of(norm_neuron.spec, data.dtype, inputs.w, learn)
+        affine = _affine(inputs, norm_neuron.eps)
         coefficients = _tiles(length, data.dtype, affine.scale, affine.shift, affine.mean)
         if norm_neuron.pool:
-            sums = np.empty((samples, 3, channels))
-            run_kernel(pool.pooled_backward, samples, data, norm_neuron.above, flat, coefficients, g, sums, p)
+            sums = np.empty((self._samples, 3, channels))
+            run_kernel(pool.pooled_backward, self._samples, data, norm_neuron.above, flat, coefficients, g, sums, p)
         else:
-            slices = -(-flat.shape[1] // (width * _ROWS))
+            slices = -(-flat.shape[1] // (self._width * _ROWS))
             sums = np.empty((slices, 3, channels))
-            rows = data.reshape(input_steps, -1)
-            g_rows = g.reshape(input_steps, -1)
+            rows = data.reshape(self._input_steps, -1)
+            g_rows = g.reshape(self._input_steps, -1)
             blocks = _ROWS // _BLOCK
             run_kernel(
                 loops.block_backward, slices,
                 rows, coefficients, None, flat, None, g_rows, sums, channels, length, blocks, p,
             )  # fmt: skip
         # The slices depend only on sizes, so the order of this sum does not depend on the number of threads.
-        return BackwardSums(torch.from_numpy(sums.sum(axis=0)), intermediate=g, of_norm=None)
+        total = torch.from_numpy(sums.sum(axis=0))
+        return BackwardSums(total, g, *parameter_gradients(total, inputs, norm_neuron.eps))
 
     def input_gradient(
         self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, intermediate: np.ndarray
     ) -> Tensor:
-        data = _pixels(inputs.x)
-        channels = data.shape[-1]
-        width = channels * -(-_ROW // channels)
-        affine = _affine(inputs.norm, inputs.norm_neuron.eps)
+        data = pixels_of(inputs.x)
+        channels = self.channels
+        width = self._width
+        affine = _affine(inputs, self.norm_neuron.eps)
         mean_g = np.zeros(channels)
         mean_per_deviation = np.zeros(channels)
         if sums is not None:
@@ -119,38 +133,8 @@ class NumbaKernels(CompiledKernels[np.ndarray]):
         run_kernel(loops.norm_input_gradient, slices, rows, g_rows, coefficients, slice_size)
         return torch.from_numpy(intermediate).movedim(-1, 2).to(inputs.x.dtype)
 
-    def fire_alone(self, inputs: NeuronInput, packed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        x, v0, w, spec = inputs
-        data = _rows(x)
-        first = _potential(v0, x, spec.rest)
-        spikes = empty_array(data.shape, data.dtype)
-        last = np.empty_like(first)
-        bits = _bits_for(spikes, packed)
-        p = constants_of(spec, data.dtype, w, learn=False)
-        blocks = -(-data.shape[1] // _ROW_BLOCK)
-        run_kernel(loops.fire_block, blocks, data, None, first, last, spikes, bits, p, _ROW_BLOCK)
-        fired = torch.from_numpy(spikes).view(x.shape).to(x.dtype)
-        return fired, torch.from_numpy(last).view(x.shape[1:]), torch.from_numpy(bits) if bits.size else None
 
-    def backward_alone(
-        self, inputs: NeuronInput, g_spikes: Tensor, g_last: Tensor | None, learn: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        x, v0, w, spec = inputs
-        data = _rows(x)
-        upstream = _rows(g_spikes)
-        first = _potential(v0, x, spec.rest)
-        # A copy, because the loops write the first potential's gradient over it.
-        g_v = _potential(g_last, x, 0.0).copy()
-        g_x = empty_array(data.shape, data.dtype)
-        blocks = -(-data.shape[1] // _ROW_BLOCK)
-        sums = np.empty((blocks, 3, 1))
-        p = constants_of(spec, data.dtype, w, learn)
-        run_kernel(loops.block_backward, blocks, data, None, first, upstream, g_v, g_x, sums, 1, _ROW_BLOCK, 1, p)
-        total = torch.from_numpy(sums[:, 2]).sum() if learn else None
-        return torch.from_numpy(g_x).view(x.shape).to(x.dtype), torch.from_numpy(g_v).view(x.shape[1:]), total
-
-
-def _bits_for(spikes: np.ndarray, packed: bool) -> np.ndarray:
+def bits_for(spikes: np.ndarray, packed: bool) -> np.ndarray:
     """Memory for bits of spikes `[T, M]`; empty if not wanted, or a step does not fill whole bytes."""
     if packed and spikes.shape[1] % 8 == 0:
         return empty_array((spikes.size // 8,), np.dtype(np.uint8))
@@ -179,11 +163,11 @@ class _Affine(NamedTuple):
     shift: np.ndarray
 
 
-def _affine(norm: Norm, eps: float) -> _Affine:
-    weight = torch.ones_like(norm.mean) if norm.weight is None else norm.weight
-    bias = torch.zeros_like(norm.mean) if norm.bias is None else norm.bias
+def _affine(inputs: NormNeuronInput, eps: float) -> _Affine:
+    weight = torch.ones_like(inputs.mean) if inputs.weight is None else inputs.weight
+    bias = torch.zeros_like(inputs.mean) if inputs.bias is None else inputs.bias
     # Copies, because memory that numpy has seen cannot be freed for a while: gathered weights come and go.
-    copies = torch.stack([each.detach() for each in (norm.mean, norm.variance, weight, bias)])
+    copies = torch.stack([each.detach() for each in (inputs.mean, inputs.variance, weight, bias)])
     mean, variance, factor, addend = copies.to(torch.float64).numpy()
     inverse = 1.0 / np.sqrt(variance + eps)
     scale = inverse * factor
@@ -199,19 +183,7 @@ def _tiles(length: int, dtype: np.dtype, *values: np.ndarray) -> np.ndarray:
     return tiled.reshape(len(values), length)
 
 
-def _pixels(x: Tensor) -> np.ndarray:
+def pixels_of(x: Tensor) -> np.ndarray:
     """`[T, N, C, ...]` as a contiguous array `[T, N, ..., C]`, without a copy if channels-last."""
     x = x.detach().movedim(2, -1)
     return (x.float() if x.dtype in REDUCED else x).contiguous().numpy()
-
-
-def _rows(x: Tensor) -> np.ndarray:
-    """`[T, M]` in the arithmetic's type."""
-    return (x.float() if x.dtype in REDUCED else x).view(len(x), -1).numpy()
-
-
-def _potential(v: Tensor | None, x: Tensor, otherwise: float) -> np.ndarray:
-    """A potential `[1, M]` for an input x, in the arithmetic's type."""
-    dtype = torch.float32 if x.dtype in REDUCED else x.dtype
-    v = torch.full_like(x[0], otherwise, dtype=dtype) if v is None else v.to(dtype)
-    return v.view(1, -1).numpy()

@@ -77,13 +77,19 @@ def pack_counts_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
 def launch_pack_bits(flat: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
     """The bytes, and with `check` an int32, nonzero if a value is no spike. The host does not wait here."""
     packed = flat.new_empty(-(-flat.numel() // 8), dtype=torch.uint8)
-    return packed, _pack(pack_bits_kernel, flat, packed, check)
+    strange = flat.new_zeros(1, dtype=torch.int32) if check else None
+    if flat.numel():
+        _pack_bits_launch(flat.numel())(flat, packed, strange)
+    return packed, strange
 
 
 def launch_pack_counts(flat: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
     """The bytes, and with `check` an int32, nonzero if a value is no count."""
     packed = flat.new_empty(flat.numel(), dtype=torch.uint8)
-    return packed, _pack(pack_counts_kernel, flat, packed, check)
+    strange = flat.new_zeros(1, dtype=torch.int32) if check else None
+    if flat.numel():
+        _pack_counts_launch(flat.numel())(flat, packed, strange)
+    return packed, strange
 
 
 def launch_unpack_bits(packed: Tensor, out: Tensor) -> None:
@@ -94,16 +100,14 @@ def launch_unpack_bits(packed: Tensor, out: Tensor) -> None:
         _unpack_launch(out.numel(), columns, stride)(packed, out)
 
 
-def _pack(kernel: triton.JITFunction, flat: Tensor, packed: Tensor, check: bool) -> Tensor | None:
-    strange = flat.new_zeros(1, dtype=torch.int32) if check else None
-    if flat.numel():
-        _pack_launch(kernel, flat.numel())(flat, packed, strange)
-    return strange
+@lru_cache(maxsize=1024)
+def _pack_bits_launch(size: int) -> Launch:
+    return Launch(pack_bits_kernel, -(-size // _BLOCK), size, BLOCK=_BLOCK)
 
 
 @lru_cache(maxsize=1024)
-def _pack_launch(kernel: triton.JITFunction, size: int) -> Launch:
-    return Launch(kernel, -(-size // _BLOCK), size, BLOCK=_BLOCK)
+def _pack_counts_launch(size: int) -> Launch:
+    return Launch(pack_counts_kernel, -(-size // _BLOCK), size, BLOCK=_BLOCK)
 
 
 @lru_cache(maxsize=1024)

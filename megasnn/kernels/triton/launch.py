@@ -58,10 +58,20 @@ def at_once(time_steps: int) -> int:
     return next(steps for steps in range(MOST_UNROLLED, 0, -1) if time_steps % steps == 0)
 
 
-def chunk_memory(x: Tensor, time_steps: int, size: int) -> Tensor | None:
-    """Memory for a backward's potentials before each chunk but the last; None for a single chunk."""
-    chunks = -(-time_steps // chunk(x.dtype, time_steps))
-    return x.new_empty((chunks - 1, size), dtype=compute_type(x.dtype)) if chunks > 1 else None
+def chunks_shape(dtype: torch.dtype, time_steps: int, size: int) -> tuple[int, int] | None:
+    """Of a backward's potentials before each chunk but the last; None for a single chunk."""
+    chunks = -(-time_steps // chunk(dtype, time_steps))
+    return (chunks - 1, size) if chunks > 1 else None
+
+
+def bytes_of_bits(time_steps: int, size: int) -> int | None:
+    """Of spikes packed while they fire; None where a time step does not fill whole bytes."""
+    return None if size % 8 else time_steps * size // 8
+
+
+def learned_factor(w: Tensor, number: torch.dtype) -> Tensor:
+    """The charge's learned factor; it stays on the device."""
+    return w.detach().to(number).sigmoid()
 
 
 class Launch:

@@ -18,7 +18,9 @@ from megasnn.kernels.triton.launch import (
     TILES,
     Launch,
     at_once,
+    bytes_of_bits,
     chunk,
+    chunks_shape,
     compute_type,
     lanes_of_backward,
     lanes_of_type,
@@ -75,11 +77,6 @@ class StatisticsLaunches:
 
 
 @lru_cache(maxsize=1024)
-def statistics_launches(shape: torch.Size, dtype: torch.dtype, eps: float) -> StatisticsLaunches:
-    return StatisticsLaunches(shape, dtype, eps)
-
-
-@lru_cache(maxsize=1024)
 def coefficients_launch(channels: int, eps: float) -> Launch:
     return Launch(coefficients_kernel, -(-channels // COLUMNS), channels, EPS=eps, COLUMNS=COLUMNS)
 
@@ -96,6 +93,7 @@ class NormNeuronLaunches:
         size: values in one time step's spikes.
         spikes_shape: the spikes' shape in memory.
         partial_shape: one kind of partial sums.
+        bytes_of_bits, chunks_shape: see launch.py.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, norm_neuron: NormNeuron) -> None:
@@ -106,6 +104,8 @@ class NormNeuronLaunches:
         self.channels = channels
         self.size = math.prod(step)
         self.spikes_shape = (steps, *step)
+        self.bytes_of_bits = bytes_of_bits(steps, self.size)
+        self.chunks_shape = chunks_shape(dtype, steps, self.size)
         self._dtype = dtype
         self._norm_neuron = norm_neuron
         self._input_steps = shape[0]
@@ -187,13 +187,13 @@ class NormNeuronLaunches:
         )  # fmt: skip
 
 
-@lru_cache(maxsize=1024)
-def norm_neuron_launches(shape: torch.Size, dtype: torch.dtype, norm_neuron: NormNeuron) -> NormNeuronLaunches:
-    return NormNeuronLaunches(shape, dtype, norm_neuron)
-
-
 class NeuronLaunches:
-    """Neurons without a norm, for one input shape and type; size: values in a time step."""
+    """Launches for neurons without a norm, for one input shape and type.
+
+    Attributes:
+        bytes_of_bits, chunks_shape: see launch.py.
+        programs: of `gradient`.
+    """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, spec: NeuronSpec) -> None:
         steps = shape[0]
@@ -201,7 +201,8 @@ class NeuronLaunches:
         block = THREADS * lanes_of_type(dtype)
         backward_block = THREADS * lanes_of_backward(dtype, steps)
         self.number = compute_type(dtype)
-        self.size = size
+        self.bytes_of_bits = bytes_of_bits(steps, size)
+        self.chunks_shape = chunks_shape(dtype, steps, size)
         self.programs = -(-size // backward_block)
         common = {"T": steps, "REPEATED": False, "N": numbers(spec), "D": NUMBERS[self.number]}
         self.fire = Launch(
@@ -211,8 +212,3 @@ class NeuronLaunches:
         self.gradient = Launch(
             gradient_kernel, self.programs, size, size, CHUNK=chunk(dtype, steps), BLOCK=backward_block, **common
         )
-
-
-@lru_cache(maxsize=1024)
-def neuron_launches(shape: torch.Size, dtype: torch.dtype, spec: NeuronSpec) -> NeuronLaunches:
-    return NeuronLaunches(shape, dtype, spec)

@@ -11,7 +11,6 @@ from megasnn.layers.apply import is_stateful
 from megasnn.layers.context import BuildContext, context_for, is_building
 from megasnn.layers.init import ModuleInitialiser, below, own_tensors, tensors_of
 from megasnn.layers.layer import Layer, LayerSource, module_initialiser, require_module
-from megasnn.layers.layer_call import LayerCall
 from megasnn.layers.plain.initial_values import without_values
 from megasnn.layers.plain.refusals import (
     SEQUENCES,
@@ -23,6 +22,7 @@ from megasnn.layers.plain.refusals import (
 )
 from megasnn.layers.plain.replicated import as_layer, folds_time, plain_layer, swapped
 from megasnn.layers.plain.table import Conversion, class_name, convert, in_table, is_multi_step, spec_of
+from megasnn.layers.plain_call import PlainCall
 
 
 def shard(module: nn.Module, *, initialise: Callable[..., object] | None = None) -> Sharded:
@@ -128,7 +128,7 @@ def convert_network(each: Layer, context: BuildContext) -> nn.Module:
     if why_whole(network):
         return plain_layer(network, each.name, context, each.initialise)
     note_stepped(network)
-    call = LayerCall(context.time_steps, folds_time(network))
+    call = PlainCall(context.time_steps, folds_time(network))
     ours: dict[nn.Module, nn.Module] = {}
     for path, part, conversion in _reached(network):
         problem = problem_of(part, "kept" if conversion is None else "cut")

@@ -13,11 +13,11 @@ from torch import nn
 from megasnn.layers.context import BuildContext
 from megasnn.layers.facts import facts
 from megasnn.layers.init import ModuleInitialiser, below, own_tensors
-from megasnn.layers.layer_call import LayerCall
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.plain.initial_values import initializer_from_module
 from megasnn.layers.plain.refusals import SEQUENCES, note_stepped, require_supported
 from megasnn.layers.plain.table import ConvertedDropout, convert, in_table, sharded_batch_norm, spec_of
+from megasnn.layers.plain_call import PlainCall
 from megasnn.layers.shape_inference import mark_spikes
 
 
@@ -34,7 +34,7 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
     require_supported(module, "plain")
     # A trained model may be moved to another type.
     dtype = None if context.numerics.traceable else context.dtype
-    call = LayerCall(context.time_steps, folds_time(module), dtype)
+    call = PlainCall(context.time_steps, folds_time(module), dtype)
     ours: dict[nn.Module, nn.Module] = {}
     for path, each in module.named_modules(prefix=name):
         conversion = in_table(each)
@@ -78,7 +78,7 @@ def swapped(module: nn.Module, ours: Mapping[nn.Module, nn.Module]) -> nn.Module
     return ours.get(module, module)
 
 
-def as_layer(module: nn.Module, name: str, call: LayerCall) -> nn.Module:
+def as_layer(module: nn.Module, name: str, call: PlainCall) -> nn.Module:
     for path, each in module.named_modules(prefix=name):
         if isinstance(each, ConvertedDropout):
             each.name = path

@@ -1,4 +1,4 @@
-"""Calls of layers without knowledge of ranks: inputs are gathered, outputs cut again."""
+"""Calls of plain layers, which know of no ranks: inputs are gathered, outputs cut again."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megasnn.parallel_state import Group
 
 
 @dataclass(frozen=True)
-class LayerCall:
-    """How to call such a layer.
+class PlainCall:
+    """How to call a plain layer.
 
     Attributes:
         time_steps: T. A single time step is repeated T times.
