@@ -37,6 +37,7 @@ SIZES = "--micro-batch-size 2 --train-iters 9 --lr 1e-3 --clip-grad 0.1 --ema-de
 FLAGS = {model: flags.replace("--depth 2", "--depth 1") for model, flags in MODEL_FLAGS.items()}
 PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
 LAYOUT = "--pipeline-model-parallel-layout"
+ROWS = "--global-batch-size 4 --context-parallel-size 2 --context-parallel-cut rows"
 Steps = list[tuple[float, float, list[LayerSpikes], dict[str, float]]]
 
 
@@ -77,7 +78,7 @@ def changes_no_bit(model: str, flags: str) -> None:
     ("vgg_dvs", f"--global-batch-size 7 {PIPELINE} 1f1b {LAYOUT} 2|2"),
     ("vgg_dvs", f"--global-batch-size 8 {PIPELINE} zb1p {LAYOUT} 2|2"),
     ("spikformer", "--global-batch-size 4 --tensor-model-parallel-size 2"),
-    ("spikformer", "--global-batch-size 4 --context-parallel-size 2 --context-parallel-cut rows"),
+    ("spikformer", ROWS),
     ("vgg_dvs", "--global-batch-size 8 --micro-batch-size 3 --context-parallel-size 2"),
 ])  # fmt: skip
 def test_graphs_change_no_bit(ranks, model: str, flags: str) -> None:
@@ -85,13 +86,10 @@ def test_graphs_change_no_bit(ranks, model: str, flags: str) -> None:
     ranks(2, changes_no_bit, model, flags)
 
 
-TENSOR = "--global-batch-size 4 --tensor-model-parallel-size 2"
-
-
 def leaves_an_exchange_open() -> None:
     with mock.patch("megasnn.layers.attention.start_all_reduce_sum", never_awaited):
         with pytest.raises(RuntimeError, match="cannot be captured .*unjoined work: allreduce_"):
-            with_and_without("spikformer", TENSOR)
+            with_and_without("spikformer", ROWS)
 
 
 def never_awaited(x: Tensor, group: Group) -> Callable[[], object]:
