@@ -9,6 +9,7 @@ import datetime
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,11 @@ class Group:
                 "destroy_model_parallel, or never created; call initialize_model_parallel"
             )
         return self.process_group
+
+    @cached_property
+    def is_gloo(self) -> bool:
+        """Whether Gloo carries tensors in the host's memory."""
+        return "gloo" in dist.get_backend(self.handle)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self  # a process group cannot be copied

@@ -30,7 +30,8 @@ from torch import Tensor
 NAME = "waiting"  # torch.distributed and megasnn take a name with "nccl" in it for GPUs
 LIMIT = 60.0  # seconds that a wait may take
 COLLECTIVES = {  # Gloo's method by the name that torch.distributed calls
-    "all_gather_single": "_allgather_base",  # for objects since torch 2.15
+    "all_gather_single": "_allgather_base",
+    "_allgather_base": "_allgather_base",  # before torch 2.13
     "allgather": "allgather",
     "allreduce": "allreduce",
     "all_to_all_single": "alltoall_base",

@@ -58,7 +58,7 @@ class RankFit:
 def compare_tensors(
     saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor], used: Collection[str], rounds: bool = False
 ) -> RankFit:
-    """A type that would lose digits is a problem, unless it `rounds`."""
+    """Compares saved tensors with a rank's. A type that would lose digits is a problem, unless `rounds`."""
     problems = []
     for entry in entries:
         described = saved.get(entry.name)

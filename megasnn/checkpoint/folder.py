@@ -42,7 +42,7 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[int]:
-    """Ascending; empty without such a folder."""
+    """Iterations, ascending; empty without such a folder."""
     return list(checkpoints(Path(folder)))
 
 
@@ -105,7 +105,7 @@ def forget_best_after(folder: Path, step: int, best: int | None) -> None:
 
 
 def name_best(folder: Path, step: int) -> None:
-    """`prune` keeps it."""
+    """Names the best checkpoint, which `prune` keeps."""
     _name(folder, BEST, step)
 
 
@@ -133,7 +133,7 @@ def discard(folder: Path, step: int) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Only the lock's holder may call this: others' half-written checkpoints would go."""
+    """Removes half-written checkpoints. Only the lock's holder may call it."""
     for path in folder.glob("iter_*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
 

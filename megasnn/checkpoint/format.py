@@ -148,7 +148,7 @@ def averages_of(tensors: Mapping[str, _T]) -> dict[str, _T]:
 
 
 def to_text(metadata: Metadata) -> str:
-    """Includes its checksum. Raises TypeError or ValueError for a value that JSON lacks."""
+    """Text with its checksum. Raises TypeError or ValueError for a value that JSON lacks."""
     text = json.dumps(metadata, default=_fields, allow_nan=False)[:-1]
     return text + _ending(text.encode())
 

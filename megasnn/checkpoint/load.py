@@ -169,7 +169,8 @@ def _examine(
     """Compares a checkpoint with this rank's state, and reads this rank's share of the files for damage.
 
     Args:
-        saved: the checkpoint's tensors, without those `left` as they are.
+        saved: the checkpoint's tensors, without `left`.
+        left: tensors that keep their values.
     Returns:
         for this rank: tensors to load, and optimizer state without values; for all ranks: the fit, and damaged files.
     Raises:
@@ -200,7 +201,7 @@ def _used_names(saved: Mapping[str, SavedTensor], wanted: Iterable[ShardedTensor
 
 
 def averaged_steps(metadata: Metadata) -> int:
-    """In old checkpoints, the run's steps."""
+    """Steps in the average; in old checkpoints, the run's steps."""
     steps = metadata.extra.get(AVERAGED_STEPS)
     return steps if isinstance(steps, int) and steps >= 0 else metadata.iteration
 

@@ -95,7 +95,7 @@ def write_checkpoint(
 
 
 def _on_disk(work: Callable[[], Path]) -> Path:
-    """Raises CheckpointError if the file system refuses, or JSON lacks a value."""
+    """The work's result. Raises CheckpointError if the file system refuses, or JSON lacks a value."""
     try:
         return work()
     except CheckpointError:

@@ -64,14 +64,14 @@ def open_source(path: Path, values: bool = True, ema: bool = True) -> Source:
 
 
 def in_our_names(source: Source) -> Source:
-    """Raises CheckpointError if no known program uses their names."""
+    """The tensors under MegaSNN's names. Raises CheckpointError if no known program uses theirs."""
     if source.metadata.model or source.metadata.config is not None or model_of(None, source.tensors):
         return source
     return derived(source, dialect_of(source.tensors).to_ours(source.tensors))
 
 
 def derived(source: Source, recipe: NameMap) -> Source:
-    """Raises CheckpointError if the tensors do not fit together."""
+    """Tensors made by a recipe. Raises CheckpointError if they do not fit together."""
     tensors = {}
     for name, made in recipe.items():
         parts = [source.tensors[part] for part in made.sources]

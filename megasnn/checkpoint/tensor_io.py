@@ -174,7 +174,7 @@ def read_boxes(path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[S
 
 @contextmanager
 def _utf8_name(folder: Path) -> Iterator[Path]:
-    """The safetensors library can open no other names."""
+    """The folder under a name in UTF-8: safetensors opens no other."""
     if os.fsencode(folder) == str(folder).encode(errors="replace"):
         yield folder
         return
@@ -206,7 +206,7 @@ class _Overlap(NamedTuple):
 
 
 def _overlaps(saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor]) -> Iterator[dict[str, _Overlap]]:
-    """By file: equal boxes in several files are copies."""
+    """Each box that a rank's piece needs, by file: equal boxes in several files are copies."""
     for entry in entries:
         dtype = DTYPES[saved[entry.name].dtype][0]
         for piece in entry.shard.pieces():

@@ -112,12 +112,12 @@ class Writer:
         return self._thread.is_alive()
 
     def finish(self, seconds: float | None = None) -> None:
-        """At most the given time."""
+        """Waits for a save in progress, at most `seconds`."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
 
     def close(self) -> None:
-        """A save in progress is lost."""
+        """Ends the thread's group; a save in progress is lost."""
         if self._background and self._group is not None and not self.busy:
             dist.destroy_process_group(self._group)
             self._group = None
@@ -133,7 +133,7 @@ class Writer:
         return self._planned
 
     def _staged(self, state: LocalState) -> FileContent:
-        """Copied to CPU memory (pinned for a GPU), which the next save reuses."""
+        """The content in CPU memory (pinned for a GPU), which the next save reuses."""
         content = self._content(state)
         values = [value for _, _, value in content]
         layout = [(each.shape, each.dtype, each.stride()) for each in values]

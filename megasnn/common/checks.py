@@ -31,11 +31,11 @@ class Finding:
 
 
 class DeviceChecks:
-    """A step's findings on this rank. `words` apply to each message, the last first."""
+    """A step's findings on this rank. The words of `words` are put around each message, the last first."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.words: list[Words] = []
+        self.words: list[explained] = []
         self._certain: list[Finding] = []
         self._open: list[tuple[Tensor, Callable[[], Finding]]] = []  # findings if the tensor is not 0
 
@@ -65,7 +65,9 @@ class DeviceChecks:
 
     def note(self, wrong: Tensor | bool, complaint: str) -> None:
         # Described only if it is wrong, which is known at the step's end.
-        describe = partial(_described, complaint, tuple(self.words), _context.get())
+        words = [each.words for each in self.words]
+        context = _context.get()
+        describe = partial(_described, complaint, words, str if context is None else context.describe)
         if isinstance(wrong, Tensor):
             self._open.append((wrong.reshape(1), describe))
         elif wrong:
@@ -81,7 +83,7 @@ class DeviceChecks:
         return torch.cat([flag for flag, _ in self._open])
 
 
-def _described(complaint: str, words: tuple[Words, ...], context: Callable[[], str]) -> Finding:
+def _described(complaint: str, words: list[Words], context: Callable[[], str]) -> Finding:
     for each in reversed(words):
         complaint = each(complaint)
     return Finding(complaint, context())
@@ -110,22 +112,33 @@ def check_value(wrong: Tensor | bool, complaint: str, seen: Callable[[], str] | 
 
 
 # Other notes, such as a data worker's traceback, belong to the error.
-class _ErrorContext(str):
+class _ContextNote(str):
     """Note with an error's context."""
 
 
-_context: ContextVar[Callable[[], str]] = ContextVar("context", default=str)
+@dataclass
+class ErrorContext:
+    """Context of errors and findings in a block.
+
+    Attributes:
+        describe: returns its words; may be replaced inside, for later errors and findings.
+    """
+
+    describe: Callable[[], str]
+
+
+_context: ContextVar[ErrorContext | None] = ContextVar("context", default=None)
 
 
 @contextmanager
-def error_context(where: str | Callable[[], str]) -> Iterator[None]:
+def error_context(where: str | Callable[[], str]) -> Iterator[ErrorContext]:
     """Names the context of errors and findings inside the block or function."""
-    context = partial(str, where) if isinstance(where, str) else where
+    context = ErrorContext(partial(str, where) if isinstance(where, str) else where)
     token = _context.set(context)
     try:
-        yield
+        yield context
     except Exception as error:
-        error.add_note(_ErrorContext(context()))
+        error.add_note(_ContextNote(context.describe()))
         raise
     finally:
         _context.reset(token)
@@ -133,30 +146,33 @@ def error_context(where: str | Callable[[], str]) -> Iterator[None]:
 
 def context_of_error(error: BaseException) -> str:
     """Innermost first; "" if unknown."""
-    return ", ".join(note for note in getattr(error, "__notes__", []) if isinstance(note, _ErrorContext))
+    return ", ".join(note for note in getattr(error, "__notes__", []) if isinstance(note, _ContextNote))
 
 
 def other_notes(error: BaseException) -> list[str]:
-    return [note for note in getattr(error, "__notes__", []) if not isinstance(note, _ErrorContext)]
+    return [note for note in getattr(error, "__notes__", []) if not isinstance(note, _ContextNote)]
 
 
 class explained:
     """Puts words around errors inside, the innermost first. May be entered again and again.
 
-    A class, because blocks of every layer enter one: a generator takes twice the calls.
+    Attributes:
+        words: may be replaced inside, for later errors and findings.
     """
 
+    # A class, because blocks of every layer enter one: a generator takes twice the calls.
+
     def __init__(self, words: Words) -> None:
-        self._words = words
+        self.words = words
 
     def __enter__(self) -> None:
         checks = _collecting.get()
         if checks is not None:
-            checks.words.append(self._words)
+            checks.words.append(self)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         checks = _collecting.get()
         if checks is not None:
             checks.words.pop()
         if isinstance(error, ValueError):
-            raise ValueError(self._words(str(error))) from error
+            raise ValueError(self.words(str(error))) from error

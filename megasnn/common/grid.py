@@ -64,8 +64,13 @@ class Grid:
         return replace(self, dp_replicate=world_size // of_replica)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes in the order of `AXES`."""
+        return tuple(self.size(axis) for axis in AXES)
+
+    @property
     def world_size(self) -> int:
-        return prod(self.size(axis) for axis in AXES)
+        return prod(self.shape)
 
     @property
     def replicas(self) -> int:
@@ -76,12 +81,12 @@ class Grid:
 
     def coordinates(self, rank: int) -> Coordinates:
         """Raises ValueError for a rank outside the grid."""
-        indices = np.unravel_index(rank, [self.size(axis) for axis in AXES])
+        indices = np.unravel_index(rank, self.shape)
         return Coordinates(self, *map(int, indices))
 
     def groups(self, *axes: Axis) -> list[list[int]]:
         """Groups along `axes`, each ascending: ``groups("tp")``, ``groups("tp", "pp")``."""
-        ranks = np.arange(self.world_size).reshape([self.size(axis) for axis in AXES])
+        ranks = np.arange(self.world_size).reshape(self.shape)
         inside = [dim for dim, axis in enumerate(AXES) if axis in axes]
         outside = [dim for dim, axis in enumerate(AXES) if axis not in axes]
         group_size = prod(ranks.shape[dim] for dim in inside)
@@ -116,7 +121,10 @@ def micro_batch_sizes(global_batch_size: int, micro_batch_size: int) -> list[int
     # They depend on the batch sizes only. Norms work per micro-batch, and replicas never cut one, so every layout
     # computes the same function.
     whole, rest = divmod(global_batch_size, micro_batch_size)
-    return [micro_batch_size] * whole + [rest] * (rest > 0)
+    sizes = [micro_batch_size] * whole
+    if rest:
+        sizes.append(rest)
+    return sizes
 
 
 def micro_batches_of(micro_batches: int, dp_size: int, dp_rank: int) -> range:

@@ -67,14 +67,14 @@ def peak_memory_mb(device: torch.device) -> float:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
-    return _resident("VmHWM:") / 1e6
+    return _resident("VmHWM") / 1e6
 
 
 def resident_memory_mb(device: torch.device) -> float:
     """This rank's current memory, as in `peak_memory_mb`."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / 1e6
-    return _resident("VmRSS:") / 1e6
+    return _resident("VmRSS") / 1e6
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -93,14 +93,21 @@ def memory_scalars(peaks: Sequence[float], kind: str = "peak") -> dict[str, floa
 
 
 def processor_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return _proc_value("/proc/cpuinfo", "model name")
 
 
 def _resident(name: str) -> int:
     # getrusage's maximum survives exec: a rank started by a large launcher would report the launcher's memory.
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
+    kilobytes = _proc_value("/proc/self/status", name)
+    return 1024 * int(kilobytes.removesuffix("kB")) if kilobytes else 0
+
+
+def _proc_value(file: str, name: str) -> str:
+    """The first value of this name, as "name: value" in a line; empty without one."""
+    for line in Path(file).read_text(encoding="utf-8").splitlines():
+        if line.startswith(name):
+            return line.partition(":")[2].strip()
+    return ""
 
 
 class AllocationCounter:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -19,12 +18,8 @@ _DIFFERS = (
 )
 
 
-class _Forward(NamedTuple):
-    cache: Cache
-    is_replay: bool
-
-
-_forward: ContextVar[_Forward | None] = ContextVar("forward", default=None)
+_forward: ContextVar[tuple[Cache, bool] | None] = ContextVar("forward", default=None)
+"""The cache of the forward at work, and whether it is a replay."""
 
 
 def cached_collective(compute: Callable[[], Result]) -> Result:
@@ -35,39 +30,46 @@ def cached_collective(compute: Callable[[], Result]) -> Result:
     forward = _forward.get()
     if forward is None:
         return compute()
-    if not forward.is_replay:
+    cache, is_replay = forward
+    if not is_replay:
         result = compute()
         # A copy, since callers may change the tensor.
-        forward.cache.append(result.clone() if isinstance(result, Tensor) else result)
+        cache.append(result.clone() if isinstance(result, Tensor) else result)
         return result
-    if not forward.cache:
+    if not cache:
         raise ValueError(_DIFFERS)
-    cached: Result = forward.cache.popleft()
+    cached: Result = cache.popleft()
     return cached
 
 
 def is_replaying() -> bool:
     forward = _forward.get()
-    return forward is not None and forward.is_replay
+    return forward is not None and forward[1]
 
 
-@contextmanager
-def recording(cache: Cache) -> Iterator[None]:
+class recording:
     """Fills `cache` in a first forward."""
-    token = _forward.set(_Forward(cache, is_replay=False))
-    try:
-        yield
-    finally:
-        _forward.reset(token)
+
+    def __init__(self, cache: Cache) -> None:
+        self._forward = cache, False
+
+    def __enter__(self) -> None:
+        self._token = _forward.set(self._forward)
+
+    def __exit__(self, *error: object) -> None:
+        _forward.reset(self._token)
 
 
-@contextmanager
-def replaying(cache: Cache) -> Iterator[None]:
+class replaying:
     """Consumes `cache` in the recomputed forward. Raises ValueError if results remain."""
-    token = _forward.set(_Forward(cache, is_replay=True))
-    try:
-        yield
-    finally:
-        _forward.reset(token)
-    if cache:
-        raise ValueError(_DIFFERS)
+
+    def __init__(self, cache: Cache) -> None:
+        self._forward = cache, True
+
+    def __enter__(self) -> None:
+        self._token = _forward.set(self._forward)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        _forward.reset(self._token)
+        if kind is None and self._forward[0]:
+            raise ValueError(_DIFFERS)

@@ -66,6 +66,7 @@ def _adamw(
     import torch
 
     eps = ADAMW_EPS if adam_eps is None else adam_eps
+    # Only torch's fused step takes found_inf.
     return torch.optim.AdamW(groups, lr=lr, betas=(adam_beta1, adam_beta2), eps=eps, fused=True)
 
 

@@ -72,7 +72,6 @@ def cut_problems(parallel: ParallelConfig, layer_groups: Sequence[str]) -> list[
 
 
 def _graph_problems(config: PretrainConfig) -> Iterator[str]:
-    """Flags that rule out CUDA graphs."""
     if config.training.cuda_graphs != "on":
         return
     parallel = config.parallel
@@ -133,7 +132,6 @@ def _unequal_replicas(config: PretrainConfig, grid: Grid) -> Iterator[str]:
 
 
 def _ranks_without_samples(config: PretrainConfig) -> Iterator[str]:
-    """Micro-batches with fewer samples than context-parallel ranks."""
     training = config.training
     size = training.micro_batch_size
     context = config.parallel.context_parallel_size
@@ -148,7 +146,6 @@ def _ranks_without_samples(config: PretrainConfig) -> Iterator[str]:
 
 
 def _window_problems(config: PretrainConfig) -> Iterator[str]:
-    """Windows in time of unequal length, or with recomputation."""
     parallel = config.parallel
     steps = config.training.bptt_steps
     if steps is None:
@@ -169,7 +166,6 @@ def _window_problems(config: PretrainConfig) -> Iterator[str]:
 
 
 def _task_problems(config: PretrainConfig) -> Iterator[str]:
-    """Flags for images and classes, with a model for another task."""
     model = config.model
     training = config.training
     task = model.own_task()
@@ -193,7 +189,6 @@ def _task_problems(config: PretrainConfig) -> Iterator[str]:
 
 
 def _evaluation_problems(config: PretrainConfig) -> Iterator[str]:
-    """Evaluations without a checkpoint or validation data."""
     options = config.checkpoint
     evaluates_only = config.training.evaluate_only
     if evaluates_only and options.load is None:
@@ -218,7 +213,6 @@ def _evaluation_problems(config: PretrainConfig) -> Iterator[str]:
 
 
 def _mixing_problems(config: PretrainConfig) -> Iterator[str]:
-    """Mixed samples with a loss for class numbers only."""
     if not config.data.mixes or LOSSES[config.training.loss].mixes:
         return
     asked = " and ".join(config.data.changed("mixup_alpha", "cutmix_alpha"))
@@ -227,7 +221,6 @@ def _mixing_problems(config: PretrainConfig) -> Iterator[str]:
 
 
 def _neuron_problems(config: PretrainConfig) -> Iterator[str]:
-    """Neurons or surrogates missing in the backend."""
     neuron = config.neuron
     if neuron.neuron_backend in BACKENDS.also:
         return

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -180,7 +181,7 @@ def open_datasets(
     for number, (flag, path) in enumerate(paths):
         addresses.append([made[number]] if path == SAMPLE else expand_shards(path, flag))
     shards = [open_shards(each, decide) for each in addresses]
-    classes = _class_names([shard for each in shards for shard in each]) if num_classes else ()
+    classes = _class_names([*chain(*shards)]) if num_classes else ()
     datasets = [_dataset(config, format, num_classes, each) for each in shards]
     warnings: list[str] = []
     for (flag, _), each in zip(paths, shards, strict=True):
@@ -188,7 +189,8 @@ def open_datasets(
     if not evaluates:
         warnings += _used_twice(*addresses)
     distinct = tuple(dict.fromkeys(warnings))
-    return Datasets(datasets[0], datasets[1] if valid_path else None, classes, distinct)
+    valid = datasets[1] if valid_path else None
+    return Datasets(datasets[0], valid, classes, distinct)
 
 
 def class_difference(one: Sequence[str], other: Sequence[str]) -> str | None:

@@ -6,7 +6,7 @@ and augmentation do not depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, repeat, tee
@@ -222,6 +222,8 @@ class BatchLoader:
             inputs = {name: inputs[name] for name in self._format.inputs}
         if not self._share.inputs:
             inputs = None
+        # Training counts a substitute in place of its broken sample; an evaluation leaves both out.
+        left_out = frozenset[int]() if self._training else frozenset(substitutes)
         return MicroBatch(
             upcoming.start,
             len(sample_ids),
@@ -229,13 +231,16 @@ class BatchLoader:
             inputs,
             targets,
             skipped=len(substitutes),
-            left_out=frozenset() if self._training else frozenset(substitutes),
+            left_out=left_out,
         )
 
     def _read(self) -> Iterator[LoadedMicroBatch]:
         if self._loader is None:
             self._loader = self._start()
-        for loaded in self._watch.iterate(self._loader) if self._watch else self._loader:
+        items: Iterable[Any] = self._loader
+        if self._watch is not None:
+            items = self._watch.iterate(self._loader)
+        for loaded in items:
             if isinstance(loaded, Exception):
                 raise loaded
             yield loaded

@@ -57,7 +57,8 @@ class SampleOrder:
 
     def permutation(self, epoch: int) -> NDArray[np.int64]:
         """Samples in an epoch's order, int64 `[samples]`."""
-        return _permutation(self.samples, self.seed, epoch if self.shuffle else None)
+        shuffled_epoch = epoch if self.shuffle else None
+        return _permutation(self.samples, self.seed, shuffled_epoch)
 
 
 @lru_cache(maxsize=4)  # a batch usually lies in one epoch or two, of training or of evaluation

@@ -133,8 +133,9 @@ def _describe(url: str) -> RemoteShard:
     if url.startswith(_HTTP):
         with closing(_http(url)) as response:
             length = response.headers.get("Content-Length")
+            size = None if length is None else int(length)
             version = response.headers.get("ETag") or response.headers.get("Last-Modified", "")
-            return RemoteShard(url, None if length is None else int(length), version)
+            return RemoteShard(url, size, version)
     system, path = fsspec.core.url_to_fs(url)
     version = ""
     with suppress(NotImplementedError, KeyError):  # some file systems have no time of change

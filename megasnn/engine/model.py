@@ -22,7 +22,7 @@ from megasnn.parallel.agreement import gather
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel.sharding import ShardedTensor, parameter_count
-from megasnn.parallel.sync_batch_norm import merge_running_statistics
+from megasnn.parallel.sync_batch_norm import RunningStatistics
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.executor import PipelineExecutor
@@ -57,12 +57,14 @@ class DistributedModel:
     norms: Sequence[ParallelBatchNorm]
     gradient_buckets: GradientBuckets
     gradient_norm: GradientNorm
+    running_statistics: RunningStatistics
     ties: Ties | None
     loss: MicroBatchLoss
     executor: PipelineExecutor
     checks: DeviceChecks
     wants_to_stop: Callable[[], bool] = lambda: False
     stop_votes: float = field(default=0.0, init=False)
+    _trains: bool | None = field(default=None, init=False)  # the modules' mode; None if unknown
 
     @property
     def state(self) -> ParallelState:
@@ -90,7 +92,7 @@ class DistributedModel:
         """Forward and backward for this replica's micro-batches; sums the step over all ranks. Collective.
 
         Reduces gradients over the replicas. The host does not wait for the device. Norms record statistics for
-        `merge_statistics`.
+        `running_statistics`.
         """
         self.loss.begin(global_batch_size)
         self.gradient_buckets.zero(len(micro_batches))
@@ -131,17 +133,6 @@ class DistributedModel:
             self._raise_findings()
         return figures
 
-    def merge_statistics(self, most_micro_batches: int) -> None:
-        """Merges recorded statistics into running statistics. Collective over the replicas.
-
-        Args:
-            most_micro_batches: largest number on any replica.
-        """
-        of_owners = None
-        if self.ties is not None:
-            of_owners = self.ties.statistics_of_owners
-        merge_running_statistics(self.norms, self.context.state.dp, most_micro_batches, of_owners)
-
     def refresh_copies(self) -> None:
         """Copies changed values to replicas and tied layers. Collective."""
         self.gradient_buckets.all_gather_params()
@@ -171,6 +162,7 @@ class DistributedModel:
         """Repeats the last step's forward; training state stays. Collective."""
         for norm in self.norms:
             norm.record_statistics(False)
+        self._trains = None
         # Collected and dropped: the step has reported these findings.
         with self.checks.collecting():
             schedule = self.plan.schedules.evaluation(len(micro_batches))
@@ -179,10 +171,13 @@ class DistributedModel:
     @contextmanager
     def _mode(self, trains: bool) -> Iterator[None]:
         """At the block's end, windows leave no state."""
-        for chunk in self.chunks.values():
-            chunk.train(trains)
-        for norm in self.norms:
-            norm.record_statistics(trains)
+        # A step visits the modules only after an evaluation: Spikformer-8-512 has 180.
+        if trains is not self._trains:
+            for chunk in self.chunks.values():
+                chunk.train(trains)
+            for norm in self.norms:
+                norm.record_statistics(trains)
+            self._trains = trains
         with self.checks.collecting(), self.context.cast_weights.caching():
             yield
         if self.loss.windows is not None:

@@ -16,6 +16,7 @@ from megasnn.optim.norms import GradientNorm
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel.sharding import ShardedTensor
+from megasnn.parallel.sync_batch_norm import RunningStatistics
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk, build_chunks
 from megasnn.pipeline.executor import PipelineExecutor
@@ -77,6 +78,8 @@ def build_replica(
     if description.ties:
         gradient = buckets.gradient_of_part
         ties = Ties(description, plan.bounds, schedules.placement, chunks, state.pp, state.device, gradient, local_part)
+    norms = [module for module in modules if isinstance(module, ParallelBatchNorm)]
+    of_owners = None if ties is None else ties.statistics_of_owners
     # A parameter's slot in the norm is its place in this list, the same on every rank.
     names = [entry.name for entry in description.tensors if entry.is_parameter]
     loss = MicroBatchLoss(config, description.task, context.counts_logits, state.device)
@@ -97,9 +100,10 @@ def build_replica(
         tensors=tensors,
         copies=copies,
         owned=owned,
-        norms=[module for module in modules if isinstance(module, ParallelBatchNorm)],
+        norms=norms,
         gradient_buckets=buckets,
         gradient_norm=GradientNorm(names, owned, state.device),
+        running_statistics=RunningStatistics(norms, state.dp, of_owners),
         ties=ties,
         loss=loss,
         executor=PipelineExecutor(segments, state, transfers, loss, buckets, weights),

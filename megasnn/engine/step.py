@@ -89,7 +89,7 @@ class TrainStep:
                 self._update(rate, sums.norm, sums.is_void)
             figures = distributed.check(sums)  # waits for the device
             if figures.is_finite:
-                distributed.merge_statistics(micro_batch_counts(batch.size, *self._cut).most)
+                distributed.running_statistics.merge(micro_batch_counts(batch.size, *self._cut).most)
                 if not updates_unread:
                     self._update(rate, figures.grad_norm)
                 distributed.refresh_copies()

@@ -48,7 +48,8 @@ class Network:
     def append(self, name: str, make: Make, takes: list[str | None]) -> str:
         """Appends a layer, and returns its name. None in `takes` is the model's input."""
         before = self.made[-1][0] if self.made else None
-        self.made.append((name, make, None if takes == [before] else tuple(map(str, takes))))
+        inputs = None if takes == [before] else tuple(map(str, takes))
+        self.made.append((name, make, inputs))
         return name
 
 

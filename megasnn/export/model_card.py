@@ -82,17 +82,22 @@ def model_card(about: About, time_steps: int, task: Task, parameters: int, dtype
     call = "answers = model(inputs)"
     if task.classes and has_one_input:
         call = "logits = model(images)"
+    tag = "other"
+    accuracy_line = ""
+    if task.classes:
+        tag = "image-classification"
+        accuracy_line = f"- Accuracy (top-1): {accuracy}.\n"
     return _CARD.format(
         name=about.model,
         parameters=f"{parameters:,}",
         dtype=str(dtype).removeprefix("torch."),
         time_steps=time_steps,
-        tag="image-classification" if task.classes else "other",
+        tag=tag,
         inputs=inputs.replace("'N'", "N"),
         answers=", ".join(map(str, ["N", *task.answer.shape])),
         samples=samples,
         call=call,
-        accuracy=f"- Accuracy (top-1): {accuracy}.\n" if task.classes else "",
+        accuracy=accuracy_line,
         dimensions=json.dumps(about.config),
         training=json.dumps(training),
         flags=json.dumps(flags),

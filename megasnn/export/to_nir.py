@@ -226,7 +226,10 @@ class _Graph:
         if len(x.shape) != 1:
             self.refuse("a linear layer on images")
         weight = module.weight.numpy()
-        node = nir.Linear(weight) if module.bias is None else nir.Affine(weight, module.bias.numpy())
+        if module.bias is None:
+            node = nir.Linear(weight)
+        else:
+            node = nir.Affine(weight, module.bias.numpy())
         return self.add(name, node, x, weight.shape[:1], is_product=True)
 
     def norm(self, name: str, module: Any, x: Value) -> Value:
@@ -245,7 +248,10 @@ class _Graph:
         weight = product.weight * scale.reshape(-1, *[1] * (product.weight.ndim - 1))
         dtype = product.weight.dtype
         folded = {"weight": weight.astype(dtype), "bias": bias.astype(dtype)}
-        self.nodes[node] = nir.Affine(**folded) if weight.ndim == 2 else replace(product, **folded)
+        if weight.ndim == 2:
+            self.nodes[node] = nir.Affine(**folded)  # the product may be a Linear, which has no bias
+        else:
+            self.nodes[node] = replace(product, **folded)
         self._normed.add(node)
         return x._replace(is_product=False)
 
@@ -257,7 +263,9 @@ class _Graph:
         ends = {"v_threshold": full(spec.v_threshold), "v_reset": full(spec.v_reset)}
         if spec.kind == "if":
             return self.add(name, nir.IF(r=full(1 / self.dt), **ends), x, x.shape)
-        tau = spec.tau if module.w is None else 1 / module.w.sigmoid().item()
+        tau = spec.tau
+        if module.w is not None:
+            tau = 1 / module.w.sigmoid().item()
         r = 1.0 if spec.decay_input else tau
         node = nir.LIF(tau=full(tau * self.dt), r=full(r), v_leak=full(spec.v_reset), **ends)
         return self.add(name, node, x, x.shape)
@@ -287,8 +295,8 @@ class _Graph:
             return x._replace(folds_time=True)
         # Dimensions of time and samples, which a graph lacks.
         before = 1 if x.folds_time else 2
-        first = start - before if start >= 0 else len(x.shape) + start
-        last = end - before if end >= 0 else len(x.shape) + end
+        first = _dimension_of_sample(start, before, len(x.shape))
+        last = _dimension_of_sample(end, before, len(x.shape))
         if first < 0:
             self.refuse("flattening of samples")
         if first == last:
@@ -301,6 +309,12 @@ class _Graph:
 
     def unchanged(self, name: str, module: nn.Module, x: Value) -> Value:
         return x
+
+
+def _dimension_of_sample(dim: int, before: int, dims: int) -> int:
+    if dim < 0:
+        return dims + dim
+    return dim - before
 
 
 def _bias(module: Any, weight: np.ndarray) -> np.ndarray:

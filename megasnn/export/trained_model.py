@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,16 +122,20 @@ class TrainedModel(nn.Module):
             ValueError: unknown inputs, another shape, integers for floating-point values, or infinite values or NaN.
         """
         specs = self.description.task.inputs
-        named = inputs if isinstance(inputs, Mapping) else {next(iter(specs)): inputs}
-        if named.keys() != specs.keys():
-            raise ValueError(f"the model takes a dict of its inputs, {', '.join(specs)}; got {', '.join(named)}")
-        arrays = {name: _of_numpy(name, x) if isinstance(x, np.ndarray) else x for name, x in named.items()}
+        if not isinstance(inputs, Mapping):
+            inputs = {next(iter(specs)): inputs}
+        if inputs.keys() != specs.keys():
+            raise ValueError(f"the model takes a dict of its inputs, {', '.join(specs)}; got {', '.join(inputs)}")
+        arrays = {name: _as_tensor(name, x) for name, x in inputs.items()}
         # Values and sizes are unknown while a compiler follows the model.
         is_followed = torch.compiler.is_exporting() or torch.compiler.is_compiling() or torch.jit.is_tracing()
         if not is_followed:
             self._check(arrays)
-        # torch.export cannot load a graph with no_grad in it.
-        with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():
+        without_gradients: AbstractContextManager[object] = torch.no_grad()
+        if torch.compiler.is_exporting():
+            # torch.export cannot load a graph with no_grad in it.
+            without_gradients = nullcontext()
+        with without_gradients:
             values = {name: x.to(specs[name].type_for(self.dtype)) for name, x in arrays.items()}
             has_samples = is_followed or min(map(len, values.values())) > 0
             if has_samples:
@@ -147,11 +151,13 @@ class TrainedModel(nn.Module):
         for name, spec in self.description.task.inputs.items():
             x = inputs[name]
             is_empty = isinstance(x, Tensor) and x.ndim > 0 and len(x) == 0 and not samples
-            read = x.new_zeros(1, *x.shape[1:]) if is_empty else x
-            problem = spec.problem(name, read, samples, reads=True) or not_finite(name, read.to(self.dtype))
+            if is_empty:
+                x = x.new_zeros(1, *x.shape[1:])
+            problem = spec.problem(name, x, samples, reads=True) or not_finite(name, x.to(self.dtype))
             if problem:
                 raise ValueError(problem)
-            samples = None if is_empty else len(x)
+            if not is_empty:
+                samples = len(x)
 
     def steps(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Logits at each time step, `[T, N, classes]`."""
@@ -240,10 +246,10 @@ def load_model(
         raise CheckpointError(f"{path} holds weights without the configuration of a model: give one that a run saved")
     averaged = ema and bool(averages_of(metadata.tensors))
     names = own_names(metadata.tensors)
-    saved = {name: AVERAGE + name if averaged else name for name in names}
-    values = read_full(path, metadata, saved.values())
+    prefix = AVERAGE if averaged else ""
+    values = read_full(path, metadata, [prefix + name for name in names])
     about = About(metadata.model, metadata.config, _samples(metadata), _training(metadata, averaged))
-    return TrainedModel(about, {name: values[saved[name]] for name in names}, model)
+    return TrainedModel(about, {name: values[prefix + name] for name in names}, model)
 
 
 def _samples(metadata: Metadata) -> dict[str, Any]:
@@ -271,11 +277,14 @@ def _training(metadata: Metadata, averaged: bool) -> dict[str, Any]:
     recipe = metadata.extra.get("recipe")
     if isinstance(best, dict) and best.get("iteration") == metadata.iteration:
         done["accuracy_top1"] = best.get("accuracy_top1")
-    return {**done, "flags": recipe if isinstance(recipe, dict) else {}}
+    done["flags"] = recipe if isinstance(recipe, dict) else {}
+    return done
 
 
-def _of_numpy(name: str, array: np.ndarray) -> Tensor:
-    """A tensor from an array with any memory and byte order. Raises ValueError unless it holds numbers."""
+def _as_tensor(name: str, array: Any) -> Any:
+    """NumPy arrays with any memory and byte order become tensors. Raises ValueError unless they hold numbers."""
+    if not isinstance(array, np.ndarray):
+        return array
     if array.dtype.kind not in "biuf":
         raise ValueError(f"{name} is an array of {array.dtype}, and must be one of numbers")
     return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))

@@ -61,7 +61,7 @@ def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:
     pack = pack_bits if content is Content.SPIKES else pack_counts
     if not check:
         return pack(flat)
-    with explained(partial(_explain_content, content)):
+    with _EXPLAINED[content]:
         return pack(flat, check)
 
 
@@ -70,6 +70,9 @@ def _explain_content(content: Content, text: str) -> str:
         f"{text}; the layers before declared {content.value}. Your own neuron declares other values by "
         "SpikingNeuron(..., largest=...), and your own forward by mark_spikes(..., largest)"
     )
+
+
+_EXPLAINED = {content: explained(partial(_explain_content, content)) for content in Content}
 
 
 def encoded_like(count: int, content: Content, dtype: torch.dtype, device: torch.device) -> Tensor:

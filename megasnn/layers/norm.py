@@ -23,7 +23,7 @@ class ParallelBatchNorm(nn.Module):
     """Batch norm of `[T, N, C_local, *space]` over time, samples and space (nn.BatchNorm's arithmetic).
 
     Every micro-batch is normalised by its own mean and biased variance. With `record_statistics` a forward appends
-    (mean, biased variance, values per channel) to `pending`; `merge_running_statistics` makes one update a step from
+    (mean, biased variance, values per channel) to `pending`; `RunningStatistics` makes one update a step from
     the global batch's records, for each call in a forward.
 
     Args:

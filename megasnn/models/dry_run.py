@@ -110,8 +110,10 @@ def _counting(layer: nn.Module, found: list[int]) -> Iterator[None]:
 
     # torch's counter sees plain code's operators. MegaSNN's layers only return shapes in a dry run, so hooks count
     # them.
-    ours = [each for each in layer.modules() if isinstance(each, (ParallelConv, ParallelLinear))]
-    hooks = [each.register_forward_hook(add) for each in ours]
+    hooks = []
+    for module in layer.modules():
+        if isinstance(module, (ParallelConv, ParallelLinear)):
+            hooks.append(module.register_forward_hook(add))
     try:
         with FlopCounterMode(display=False) as counter:
             yield

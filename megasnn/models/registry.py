@@ -98,7 +98,8 @@ def dialect_for(program: str, ours: Collection[str], model: str | None = None) -
         CheckpointError: the program has no such model, or the registry lacks it.
     """
     entry = model_of(model, ours)
-    for dialect in entry.dialects() if entry is not None else ():
+    dialects = () if entry is None else entry.dialects()
+    for dialect in dialects:
         if dialect.name == program:
             return dialect
     known = ", ".join(f"{dialect.name} ({dialect.title})" for dialect in all_dialects())

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from weakref import WeakMethod
+from functools import partial
+from weakref import WeakMethod, finalize
 
 from torch import Tensor
 
 from megasnn.parallel.bucket_sizes import EXCHANGES_AT_ONCE, bucket_spans, peak_exchange_bytes
 from megasnn.parallel.collectives import all_reduce_sum, start_all_reduce_sum
 from megasnn.parallel.fsdp import GatheredWeights
+from megasnn.parallel.pending_gradients import PendingGradients
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel.zero import ParameterShards, aligned, side_by_side
 from megasnn.parallel_state import Group
@@ -26,7 +28,7 @@ class Bucket:
         weights: FSDP.
 
     Attributes:
-        pending: number of gradients still expected, by parameter.
+        pending: counts the gradients; None for scattered ones.
         await_sum: waits for the replicas' sum in flight.
         fsdp_shards: the shards of this rank in FSDP; None without.
         reduced: local gradients, replaced by the replicas' sum.
@@ -50,7 +52,7 @@ class Bucket:
         sizes = [aligned(each.nbytes) // each.itemsize for each in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes))
         self.views = side_by_side(parameters, self.flat, sizes)
-        self.pending: dict[Tensor, int] = {}
+        self.pending: PendingGradients | None = None
         self.await_sum: Callable[[], object] | None = None
         self.fsdp_shards: ParameterShards | None = None
         self.zero_shards: ParameterShards | None = None
@@ -98,6 +100,7 @@ class Bucket:
         self.flat.untyped_storage().resize_(0)
 
     def end(self) -> None:
+        """Waits for a sum that was started."""
         if self.await_sum is not None:
             self.await_sum()
             # It references the sent and received tensors.
@@ -132,7 +135,6 @@ class GradientBuckets:
     ) -> None:
         self._holders = holders
         self._tp = tp
-        self._additions = additions or {}
         self._is_scattered = scattered
         self._in_flight: deque[Bucket] = deque()
         self._next = 0
@@ -144,21 +146,18 @@ class GradientBuckets:
         late = weights.multiplied if weights is not None and scattered else set[Tensor]()
         for segment, entries in sorted(tensors, key=lambda pair: -pair[0]):
             buckets = []
-            for parameters, partial in _groups(entries, late):
-                buckets.append(Bucket(parameters, partial, owners, weights, scattered))
+            for parameters, is_partial in _groups(entries, late):
+                buckets.append(Bucket(parameters, is_partial, owners, weights, scattered))
             self._by_segment[segment] = buckets
             self._buckets += buckets
         self._reduced_of_parameter: dict[Tensor, Tensor] = {}
         self._reduced_of_part: dict[Tensor, Tensor] = {}
-        self._bucket_of: dict[Tensor, Bucket] = {}
+        self._counters: dict[Tensor, Callable[[Tensor], None]] = {}
         for bucket in self._buckets:
             self._reduced_of_parameter.update(zip(bucket.parameters, bucket.reduced_parts, strict=True))
             self._reduced_of_part.update(zip(bucket.local_parts, bucket.reduced_parts, strict=True))
-            self._bucket_of |= dict.fromkeys(bucket.parameters, bucket)
-        # Python's garbage collector finds no cycle through a tensor's hooks: a hook with a strong reference to this
-        # object would keep it, the weights and the gradients alive for ever.
-        for parameter in self._bucket_of:
-            parameter.register_post_accumulate_grad_hook(_weak(self.accumulated))
+            if not scattered:
+                self._count_gradients(bucket, additions or {})
         self.zero()
 
     def zero(self, micro_batches: int = 1) -> None:
@@ -166,23 +165,22 @@ class GradientBuckets:
         self._next = 0
         for bucket in self._buckets:
             bucket.zero()
-            bucket.pending = {each: micro_batches * self._additions.get(each, 1) for each in bucket.parameters}
+            if bucket.pending is not None:
+                bucket.pending.begin(micro_batches)
+
+    def _count_gradients(self, bucket: Bucket, additions: Mapping[Tensor, int]) -> None:
+        expected = [additions.get(parameter, 1) for parameter in bucket.parameters]
+        bucket.pending = PendingGradients(expected, _weak(self._reduce_complete))
+        for index, parameter in enumerate(bucket.parameters):
+            count = partial(bucket.pending.count, index)
+            self._counters[parameter] = count
+            # A parameter may outlive its buckets.
+            finalize(self, parameter.register_post_accumulate_grad_hook(count).remove)
 
     def accumulated(self, parameter: Tensor) -> None:
-        """Counts a gradient added by autograd or directly. Raises ValueError for an unexpected one."""
-        if self._is_scattered:
-            return
-        pending = self._bucket_of[parameter].pending
-        if parameter not in pending:
-            raise ValueError(
-                f"a layer with a weight of shape {list(parameter.shape)} was called more often than in the dry run, or "
-                "the module around it uses the weight as well: call the layer equally often in every forward, and use "
-                "its weight only by calling the layer"
-            )
-        pending[parameter] -= 1
-        if pending[parameter] == 0:
-            del pending[parameter]
-            self._reduce_complete()
+        """Counts a gradient that was added without autograd. Raises ValueError for an unexpected one."""
+        if not self._is_scattered:
+            self._counters[parameter](parameter)
 
     def begin(self, segment: int, first_part: bool = False) -> None:
         """Allocates scattered gradients before a segment's backward or its first part."""
@@ -201,7 +199,8 @@ class GradientBuckets:
         if self._is_scattered:
             return
         for bucket in self._by_segment.get(segment, ()):
-            bucket.pending.clear()
+            if bucket.pending is not None and bucket.pending.parameters:
+                bucket.pending.end()
         self._reduce_complete()
 
     def wait(self) -> None:
@@ -261,8 +260,9 @@ class GradientBuckets:
 
     def _reduce_complete(self) -> None:
         # A bucket waits for all earlier ones: collectives must match on every replica.
-        while self._next < len(self._buckets) and not self._buckets[self._next].pending:
-            bucket = self._buckets[self._next]
+        for bucket in self._buckets[self._next :]:
+            if bucket.pending is not None and bucket.pending.parameters:
+                break
             self._next += 1
             if bucket.partial:
                 all_reduce_sum(bucket.flat, self._tp)

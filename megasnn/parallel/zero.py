@@ -6,6 +6,7 @@ The owner sums the gradients, keeps the optimizer state, and sends the new value
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from megasnn.kernels.layout import flat_in_memory
 from megasnn.parallel.bucket_sizes import exchange_bytes
-from megasnn.parallel.collectives import start_exchange, sum_in_rank_order
+from megasnn.parallel.collectives import Exchange, start_exchange, sum_in_rank_order
 from megasnn.parallel.sharding import own_span
 from megasnn.parallel_state import Group
 
@@ -44,12 +45,16 @@ class ParameterShards:
         self._holders = holders
         self._gradients = by_owner(gradients, holders)
         self._counts = elements_by_rank(self._gradients)
+        destinations: list[list[Tensor]] = []
+        self._own_values: list[Tensor] = []
         if local_shards is None:
-            self._values = by_owner(parameters, holders)
+            destinations = by_owner(parameters, holders)
+            self._own_values = destinations[holders.rank]
+            destinations[holders.rank] = []
             self.shards = [nn.Parameter(own_param_shard(each, holders)) for each in parameters]
         else:
-            self._values = []
             self.shards = list(local_shards)
+        self._gather = ShardGather(self._counts, destinations, holders)
         self.sum = gradients[0].new_zeros(self._counts[holders.rank])
         self.sums = side_by_side(self.shards, self.sum, [shard.numel() for shard in self.shards])
 
@@ -78,8 +83,7 @@ class ParameterShards:
 
     def start_all_gather(self) -> Callable[[], None]:
         """Starts sending this rank's values. The returned function waits for the others'."""
-        own = joined(self._values[self._holders.rank], self.sum)
-        return send_shards(own, self._counts, self._values, self._holders)
+        return self._gather.start(joined(self._own_values, self.sum))
 
     @property
     def exchange_bytes(self) -> int:
@@ -88,24 +92,38 @@ class ParameterShards:
         return exchange_bytes(bucket, self.sum.nbytes, self._holders.size)
 
 
-def send_shards(mine: Tensor, counts: Sequence[int], views: Sequence[list[Tensor]], group: Group) -> Callable[[], None]:
-    """Starts sending this rank's shards. The returned function waits, and copies the others' into `views`.
+class ShardGather:
+    """Sends this rank's shards to a group's other ranks, and copies theirs into views.
 
     Args:
-        mine: `[n]`.
         counts: elements sent, by rank.
-        views: destinations, by rank.
+        views: flat destinations, by rank; none for shards that are in place.
     """
-    outgoing = mine if group.size == 2 else mine.repeat(group.size - 1)
-    exchange = start_exchange(outgoing, [counts[group.rank]] * group.size, counts, group)
 
-    def finish() -> None:
-        for rank, received in enumerate(exchange()):
-            if rank != group.rank and views[rank]:
-                sizes = [view.numel() for view in views[rank]]
-                torch._foreach_copy_(views[rank], list(received.split(sizes)))
+    def __init__(self, counts: Sequence[int], views: Sequence[list[Tensor]], group: Group) -> None:
+        self._group = group
+        self._to_ranks = [counts[group.rank]] * group.size
+        self._from_ranks = list(counts)
+        self._views: list[Tensor] = []
+        self._sizes: list[list[int]] = []
+        for of_rank in views:
+            self._views += of_rank
+            self._sizes.append([view.numel() for view in of_rank])
 
-    return finish
+    def start(self, mine: Tensor) -> Callable[[], None]:
+        """Starts sending this rank's shards, `[n]`. The returned function waits, and fills the views."""
+        outgoing = mine if self._group.size == 2 else mine.repeat(self._group.size - 1)
+        return partial(self._finish, start_exchange(outgoing, self._to_ranks, self._from_ranks, self._group), mine)
+
+    def _finish(self, exchange: Exchange, mine: Tensor) -> None:
+        parts = exchange()
+        parts[self._group.rank] = mine
+        arrived: list[Tensor] = []
+        for part, sizes in zip(parts, self._sizes, strict=True):
+            if sizes:
+                arrived += part.split_with_sizes(sizes)
+        if arrived:
+            torch._foreach_copy_(self._views, arrived)
 
 
 def by_owner(tensors: Sequence[Tensor], holders: Group) -> list[list[Tensor]]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megasnn.common.bundle import Bundle, EntryKey, bundle_of, entries_of, map_entries
-from megasnn.common.checks import explained
+from megasnn.common.bundle import Bundle, EntryKey, bundle_of, entries_of, map_entries, plain_bundle
+from megasnn.common.checks import Words, explained
 from megasnn.layers.apply import apply_layer
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.context import BuildContext
-from megasnn.layers.dropout import ParallelDropout
+from megasnn.layers.dropout import DropPath, ParallelDropout, drawing_for
+from megasnn.layers.facts import facts
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.row_context import own_pixel_rows
 from megasnn.layers.shape_inference import to_channels_last
@@ -23,7 +25,30 @@ from megasnn.layers.tensors import described_tensors, materialise, sharded_tenso
 from megasnn.models.description import Built, Carried, ModelDescription
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.pipeline.graphs import Capture, ChunkGraphs, why_not
-from megasnn.telemetry.timers import named
+from megasnn.telemetry.timers import is_traced, named
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerCall:
+    """A layer's call in a chunk.
+
+    Attributes:
+        number: of the layer in the model.
+        words: put its name before an error message.
+        is_ours: MegaSNN's own; `apply_layer` calls any other module.
+        inputs: numbers of the layers whose outputs it takes.
+        last_uses: inputs that no later layer uses.
+        entries: of its output in the dry run.
+    """
+
+    number: int
+    name: str
+    words: Words
+    layer: nn.Module
+    is_ours: bool
+    inputs: tuple[int, ...]
+    last_uses: frozenset[int]
+    entries: Mapping[EntryKey, Any]
 
 
 class PipelineChunk(nn.Module):
@@ -38,6 +63,8 @@ class PipelineChunk(nn.Module):
     Attributes:
         receives, hands_on: tensors at the boundaries before and after the chunk.
         graphs: CUDA graphs for training, or None.
+        explained: puts its layers' names before errors of a recomputation.
+        without_spikes: surrounds a recomputation; the last neurons' spikes, which have left the chunk, stay zeros.
     """
 
     def __init__(
@@ -65,14 +92,34 @@ class PipelineChunk(nn.Module):
         self._input_names = description.task.input_names
         self._input_specs = description.task.inputs
         self._stateful: list[NeuronLayer | ParallelDropout] = []
+        self._drawing: Callable[[range | None], AbstractContextManager[object]] = nullcontext
         for module in self.layers.modules():
             if isinstance(module, (NeuronLayer, ParallelDropout)) and module.stateful:
                 self._stateful.append(module)
-        # Inputs of each layer that no later layer uses.
-        self._last_uses: list[set[int]] = []
-        for number in span:
-            needed_later = description.needed_from(number + 1)
-            self._last_uses.append({*description.layers[number].inputs} - {*needed_later})
+            if isinstance(module, (ParallelDropout, DropPath)):
+                self._drawing = drawing_for
+        self._calls: list[_LayerCall] = []
+        for number, layer in zip(span, layers, strict=True):
+            described = description.layers[number]
+            last_uses = frozenset(described.inputs).difference(description.needed_from(number + 1))
+            call = _LayerCall(
+                number=number,
+                name=described.name,
+                words=partial("{}: {}".format, described.name),
+                layer=layer,
+                is_ours=facts(layer).call is None,
+                inputs=described.inputs,
+                last_uses=last_uses,
+                entries=described.entries,
+            )
+            self._calls.append(call)
+        self._explained_layer = explained(str)
+        self.explained = explained(partial("{}: {}".format, ", ".join(self.names)))
+        self.without_spikes: Callable[[], AbstractContextManager[None]] = nullcontext
+        last = layers[-1] if layers else None
+        # A derived class may use the spikes in a forward of its own.
+        if isinstance(last, ConvNormNeuron) and type(last).forward is ConvNormNeuron.forward and not self.is_last:
+            self.without_spikes = last.graph_only
         self._context = context
         self._rows = context.row_group
 
@@ -125,51 +172,50 @@ class PipelineChunk(nn.Module):
         return self._run(x, samples, goes_on)
 
     def _run(self, received: list[Tensor], samples: range | None, goes_on: bool = False) -> Any:
-        outputs: dict[int, Bundle] = {self.receives[0].layer: received[0]}
-        if not self._is_chain:
+        call = self._called_in_trace if is_traced() else self._called
+        with self._explained_layer, self._drawing(samples):
+            if self._is_chain:
+                x: Bundle = received.pop()
+                for each in self._calls:
+                    x = call(each, [x], samples, goes_on)
+                return x if self.is_last else [x]
             outputs = _unpacked(self.receives, received)
-        received.clear()
-        for number, last_uses, layer in zip(self._span, self._last_uses, self.layers, strict=True):
-            described = self._description.layers[number]
-            name = described.name
-            inputs = [outputs[source] for source in described.inputs]
-            # The last reference is in `inputs`: a tensor is freed while the layer runs, once it is used.
-            for source in last_uses:
-                del outputs[source]
-            with explained(partial("{}: {}".format, name)), named(name):
-                y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
-                if self._is_chain and isinstance(y, Tensor):
-                    outputs[number] = to_channels_last(y)
-                    continue
-                keys = entries_of(y).keys()
-                if keys != described.entries.keys():
-                    raise ValueError(f"its output has the entries {[*keys]}, in the dry run {[*described.entries]}")
-            outputs[number] = _with_own_edges(map_entries(to_channels_last, y), inputs)
+            received.clear()
+            for each in self._calls:
+                inputs = [outputs[source] for source in each.inputs]
+                # `inputs` holds the last reference: a tensor is freed after its last use.
+                for source in each.last_uses:
+                    del outputs[source]
+                outputs[each.number] = _with_own_edges(call(each, inputs, samples, goes_on), inputs)
         if self.is_last:
             (output,) = outputs.values()
             return output
         return [entries_of(outputs[each.layer])[each.key] for each in self.hands_on]
 
+    def _called(self, each: _LayerCall, inputs: list[Bundle], samples: range | None, goes_on: bool) -> Bundle:
+        """A layer's output in the order of its dry run, with channels last in memory."""
+        self._explained_layer.words = each.words
+        if each.is_ours:
+            y: Bundle = each.layer(*inputs)
+        else:
+            y = apply_layer(each.layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
+        if isinstance(y, Tensor) and None in each.entries:
+            return to_channels_last(y)
+        keys = entries_of(y).keys()
+        if keys != each.entries.keys():
+            raise ValueError(f"its output has the entries {[*keys]}, in the dry run {[*each.entries]}")
+        return map_entries(to_channels_last, plain_bundle(y))
+
+    def _called_in_trace(
+        self, each: _LayerCall, inputs: list[Bundle], samples: range | None, goes_on: bool
+    ) -> Bundle:
+        with named(each.name):
+            return self._called(each, inputs, samples, goes_on)
+
     def forget(self) -> None:
         """Resets stateful neurons and dropout's time steps."""
         for layer in self._stateful:
             layer.forget()
-
-    @contextmanager
-    def only_graph(self) -> Iterator[None]:
-        """Surrounds the recomputation for a backward.
-
-        The last neurons need not fire: their spikes have left the chunk. Raises ValueError for a layer with another
-        result than in the first forward.
-        """
-        last = self.layers[-1] if len(self.layers) else None
-        without_spikes: AbstractContextManager[None] = nullcontext()
-        if isinstance(last, ConvNormNeuron) and not self.is_last:
-            # A derived class may use the spikes in a forward of its own.
-            if type(last).forward is ConvNormNeuron.forward:
-                without_spikes = last.graph_only()
-        with without_spikes, explained(partial("{}: {}".format, ", ".join(self.names))):
-            yield
 
     def __len__(self) -> int:
         return len(self.layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megasnn.common.bundle import Bundle
-from megasnn.common.checks import error_context
+from megasnn.common.checks import ErrorContext, error_context
 from megasnn.common.recompute import recording, replaying
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.parallel.fsdp import GatheredWeights
@@ -19,15 +19,18 @@ from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.graphs import ChunkGraphs
-from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer, PackedInput, StepState, without_graph
+from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer, PackedInput, StepState
 from megasnn.pipeline.p2p import Transfers
 from megasnn.schedule import Action, Kind, Schedule
-from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, USES_WEIGHTS
+from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, USES_WEIGHTS, ActionKey
 from megasnn.telemetry.operations import not_counting
-from megasnn.telemetry.timers import named
+from megasnn.telemetry.timers import is_traced, named
 
 LossFunction = Callable[[Bundle, Any, bool], Tensor]
 """(output of the model, targets, is a recomputation) -> this micro-batch's share of the global batch's mean loss."""
+Work = Callable[[], object]
+PreparedOrder = list[tuple[Action, list[Work]]]
+"""A rank's actions, each with the calls that perform it."""
 _BACKWARDS = PROPAGATING | FINISHING
 MOST_GRAPHED = 2
 """Number of step sizes with CUDA graphs, which take memory: the usual one, and a smaller last step of an epoch."""
@@ -59,31 +62,33 @@ class PipelineExecutor:
         self._gradient_buckets = gradient_buckets
         self._weights = weights
         # A leaf with a gradient, which makes the detached input of a segment part of autograd's graph.
-        self._anchor = torch.zeros((), device=state.device, requires_grad=True)
+        self._step = StepState(torch.zeros((), device=state.device, requires_grad=True))
         self._neurons: list[NeuronLayer] = []
         for segment in segments.values():
             self._neurons += [module for module in segment.modules() if isinstance(module, NeuronLayer)]
         # Micro-batch sizes of the training steps so far: a step with new sizes runs without CUDA graphs. They count the
         # samples of all ranks, so that ranks which share a micro-batch capture and replay the same graphs.
         self._sizes: list[tuple[int, ...]] = []
-        self._scattered: set[int] = set()  # segments whose gradients are scattered after every micro-batch
-        self._methods: dict[Kind, Callable[[StepState, Action], None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: lambda step, action: step.backward(action.key),
-            Kind.INPUT_GRADIENT: self._input_gradient,
-            Kind.WEIGHT_GRADIENT: self._weight_gradient,
-            Kind.RECOMPUTE: self._forward_again,
-            Kind.REDUCE_GRAD: lambda step, action: gradient_buckets.reduce(action.segment),
-            Kind.REDUCE_SCATTER: lambda step, action: gradient_buckets.scatter(action.segment),
+        # A schedule is known before its first action, so each action's work is looked up once. The last schedule of
+        # training and the last one of evaluation stay prepared.
+        self._prepared: dict[bool, tuple[Schedule, PreparedOrder]] = {}
+        self._preparers: dict[Kind, Callable[[Action], Work]] = {
+            Kind.FORWARD: lambda action: partial(self._forward, segments[action.segment], action.key),
+            Kind.BACKWARD: lambda action: partial(self._step.backward, action.key),
+            Kind.INPUT_GRADIENT: lambda action: partial(self._input_gradient, segments[action.segment], action.key),
+            Kind.WEIGHT_GRADIENT: lambda action: partial(self._weight_gradient, action.key),
+            Kind.RECOMPUTE: lambda action: partial(self._forward_again, segments[action.segment], action.key),
+            Kind.REDUCE_GRAD: lambda action: partial(gradient_buckets.reduce, action.segment),
+            Kind.REDUCE_SCATTER: lambda action: partial(gradient_buckets.scatter, action.segment),
         }
         if transfers is not None:
-            self._methods[Kind.SEND_FORWARD] = lambda step, action: transfers.send(action, step.outputs.pop(action.key))
-            self._methods[Kind.RECV_FORWARD] = partial(self._receive_forward, transfers)
-            self._methods[Kind.SEND_BACKWARD] = partial(self._send_backward, transfers)
-            self._methods[Kind.RECV_BACKWARD] = partial(self._receive_backward, transfers)
+            self._preparers[Kind.SEND_FORWARD] = lambda action: partial(self._send_forward, transfers, action)
+            self._preparers[Kind.RECV_FORWARD] = lambda action: partial(self._receive_forward, transfers, action)
+            self._preparers[Kind.SEND_BACKWARD] = lambda action: partial(self._send_backward, transfers, action)
+            self._preparers[Kind.RECV_BACKWARD] = lambda action: partial(self._receive_backward, transfers, action)
         if weights is not None:
-            self._methods[Kind.UNSHARD] = lambda step, action: weights.unshard(action.segment)
-            self._methods[Kind.RESHARD] = lambda step, action: weights.reshard(action.segment)
+            self._preparers[Kind.UNSHARD] = lambda action: partial(weights.unshard, action.segment)
+            self._preparers[Kind.RESHARD] = lambda action: partial(weights.reshard, action.segment)
 
     def run(
         self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None
@@ -95,23 +100,18 @@ class PipelineExecutor:
         Returns:
             Summed loss, float64 scalar; zero without the last segment, and in an evaluation.
         """
-        actions = schedule.actions[self._state.pp.rank]
-        sizes = tuple(micro.size for micro in micro_batches)
-        recomputed = frozenset(each.key for each in actions if each.kind is Kind.RECOMPUTE)
-        self._scattered = {each.segment for each in actions if each.kind is Kind.REDUCE_SCATTER}
-        step = StepState(micro_batches, self._anchor, recomputed, consume)
+        order = self._order(schedule)
+        sizes = tuple([micro.size for micro in micro_batches])
+        step = self._step
+        step.reset(micro_batches, consume)
         if self._transfers is not None:
             self._transfers.begin(schedule, sizes)
         graphs = [segment.graphs for segment in self._segments.values() if segment.graphs is not None]
         if graphs and consume is None:
             self._begin_graphs(graphs, tuple(micro.whole or micro.size for micro in micro_batches))
-        with nullcontext() if consume is None else torch.no_grad():
-            for action in actions:
-                with error_context(partial(self._error_context, action)), named(action):
-                    self._prepare(action)
-                    self._methods[action.kind](step, action)
-                    if graphs and action.kind in FINISHING:
-                        self._end_graphs(action)
+        perform = self._perform_in_trace if is_traced() else self.perform
+        with error_context("") as context, nullcontext() if consume is None else torch.no_grad():
+            perform(order, context)
         # Messages may still be sent from tensors of the step, and buckets reduced.
         if self._transfers is not None:
             self._transfers.wait()
@@ -120,7 +120,56 @@ class PipelineExecutor:
         total = torch.zeros((), dtype=torch.float64, device=self._state.device)
         for loss in step.losses:
             total += loss
+        step.reset()
         return total
+
+    def _order(self, schedule: Schedule) -> PreparedOrder:
+        """This rank's actions, prepared in the schedule's first run."""
+        kept = self._prepared.get(schedule.forward_only)
+        if kept is not None and kept[0] is schedule:
+            return kept[1]
+        actions = schedule.actions[self._state.pp.rank]
+        recomputed = {each.key for each in actions if each.kind is Kind.RECOMPUTE}
+        # Segments whose gradients are scattered after every micro-batch.
+        scattered = {each.segment for each in actions if each.kind is Kind.REDUCE_SCATTER}
+        order = []
+        for action in actions:
+            is_recomputed = action.kind is Kind.FORWARD and action.key in recomputed
+            order.append((action, self._works(action, is_recomputed, action.segment in scattered)))
+        self._prepared[schedule.forward_only] = schedule, order
+        return order
+
+    def _works(self, action: Action, is_recomputed: bool, is_scattered: bool) -> list[Work]:
+        """The calls that perform an action, in order."""
+        segment = action.segment
+        works: list[Work] = []
+        if self._transfers is not None and action.kind in COMPUTE:
+            works.append(partial(self._transfers.announce, action))
+        if self._weights is not None and action.kind in USES_WEIGHTS:
+            works.append(partial(self._weights.wait_unshard, segment))
+        if is_scattered and action.kind in _BACKWARDS:
+            is_first = action.kind is Kind.INPUT_GRADIENT
+            works.append(partial(self._gradient_buckets.begin, segment, first_part=is_first))
+        if is_recomputed:
+            works.append(partial(self._first_forward, self._segments[segment], action.key))
+        else:
+            works.append(self._preparers[action.kind](action))
+        graphs = self._segments[segment].graphs if action.kind in FINISHING else None
+        if graphs is not None:
+            works.append(partial(graphs.done, action.key[1]))
+        return works
+
+    def perform(self, order: PreparedOrder, context: ErrorContext) -> None:
+        """Performs prepared actions of a step."""
+        for action, works in order:
+            context.describe = partial(self._describe, action)
+            for work in works:
+                work()
+
+    def _perform_in_trace(self, order: PreparedOrder, context: ErrorContext) -> None:
+        for prepared in order:
+            with named(prepared[0]):
+                self.perform([prepared], context)
 
     def _begin_graphs(self, graphs: Sequence[ChunkGraphs], sizes: tuple[int, ...]) -> None:
         is_observed = any(neuron.is_observed for neuron in self._neurons)
@@ -130,95 +179,83 @@ class PipelineExecutor:
         for each in graphs:
             each.begin(has_graphs, sizes)
 
-    def _prepare(self, action: Action) -> None:
-        if self._transfers is not None and action.kind in COMPUTE:
-            self._transfers.announce(action)
-        if self._weights is not None and action.kind in USES_WEIGHTS:
-            self._weights.wait_unshard(action.segment)
-        if action.segment in self._scattered and action.kind in _BACKWARDS:
-            self._gradient_buckets.begin(action.segment, first_part=action.kind is Kind.INPUT_GRADIENT)
-
-    def _end_graphs(self, action: Action) -> None:
-        graphs = self._segments[action.segment].graphs
-        if graphs is not None:
-            graphs.done(action.key[1])
-
-    def _error_context(self, action: Action) -> str:
-        state = self._state
+    def _describe(self, action: Action) -> str:
         micro = "" if action.micro_batch is None else f", micro-batch {action.micro_batch}"
-        return f"rank {state.rank}, pipeline stage {state.pp.rank}, action {action}{micro}"
+        return f"rank {self._state.world.rank}, pipeline stage {self._state.pp.rank}, action {action}{micro}"
 
-    def _forward(self, step: StepState, action: Action) -> None:
-        key = action.key
-        segment = self._segments[action.segment]
+    def _forward(self, segment: PipelineChunk, key: ActionKey) -> None:
+        step = self._step
         micro = step.micro_batches[key[1]]
-        stashed: PackedInput | None = None
-        surroundings: AbstractContextManager[None] = nullcontext()
-        if key in step.recomputed:
-            if segment.is_first:
-                # The input stays in the batch.
-                stashed = PackedInput([], ())
-            else:
-                stashed = PackedInput(step.inputs[key], segment.receives)
-            step.stashed[key] = stashed
-            surroundings = recording(stashed.collected)
-        elif micro.is_padding:
-            surroundings = not_counting()
-        with surroundings:
-            x = micro.inputs if segment.is_first else step.entered(key)
-            y = segment(x, micro.samples, micro.goes_on, key[1])
+        if micro.is_padding:
+            with not_counting():
+                y = self._output(segment, key)
+        else:
+            y = self._output(segment, key)
         if not segment.is_last:
             step.await_gradients(key, y)
-            next_inputs = [without_graph(each) for each in y]
-            if action.segment + 1 in self._segments:
-                step.inputs[action.segment + 1, key[1]] = next_inputs
-            else:
-                step.outputs[key] = next_inputs
+            step.hand_on(key, y, key[0] + 1 in self._segments)
         elif step.consume is None:
             loss = self._loss(y, micro.targets, False)
-            step.backwards[key] = partial(torch.autograd.backward, loss)
+            step.ends[key] = loss
             step.losses.append(loss.detach())
         elif not micro.is_padding:
             step.consume(*micro.counted(y))
-        if stashed is not None:
-            # Frees the graph. It was needed to know which outputs require a gradient.
-            del step.backwards[key]
 
-    def _forward_again(self, step: StepState, action: Action) -> None:
-        key = action.key
-        segment = self._segments[action.segment]
-        micro = step.micro_batches[key[1]]
+    def _first_forward(self, segment: PipelineChunk, key: ActionKey) -> None:
+        """A forward that a later action recomputes: its graph is freed."""
+        step = self._step
+        # The first segment's input stays in the batch.
+        stashed = PackedInput([], ()) if segment.is_first else PackedInput(step.inputs[key], segment.receives)
+        step.stashed[key] = stashed
+        with recording(stashed.collected):
+            y = self._output(segment, key)
+        if segment.is_last:
+            step.losses.append(self._loss(y, step.micro_batches[key[1]].targets, False).detach())
+        else:
+            # The graph was needed to know which outputs require a gradient.
+            step.hand_on(key, y, key[0] + 1 in self._segments)
+
+    def _forward_again(self, segment: PipelineChunk, key: ActionKey) -> None:
+        step = self._step
         stashed = step.stashed.pop(key)
         if not segment.is_first:
             step.inputs[key] = stashed.restored()
-        with segment.only_graph(), replaying(stashed.collected):
-            x = micro.inputs if segment.is_first else step.entered(key)
-            y = segment(x, micro.samples, micro.goes_on, key[1])
+        # The last neurons need not fire: their spikes have left the segment.
+        with segment.explained, segment.without_spikes(), replaying(stashed.collected):
+            y = self._output(segment, key)
             if segment.is_last:
-                loss = self._loss(y, micro.targets, True)
-                step.backwards[key] = partial(torch.autograd.backward, loss)
+                step.ends[key] = self._loss(y, step.micro_batches[key[1]].targets, True)
             else:
                 step.await_gradients(key, y)
 
-    def _input_gradient(self, step: StepState, action: Action) -> None:
-        with self._segments[action.segment].weight_gradients.deferred() as tasks:
-            step.backward(action.key)
-        step.weight_gradients[action.key] = tasks
+    def _output(self, segment: PipelineChunk, key: ActionKey) -> Any:
+        micro = self._step.micro_batches[key[1]]
+        x: Any = micro.inputs if segment.is_first else self._step.entered(key)
+        # Not by a call of the module, which looks for hooks: a segment has none.
+        return segment.forward(x, micro.samples, micro.goes_on, key[1])
 
-    def _weight_gradient(self, step: StepState, action: Action) -> None:
-        tasks = step.weight_gradients.pop(action.key)
+    def _input_gradient(self, segment: PipelineChunk, key: ActionKey) -> None:
+        with segment.weight_gradients.deferred() as tasks:
+            self._step.backward(key)
+        self._step.weight_gradients[key] = tasks
+
+    def _weight_gradient(self, key: ActionKey) -> None:
+        tasks = self._step.weight_gradients.pop(key)
         # Each task is freed with its tensors before the next one runs.
         while tasks:
             tasks.popleft()()
 
-    def _send_backward(self, transfers: Transfers, step: StepState, action: Action) -> None:
+    def _send_forward(self, transfers: Transfers, action: Action) -> None:
+        transfers.send(action, self._step.outputs.pop(action.key))
+
+    def _send_backward(self, transfers: Transfers, action: Action) -> None:
         segment, micro_batch = action.key
-        transfers.send(action, step.gradients.pop((segment - 1, micro_batch)))
+        transfers.send(action, self._step.gradients.pop((segment - 1, micro_batch)))
 
-    def _receive_forward(self, transfers: Transfers, step: StepState, action: Action) -> None:
-        step.inputs[action.key] = [*transfers.receive(action).values()]
+    def _receive_forward(self, transfers: Transfers, action: Action) -> None:
+        self._step.inputs[action.key] = [*transfers.receive(action).values()]
 
-    def _receive_backward(self, transfers: Transfers, step: StepState, action: Action) -> None:
+    def _receive_backward(self, transfers: Transfers, action: Action) -> None:
         """Drops gradients for outputs outside the graph."""
         gradients = transfers.receive(action)
-        step.gradients[action.key] = [gradients[index] for index in step.learning.pop(action.key)]
+        self._step.gradients[action.key] = [gradients[index] for index in self._step.learning.pop(action.key)]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
+from megasnn.common.autograd import Function
 from megasnn.common.bundle import Bundle, map_entries
 from megasnn.common.checks import explained
 from megasnn.common.recompute import Cache
@@ -104,34 +104,43 @@ class MicroBatchInput:
         return map_entries(lambda entry: entry[:, indices], output), self.targets[indices]
 
 
-@dataclass
 class StepState:
     """A step's tensors by segment and micro-batch, each until its last use.
 
+    Args:
+        anchor: a leaf with a gradient, which makes the detached input of a segment part of autograd's graph.
     Attributes:
-        recomputed: forwards to be recomputed.
-        stashed: their packed inputs.
+        stashed: packed inputs of forwards to be recomputed.
         consume: receives outputs in evaluation; None in training.
-        learning: indices of output tensors with a gradient.
-        gradients: for these tensors.
-        backwards: run a backward; None without a gradient.
+        learning: indices of sent output tensors with a gradient.
+        gradients: of outputs, for the tensors with a gradient.
+        ends: ends of graphs, from which backward starts; None without a gradient.
         awaited: inputs with a gradient, without values, until the gradient exists.
         weight_gradients: tasks left by input gradients.
     """
 
-    micro_batches: Sequence[MicroBatchInput]
-    anchor: Tensor
-    recomputed: frozenset[ActionKey] = frozenset()
-    consume: OutputConsumer | None = None
-    stashed: dict[ActionKey, PackedInput] = field(default_factory=dict)
-    learning: dict[ActionKey, list[int]] = field(default_factory=dict)
-    inputs: dict[ActionKey, list[Tensor]] = field(default_factory=dict)
-    outputs: dict[ActionKey, list[Tensor]] = field(default_factory=dict)
-    backwards: dict[ActionKey, Callable[[], None] | None] = field(default_factory=dict)
-    gradients: dict[ActionKey, Sequence[Tensor]] = field(default_factory=dict)
-    awaited: dict[ActionKey, Sequence[Tensor]] = field(default_factory=dict)
-    weight_gradients: dict[ActionKey, deque[WeightGradientTask]] = field(default_factory=dict)
-    losses: list[Tensor] = field(default_factory=list)
+    def __init__(self, anchor: Tensor) -> None:
+        self._anchor = anchor
+        self.micro_batches: Sequence[MicroBatchInput] = ()
+        self.consume: OutputConsumer | None = None
+        self.stashed: dict[ActionKey, PackedInput] = {}
+        self.learning: dict[ActionKey, list[int]] = {}
+        self.inputs: dict[ActionKey, list[Tensor]] = {}
+        self.outputs: dict[ActionKey, list[Tensor]] = {}
+        self.ends: dict[ActionKey, Tensor | None] = {}
+        self.gradients: dict[ActionKey, Sequence[Tensor]] = {}
+        self.awaited: dict[ActionKey, Sequence[Tensor]] = {}
+        self.weight_gradients: dict[ActionKey, deque[WeightGradientTask]] = {}
+        self.losses: list[Tensor] = []
+
+    def reset(self, micro_batches: Sequence[MicroBatchInput] = (), consume: OutputConsumer | None = None) -> None:
+        """Begins a step, or without micro-batches frees all tensors."""
+        self.micro_batches = micro_batches
+        self.consume = consume
+        for held in (self.stashed, self.learning, self.inputs, self.outputs, self.ends, self.gradients, self.awaited):
+            held.clear()
+        self.weight_gradients.clear()
+        self.losses.clear()
 
     def entered(self, key: ActionKey) -> list[Tensor]:
         """Takes inputs of a segment after the first, and begins its graph with them."""
@@ -144,33 +153,40 @@ class StepState:
         self.awaited[key] = [torch.empty_like(xs[index], device="meta") for index in learning]
         # Not leaves: autograd would hold the dense inputs until backward, while the layers store them packed.
         deliver = partial(self.gradients.__setitem__, before)
-        entered = _Entry.apply(self.anchor, deliver, *(xs[index].detach() for index in learning))
+        entered = _Entry.apply(self._anchor, deliver, *[xs[index].detach() for index in learning])
         for index, x in zip(learning, entered, strict=True):
             xs[index] = remember_bits(x, bits_of(xs[index]))
         return xs
 
+    def hand_on(self, key: ActionKey, y: Sequence[Tensor], is_here: bool) -> None:
+        """Outputs become the next segment's inputs, or are kept to be sent. `is_here`: the next one is this rank's."""
+        outputs = [without_graph(each) for each in y]
+        if is_here:
+            self.inputs[key[0] + 1, key[1]] = outputs
+        else:
+            self.outputs[key] = outputs
+            self.learning[key] = [index for index, each in enumerate(outputs) if each.requires_grad]
+
     def await_gradients(self, key: ActionKey, y: Sequence[Tensor]) -> None:
-        """Prepares the backward from the graph's edges, without the output's values."""
+        """Ends the graph behind the outputs, whose gradients backward will take from `gradients`."""
         learning = [index for index, each in enumerate(y) if each.requires_grad]
-        self.learning[key] = learning
-        self.backwards[key] = None
+        self.ends[key] = None
         if learning:
             # Arguments of `torch.autograd.backward` live until it ends; gradients from `_Exit` until their last use.
-            end: Tensor = _Exit.apply(partial(self.gradients.pop, key), *(y[index] for index in learning))
-            self.backwards[key] = partial(torch.autograd.backward, get_gradient_edge(end), torch.zeros_like(end))
+            self.ends[key] = _Exit.apply(partial(self.gradients.pop, key), *[y[index] for index in learning])
 
     def backward(self, key: ActionKey) -> None:
         """Input gradients become `gradients` of the segment before."""
-        backward = self.backwards.pop(key)
-        if backward is None:
+        end = self.ends.pop(key)
+        if end is None:
             self.gradients.pop(key, None)
         else:
-            backward()
+            torch.autograd.backward(end)
         awaited = self.awaited.pop(key, ())
         before = key[0] - 1, key[1]
         if awaited and before not in self.gradients:
             # No path of the graph led to the inputs.
-            self.gradients[before] = [torch.zeros_like(each, device=self.anchor.device) for each in awaited]
+            self.gradients[before] = [torch.zeros_like(each, device=self._anchor.device) for each in awaited]
 
 
 def without_graph(y: Tensor) -> Tensor:
@@ -178,7 +194,7 @@ def without_graph(y: Tensor) -> Tensor:
     return remember_bits(y.detach().requires_grad_(y.requires_grad), bits_of(y))
 
 
-class _Entry(torch.autograd.Function):
+class _Entry(Function):
     """Starts a segment's graph: returns its inputs. Backward delivers all their gradients, or zeros, at once."""
 
     @staticmethod
@@ -186,15 +202,15 @@ class _Entry(torch.autograd.Function):
         ctx: Any, anchor: Tensor, deliver: Callable[[Sequence[Tensor]], None], *xs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.deliver = deliver
-        return tuple(x.view_as(x) for x in xs)
+        return tuple([x.view_as(x) for x in xs])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
         ctx.deliver(gradients)
-        return None, None, *(None for _ in gradients)
+        return None, None, *[None] * len(gradients)
 
 
-class _Exit(torch.autograd.Function):
+class _Exit(Function):
     """Ends a segment's graph: a zero. Backward takes the output gradients."""
 
     @staticmethod

@@ -218,7 +218,7 @@ class _Trial:
 
     def _pass(self, inside: Callable[[str], AbstractContextManager[None]]) -> None:
         """Forward and backward. `inside` makes a context for each named part."""
-        run = StepState([self._micro], self._anchor)
+        run = StepState(self._anchor)
         key = self._key
         # Received tensors take memory, but images lie in the batch.
         with inside("inputs"):

@@ -167,7 +167,7 @@ def context_of(state: ParallelState, config: PretrainConfig, cut: ContextCut, on
 
 
 def one_rank(config: PretrainConfig, on_cpu: bool) -> BuildContext:
-    """`on_cpu`: form products as runs on a CPU do; otherwise all are dense."""
+    """A single rank's context. `on_cpu`: form products as runs on a CPU do; otherwise all are dense."""
     device = CPU if on_cpu else torch.device("cuda")
     return BuildContext(numerics=Numerics.of_run(config, device))
 

@@ -310,7 +310,8 @@ def _each(of: Callable[..., int], *costs: LayerCost) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name in BYTE_FIELDS:
         values[name] = of(*(getattr(cost, name) for cost in costs))
-    values["working"] = tuple(of(*parts) for parts in zip(*(cost.working for cost in costs), strict=True))
+    working = zip(*[cost.working for cost in costs], strict=True)
+    values["working"] = tuple(of(*parts) for parts in working)
     return values
 
 

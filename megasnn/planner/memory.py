@@ -31,7 +31,7 @@ class PlannedStates(StateBytes):
 def states_of(
     chunks: Sequence[Sequence[ResidentTensor]], weight: int, owners: int, optimizer: OptimizerConfig, on_gpu: bool
 ) -> PlannedStates:
-    """On the rank with the largest shards.
+    """Bytes on the rank with the largest shards.
 
     Args:
         chunks: the rank's tensors by chunk.
@@ -80,7 +80,7 @@ def states_of(
 
 
 def gathered_bytes(tensors: Iterable[ResidentTensor]) -> int:
-    """For a segment's gathered weights."""
+    """Bytes of a segment's gathered weights."""
     return sum(prod(each.shape) * each.travels for each in tensors if each.is_parameter)
 
 

@@ -261,8 +261,9 @@ def table(plan: Plan) -> str:
     lines += [f"WARNING: {each}" for each in plan.warnings]
     rows = [("layout", "step, ms", "GB", "", "why not")]
     rows += [_row(each) for each in plan.candidates[:SHOWN]]
-    # The reason is last and needs no padding.
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    widths = []
+    for column in range(4):  # the reason is last and needs no padding
+        widths.append(max(len(row[column]) for row in rows))
     for row in rows:
         cells = [text.ljust(width) for text, width in zip(row[:4], widths, strict=True)]
         lines.append("  ".join([*cells, row[4]]).rstrip())

@@ -168,11 +168,15 @@ class Search:
 
     def _able(self) -> list[Candidate]:
         """Simulated candidates that fit and are not slower than one device."""
-        found = [each for each, _ in self._simulated.values() if each.simulated and not each.reason]
-        return [each for each in found if each.seconds <= AS_FAST * self._slowest]
+        able = []
+        longest = AS_FAST * self._slowest
+        for each, _ in self._simulated.values():
+            if each.simulated and not each.reason and each.seconds <= longest:
+                able.append(each)
+        return able
 
     def _chosen(self) -> Candidate | None:
-        """The simplest candidate within 1 % of the fastest, among those with the least preferred quantity.
+        """The simplest candidate within 1 % of the fastest, among candidates with the least preferred quantity.
 
         Equally simple ones: larger micro-batches first.
         """

@@ -88,10 +88,11 @@ def _stage(
         largest = max(largest, working)
         cast += memory.cast
     again = 0.0
-    for span in spans if recomputes else ():
-        # The last layer of a chunk goes backward right after its forward.
-        for i in span[:-1]:
-            again += layers[i].forward
+    if recomputes:
+        for span in spans:
+            # The last layer of a chunk goes backward right after its forward.
+            for i in span[:-1]:
+                again += layers[i].forward
     backward = again + both - forward
     return Stage(spans, forward + backward, backward, stashed, deferred, largest + cast, messages)
 

@@ -53,6 +53,7 @@ class JsonLog:
         line = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "kind": kind, **values}
         text = json.dumps(_finite(line), allow_nan=False) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Closed after each line: a killed run has lost none.
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(text)
 

@@ -81,7 +81,7 @@ def raster_picture(raster: Raster) -> Picture:
 
 
 def _sheet(pictures: Sequence[Picture], captions: Sequence[str], title: str, one_a_row: bool = False) -> Picture:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # most runs draw nothing
 
     width = 12.0  # inches, as all sizes here
     if one_a_row:

@@ -55,9 +55,11 @@ class Timers:
         return {name: sum(each) / len(each) for name, each in times.items()}
 
 
+def is_traced() -> bool:
+    """True while torch.profiler or torch.autograd.profiler.emit_nvtx records this process."""
+    return profiler._is_profiler_enabled
+
+
 def named(name: object) -> AbstractContextManager[object]:
-    """Names a range in a trace; without a recording it costs nothing."""
-    # True while torch.profiler or torch.autograd.profiler.emit_nvtx records this process.
-    if profiler._is_profiler_enabled:
-        return profiler.record_function(str(name))
-    return nullcontext()
+    """Names a range in a trace; without a recording it costs little."""
+    return profiler.record_function(str(name)) if is_traced() else nullcontext()

@@ -74,9 +74,11 @@ def _continue(
     options = config.checkpoint
     state = engine.checkpoints.state
     evaluates_only = config.training.evaluate_only
+    if evaluates_only:
+        state = LocalState(state.tensors)
     loaded = load_chosen(
         checkpoint,
-        LocalState(state.tensors) if evaluates_only else state,
+        state,
         process_group=engine.state.world.handle,
         check=partial(_problems, config, data.data_position),
         average=evaluates_only and options.ema,
@@ -92,7 +94,8 @@ def _continue(
         # By the first rank alone: an error here ends the others as any error does.
         if checkpoint.by_step:
             go_back(checkpoint.folder, loaded.iteration)
-        forget_best_after(checkpoint.folder, loaded.iteration, None if best is None else best.iteration)
+        best_iteration = None if best is None else best.iteration
+        forget_best_after(checkpoint.folder, loaded.iteration, best_iteration)
         if lock is not None:
             lock.adopt()
     remarks = [*loaded.remarks, *changed_recipe(loaded.extra, config)]

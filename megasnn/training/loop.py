@@ -69,6 +69,7 @@ class TrainingRun:
         self._skipped_samples = 0
         self._skipped_steps = 0  # since the last save
         self._skipped_in_a_row = 0
+        # First of all: a run that is refused its folder or checkpoint has built nothing.
         start, lock = agree_on_start(config, state, checkpoint)
         with ExitStack() as undo:
             if lock is not None:
@@ -95,14 +96,16 @@ class TrainingRun:
 
     def _outline(self) -> RunOutline:
         iteration = self.engine.iteration
+        continued = None
         # An evaluation alone has no iterations: it neither continues the log of a training nor removes lines of it.
-        continues = iteration > 0 and self.iterations > 0
+        if iteration and self.iterations:
+            continued = iteration, self.engine.consumed_samples
         return RunOutline(
             self.iterations,
             self.data.length.epoch_samples,
             self.config.logging.tensorboard_dir,
             log_folder(self.config),
-            (iteration, self.engine.consumed_samples) if continues else None,
+            continued,
         )
 
     def _introduce_start(self, averaged: bool, notices: Sequence[str]) -> None:

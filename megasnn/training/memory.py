@@ -64,6 +64,7 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
             size = distributed.context.largest_share(size)
         itemsize = distributed.context.numerics.dtype.itemsize
         samples = sample_bytes(config, itemsize, plan.micro_batches // config.windows, size, on_host)
+    # Free memory that glibc keeps would count as the program's.
     release_free_memory()
     # A loaded optimizer state is resident already.
     tensors = states.weights + states.gradients + resident_state_bytes(engine.optimizer)

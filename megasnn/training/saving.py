@@ -33,7 +33,9 @@ class Best:
         match entry:
             case {"iteration": int(iteration), "accuracy_top1": float(accuracy), **others}:
                 evaluation = others.get("evaluation")
-                return cls(iteration, accuracy, evaluation if isinstance(evaluation, dict) else {})
+                if not isinstance(evaluation, dict):
+                    evaluation = {}
+                return cls(iteration, accuracy, evaluation)
         return None
 
 
@@ -63,7 +65,11 @@ class Saves:
         self._extra = {**data.data_position, SAMPLES_KEY: samples(config)}
         self._evaluation = data.evaluation
         self._best = best
-        self._saved_best = best if is_saved else None
+        self._saved_best = None
+        saved_iteration = None
+        if is_saved:
+            self._saved_best = best
+            saved_iteration = engine.iteration
         self._writer: Writer | None = None
         if options.save and not config.training.evaluate_only:
             self._writer = Writer(
@@ -74,7 +80,7 @@ class Saves:
                 keep_every=options.keep_every,
                 report=reporter.line,
                 complete=reporter.report_save,
-                saved_iteration=engine.iteration if is_saved else None,
+                saved_iteration=saved_iteration,
             )
 
     def save(self, skipped_steps: int) -> None:
@@ -87,6 +93,7 @@ class Saves:
             return
         best = {} if self._best is None else {"best": asdict(self._best)}
         progress = self._engine.checkpoints.progress({**self._extra, **best}, skipped_steps)
+        # A best that is saved already, as after a restart, needs no second save.
         is_best = self.at_best(self._engine.iteration) and self._best != self._saved_best
         if is_best:
             self._saved_best = self._best

@@ -19,7 +19,7 @@ from megasnn.optim.average import WeightAverage
 from megasnn.optim.lamb import Lamb
 from megasnn.optim.norms import sums_of_squares
 from megasnn.parallel.sharding import Shard, ShardedTensor
-from megasnn.parallel.sync_batch_norm import merge_running_statistics
+from megasnn.parallel.sync_batch_norm import RunningStatistics
 from megasnn.parallel_state import Group
 
 BETAS, EPS, RATE = (0.9, 0.999), 1e-6, 0.01
@@ -114,14 +114,15 @@ def test_merged_statistics_have_the_bits_of_one_norm_by_itself() -> None:
     random = torch.Generator().manual_seed(0)
     kinds = [(5, 0.1, 1), (3, None, 2), (4, 0.1, 2), (2, 0.3, 1), (6, None, 1)]
     norms, others = ([norm_of(*kind) for kind in kinds] for _ in range(2))
+    statistics = RunningStatistics(norms, Group("dp"))
     for step in range(3):
         if step == 2:  # loaded from elsewhere
             for each in (norms[1], others[1]):
                 each.num_batches_tracked += 7
         for norm, other in zip(norms, others, strict=True):
             other.pending = recorded(norm, 3, random)
-            merge_running_statistics([other], Group("dp"), 4)
-        merge_running_statistics(norms, Group("dp"), 4)
+            RunningStatistics([other], Group("dp")).merge(4)
+        statistics.merge(4)
         for norm, other in zip(norms, others, strict=True):
             assert torch.equal(norm.running_mean, other.running_mean) and not norm.pending
             assert torch.equal(norm.running_var, other.running_var)
@@ -133,10 +134,10 @@ def test_a_norm_of_several_layers_takes_their_statistics_one_after_another() -> 
     records = recorded(norm, 1, random)
     other.pending = [*records]
     behind = records[1][0].double(), records[1][1].double() * 12 / 11
-    merge_running_statistics([other], Group("dp"), 1)
+    RunningStatistics([other], Group("dp")).merge(1)
     facts(norm).calls = 1
     norm.pending = records[:1]
-    merge_running_statistics([norm], Group("dp"), 1, lambda found: [*found, (norm, *behind)])
+    RunningStatistics([norm], Group("dp"), lambda found: [*found, (norm, *behind)]).merge(1)
     assert torch.equal(norm.running_mean, other.running_mean)
     torch.testing.assert_close(norm.running_var, other.running_var)
 
@@ -174,7 +175,7 @@ def merging(count: int, forwards: int = 2, momentum: float | None = 0.1) -> Call
     norms = [norm_of(3, momentum, 1) for _ in range(count)]
     for norm in norms:
         recorded(norm, forwards, torch.Generator())
-    return partial(merge_running_statistics, norms, Group("dp"), forwards)
+    return partial(RunningStatistics(norms, Group("dp")).merge, forwards)
 
 
 @pytest.mark.parametrize("make", [lamb_step, squares, average, merging, partial(merging, momentum=None)])

@@ -15,7 +15,7 @@ from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ConvNormNeuron, Numerics, ParallelBatchNorm
 from megasnn.layers.init import constant
 from megasnn.parallel.collectives import all_reduce_sum, traffic
-from megasnn.parallel.sync_batch_norm import SharedStatistics, merge_running_statistics
+from megasnn.parallel.sync_batch_norm import RunningStatistics, SharedStatistics
 from megasnn.parallel_state import Group
 from tests.distributed.whole import (
     build,
@@ -97,7 +97,7 @@ def _cut(one: Case) -> list[Part]:
         y = norm(x)
         (y * mine(random(*shape, seed=60), group, blocks=one.blocks)).sum().backward()
         found += [cut_part(name, value, group, one.blocks) for name, value in ((f"y{step}", y), (f"x{step}", x.grad))]
-        merge_running_statistics([norm], Group("dp"), 1)
+        RunningStatistics([norm], Group("dp")).merge(1)
         assert not norm.pending
     for tensor in tensors:
         if tensor.shard.partial_gradient:
@@ -155,7 +155,7 @@ def _replica() -> dict[str, Tensor]:
         x = batch(done + index, samples)
         norms["two"](norms["one"](x) * 2 + x[:, :, :1])
         norms["free"](x)
-    merge_running_statistics(list(norms.values()), group, max(map(len, SHARES)))
+    RunningStatistics(list(norms.values()), group).merge(max(map(len, SHARES)))
     return {each.name: each.tensor.clone() for each in tensors if not each.is_parameter}
 
 

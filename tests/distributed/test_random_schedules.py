@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megasnn.common.checks import ErrorContext
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm
 from megasnn.layers.init import trunc_normal
 from megasnn.layers.layer import Layer, layer
@@ -23,7 +24,7 @@ from megasnn.models.model import Model
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel_state import Group, ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import build_chunks
-from megasnn.pipeline.executor import PipelineExecutor
+from megasnn.pipeline.executor import PipelineExecutor, PreparedOrder
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.p2p import Boundaries, Transfers
 from megasnn.schedule import Action, Kind, Schedule, generate, validate_schedule
@@ -100,14 +101,15 @@ class Delayed(PipelineExecutor):
     def count(self, parameter: Tensor) -> None:
         self.added += 1
 
-    def _prepare(self, action: Action) -> None:
-        if self.done:
-            assert not self.added or self.done[-1].kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT), self.done[-1]
-        self.added = 0
-        self.done.append(action)
-        if self.draw.random() < 0.3:
-            time.sleep(0.02 if self.draw.random() < 0.03 else self.draw.random() / 1000)
-        super()._prepare(action)
+    def perform(self, order: PreparedOrder, context: ErrorContext) -> None:
+        for prepared in order:
+            if self.done:
+                assert not self.added or self.done[-1].kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT), self.done[-1]
+            self.added = 0
+            self.done.append(prepared[0])
+            if self.draw.random() < 0.3:
+                time.sleep(0.02 if self.draw.random() < 0.03 else self.draw.random() / 1000)
+            super().perform([prepared], context)
 
 
 def _loss(logits: Tensor, labels: Tensor, again: bool) -> Tensor:

@@ -358,6 +358,16 @@ def test_findings_outside_of_a_step_raise_at_once_and_inside_are_kept_for_one_st
     assert collected.count().item() == 0
 
 
+def test_a_finding_keeps_the_words_and_the_context_of_its_time() -> None:
+    """It is described at the step's end, when other layers and actions have been at work."""
+    collected, words = checks.DeviceChecks(torch.device("cpu")), checks.explained("first: {}".format)
+    runs_ahead = mock.patch.object(checks, "runs_ahead", lambda device: True)
+    with runs_ahead, collected.collecting(), checks.error_context("0F0") as context, words:
+        checks.check_value(torch.tensor(True), "complaint")
+        words.words, context.describe = "second: {}".format, lambda: "0B0"
+    assert [(each.text, each.context) for each in collected.findings()] == [("first: complaint", "0F0")]
+
+
 # --- weights that are used in odd ways
 
 

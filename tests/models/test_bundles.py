@@ -76,7 +76,7 @@ def _random_step(seed: int, chunks: int) -> tuple[float, dict[str, Tensor]]:
     with built(model, layout, torch.float32, bounds=bounds) as engine:
         x, labels = images(Random())
         loss = forward_backward(engine, inputs_of(engine, x[:4].float(), labels[:4], 2), 4)
-        engine.merge_statistics(2)
+        engine.running_statistics.merge(2)
         return loss, tensors_of(engine)
 
 

@@ -16,7 +16,7 @@ from megasnn.layers.layer import Layer, layer
 from megasnn.layers.plain.initial_values import without_memory
 from megasnn.layers.tensors import materialise
 from megasnn.models.build import describe_model
-from megasnn.parallel.sync_batch_norm import merge_running_statistics
+from megasnn.parallel.sync_batch_norm import RunningStatistics
 from megasnn.parallel_state import Group, ParallelState
 from tests.models.networks import between
 from tests.parity.ranks import Layout, one_step
@@ -65,7 +65,7 @@ def test_a_norm_keeps_the_statistics_that_torchs_does(momentum: float | None) ->
     theirs, x = nn.BatchNorm2d(4, momentum=momentum), torch.randn(2, 3, 4, 5, 5)
     for _ in range(2):
         norm(0.5 + 2 * norm(x))
-        merge_running_statistics([norm], Group("dp"), 1)
+        RunningStatistics([norm], Group("dp")).merge(1)
         theirs(0.5 + 2 * theirs(x.flatten(0, 1)))
     for name, value in theirs.state_dict().items():
         torch.testing.assert_close(norm.state_dict()[name], value)
@@ -78,7 +78,7 @@ def test_more_calls_than_in_the_dry_run_are_refused_in_the_first_step(ranks) -> 
     norm = _called_twice()
     norm(torch.randn(2, 3, 4, 5, 5))
     with pytest.raises(ValueError, match=r"recorded \[1\] statistics, .* a forward calls them \[2\] times"):
-        merge_running_statistics([norm], Group("dp"), 1)
+        RunningStatistics([norm], Group("dp")).merge(1)
 
 
 class Twice(nn.Module):

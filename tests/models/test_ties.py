@@ -64,7 +64,7 @@ def _one_micro_batch() -> dict[str, Tensor]:
         before = {f"before {entry.name}": entry.tensor.detach().clone() for entry in engine.tensors}
         x, labels = images(model)
         forward_backward(engine, inputs_of(engine, x, labels, len(x)), len(x))
-        engine.merge_statistics(1)
+        engine.running_statistics.merge(1)
         return before | {name: value.detach().clone() for name, value in tensors_of(engine).items()}
 
 

@@ -219,7 +219,7 @@ def evaluated(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput]
 def bits_of(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput], samples: int) -> Bits:
     """Takes a step, and evaluates behind it."""
     found = forward_backward(engine, micro_batches, samples)
-    engine.merge_statistics(len(micro_batches))
+    engine.running_statistics.merge(len(micro_batches))
     tensors = whole.digests(tensors_of(engine))
     return Bits(found.loss, found.grad_norm, found.values["metrics"][0], evaluated(engine, micro_batches), tensors)
 
@@ -278,7 +278,7 @@ def record_step(
     engine.loss.of_samples = inner
     for hook in hooks:
         hook.remove()
-    engine.merge_statistics(micro_batch_counts(len(labels), micro_batch_size, state.dp.size).most)
+    engine.running_statistics.merge(micro_batch_counts(len(labels), micro_batch_size, state.dp.size).most)
     coordinates = state.coordinates
     rank = coordinates.pp, state.dp.rank, coordinates.cp, coordinates.tp
     result = RankStep(rank, found.loss, found.grad_norm, logits, sum(fired))

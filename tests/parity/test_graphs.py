@@ -123,7 +123,7 @@ def random_steps(graphs: RecordedGraphs | None) -> list[tuple[float, list[Tensor
                 for i, each in enumerate(inputs_of(engine, images, labels, 2))
             ]
             loss = forward_backward(engine, batches, 4)
-            engine.merge_statistics(2)
+            engine.running_statistics.merge(2)
             found.append((loss, [each.clone() for each in tensors_of(engine).values()]))
     return found
 

@@ -84,7 +84,7 @@ attention: without its units. executor: without the layers. step: the batch, zer
         return [figures for model in self.models for row in self.rows for figures in self._measure_row(model, row)]
 
     def work(self, model: str, row: str, tree: Path) -> HostWork:
-        """Work of a row in a checkout."""
+        """A row's work in a checkout."""
         ranks = 2 if any(name.endswith("_size") for name in LAYOUTS[row]) else 1
         replicas = LAYOUTS[row].get("weight_parallel_size", 1)
         flags = {
@@ -123,10 +123,11 @@ def _started(works: Mapping[str, HostWork]) -> Iterator[dict[str, RankProcesses]
 
 
 def figures(row: str, times: Mapping[str, Sequence[HostFigures]], calls: Mapping[str, HostFigures]) -> list[Figures]:
-    """Rows of the table: milliseconds, calls and C calls of each checkout, and then their ratios.
+    """Table rows: milliseconds, calls and C calls by checkout, then their ratios.
 
     Args:
-        times: of each checkout, those of the rounds. calls: of each checkout.
+        times: one figure per round, by checkout.
+        calls: by checkout.
     """
     found: dict[str, list[Figures]] = {}
     for name in times:

@@ -1,4 +1,4 @@
-"""Marks at the parts of a step, and a meter for processor time and function calls of each part."""
+"""Marks at a step's parts, and a meter for each part's processor time and function calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Forward = Callable[[Any, Tensor], Tensor]
 
 
 class Recorder(Protocol):
-    """Attributes: label: of the part that is at work."""
+    """Attributes: label: the part at work."""
 
     label: Label
 
@@ -32,9 +32,9 @@ class Recorder(Protocol):
 
 
 class Marks:
-    """Tells a recorder of modules that begin and end, in forward and in backward.
+    """Tells a recorder where modules begin and end, in forward and backward.
 
-    Backward comes to a module with the gradient of its output, and leaves it with that of its input.
+    Backward enters a module with its output's gradient, and leaves it with its input's.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -42,7 +42,7 @@ class Marks:
         self._open: list[tuple[Tensor, Label]] = []  # inputs of modules within each other, and what is behind them
 
     def marked(self, forward: Forward, name_of: Callable[[nn.Module], str]) -> Forward:
-        """A forward of modules that take a tensor and give one. Args: name_of: gives the part's name."""
+        """A forward for modules from one tensor to one. Args: name_of: returns the part's name."""
         recorder = self._recorder
 
         def marked(module: nn.Module, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Marks:
         return marked
 
     def around(self, function: Callable[..., Any], label: Label) -> Callable[..., Any]:
-        """A function that counts as work of a part."""
+        """A function that counts as a part's work."""
         recorder = self._recorder
 
         def around(*args: Any, **options: Any) -> Any:
@@ -81,12 +81,13 @@ class Marks:
 
 
 class Meter:
-    """Processor time of each part, or with `counting` its calls of functions.
+    """Each part's processor time, or with `counting` its function calls.
 
     Attributes:
-        seconds: of each part. own: of the benchmark itself: marks and substitutes.
-        calls, c_calls: of each part: functions of Python, and those of C that Python called.
-        substituted: how often each kind of substitute was called.
+        seconds: by part.
+        own: the benchmark's seconds: marks and substitutes.
+        calls, c_calls: by part: Python functions, and C functions that Python called.
+        substituted: calls by kind of substitute.
     """
 
     def __init__(self, label: Label) -> None:
@@ -121,7 +122,7 @@ class Meter:
         self._since = now
 
     def calibrate(self) -> None:
-        """Measures what a part is charged for a pause: half of each look at the clock, and the call."""
+        """Measures a pause's cost to its part: half of each look at the clock, and the call."""
         self.leak = 0.0
         self.reset()
         self.enter(self.label)

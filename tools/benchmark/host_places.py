@@ -1,7 +1,7 @@
 """Places inside megasnn at which a host is made to work as in front of a GPU.
 
-The table below is all that the benchmark of the host knows of the package's inside. It measures other checkouts, too.
-So a place may have several paths, the newest first, and the first that exists counts.
+The host's benchmark knows the package's inside by the table below alone. It measures other checkouts, too: a place may
+have several paths, the newest first, and the first existing one counts.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _ANSWERS: dict[Paths, Any] = {
 
 
 def resolved(paths: Paths) -> tuple[Any, str]:
-    """Returns the module or class of a place, and its name there.
+    """A place's module or class, and its name there.
 
     Raises:
         LookupError: none of the paths exists.
@@ -89,8 +89,8 @@ def resolved(paths: Paths) -> tuple[Any, str]:
 
 
 def _module(name: str) -> ModuleType | None:
-    """Returns a module, or None where its package's folder has none. Others are not asked: an editable installation of
-    another checkout would give its modules for those that this one lacks."""
+    """A module, or None if its package's folder lacks it."""
+    # No other finder is asked: an editable installation would offer another checkout's module.
     parent, _, _ = name.rpartition(".")
     if parent:
         package = _module(parent)
@@ -101,7 +101,7 @@ def _module(name: str) -> ModuleType | None:
 
 @contextmanager
 def replaced(paths: Paths, replacement: Any) -> Iterator[None]:
-    """Inside, a replacement stands at a place, and in all modules of megasnn that have taken it from there."""
+    """Replaces a place inside, and its imports in all modules of megasnn."""
     holder, name = resolved(paths)
     original = getattr(holder, name)
     holders = [holder]
@@ -116,7 +116,7 @@ def replaced(paths: Paths, replacement: Any) -> Iterator[None]:
 
 @contextmanager
 def as_on_gpu(launch: Any) -> Iterator[None]:
-    """Inside, megasnn works as on a GPU, and `launch` is called in place of what starts its Triton kernels."""
+    """Inside, megasnn works as on a GPU, and `launch` replaces the start of its Triton kernels."""
     package = import_module(KERNELS)
     for each in pkgutil.iter_modules(package.__path__, f"{KERNELS}."):
         import_module(each.name)  # a module that came later would keep a replacement for good

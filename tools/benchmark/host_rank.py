@@ -1,7 +1,7 @@
-"""A process that measures the host of one checkout: a model on a layout, as on a GPU that takes no time.
+"""A process that measures one checkout's host: a model on a layout, as on a GPU that takes no time.
 
-Of megasnn it uses what is public, and the places of `host_places`: so that it can measure another checkout. This file
-and what it imports therefore import nothing from megasnn before they know which.
+It can measure another checkout, because it uses only megasnn's public names and the places in `host_places`. This file
+and its imports therefore import nothing from megasnn before they know the checkout.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ _UNTIMED = 10  # steps, in which caches are filled and Python adapts its bytecod
 
 @dataclass(frozen=True)
 class HostWork:
-    """Work of a row.
+    """A row's work.
 
     Attributes:
-        name: of the row. tree: a checkout, whose megasnn is measured.
-        model: its name in `megasnn.MODELS`. dimensions, flags: of the model and of `megasnn.Engine`.
+        tree: the measured checkout.
+        model: name in `megasnn.MODELS`.
+        dimensions, flags: for the model, and for `megasnn.Engine`.
     """
 
     name: str
@@ -67,11 +68,13 @@ class HostWork:
 
 @dataclass(frozen=True)
 class HostFigures:
-    """Figures of a turn, of one micro-batch.
+    """A turn's figures for one micro-batch.
 
     Attributes:
-        parts: of each part the milliseconds or the calls. own: milliseconds of the benchmark itself, taken off.
-        c_calls: functions of C that Python called. substituted: calls of substitutes, by their kind.
+        parts: milliseconds or calls by part.
+        own: the benchmark's own milliseconds, already subtracted.
+        c_calls: C functions that Python called.
+        substituted: calls by kind of substitute.
     """
 
     parts: Mapping[str, float]
@@ -81,8 +84,7 @@ class HostFigures:
 
 
 class HostRank:
-    """Builds an Engine of the tree when made; every turn takes some steps. Raises LookupError for a place that the tree
-    does not have."""
+    """Builds the tree's Engine; every turn takes some steps. Raises LookupError for a place that the tree lacks."""
 
     def __init__(self, task: tuple[HostWork, int, str]) -> None:
         self._work, _, _ = task
@@ -105,7 +107,7 @@ class HostRank:
         self._meter.calibrate()
 
     def time(self, steps: int) -> HostFigures:
-        """Median processor time of each part over some steps, in milliseconds."""
+        """Each part's median processor time over some steps, in milliseconds."""
         seconds: list[Mapping[Label, float]] = []
         own: list[float] = []
         self._meter.counting = False
@@ -122,7 +124,7 @@ class HostRank:
         return HostFigures(parts, scale * median(own))
 
     def calls(self) -> HostFigures:
-        """Calls of each part, in one step."""
+        """Each part's calls in one step."""
         meter = self._meter
         meter.counting = True
         meter.reset()
@@ -147,7 +149,7 @@ class HostRank:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Inside, no garbage is collected: it would be at other times in other checkouts."""
+    # Other checkouts would collect at other times.
     gc.collect()
     gc.disable()
     try:
@@ -162,7 +164,7 @@ def _sum_of(labels: Sequence[Label], figures: Mapping[Label, float]) -> float:
 
 @contextmanager
 def _on_gpu_without_computing(meter: Meter, engine: Any) -> Iterator[None]:
-    """Inside, the steps of an Engine compute nothing, and tell the meter their parts."""
+    """Inside, an Engine's steps compute nothing, and tell the meter their parts."""
     marks = Marks(meter)
     with ExitStack() as stack:
         stack.enter_context(without_computing(meter))

@@ -25,7 +25,7 @@ REFUSED = ("mv", "addmv", "dot", "addbmm", "mm.dtype", "addmm.out", "baddbmm.out
 
 
 def launch(meter: Meter) -> Callable[..., None]:
-    """A substitute for what starts a Triton kernel; its outputs keep what their memory holds."""
+    """Replaces the start of a Triton kernel; the outputs keep their memory's content."""
 
     def launch(*args: Any, **constants: Any) -> None:
         meter.pause()
@@ -113,7 +113,7 @@ def _refusing(name: str) -> Callable[..., Any]:
 def without_computing(meter: Meter) -> Iterator[None]:
     """Inside, products and convolutions compute nothing.
 
-    A product without a substitute, and a launch of a Triton kernel, raise RuntimeError there.
+    A product without a substitute, and the start of a Triton kernel, raise RuntimeError.
     """
     library = torch.library.Library("aten", "IMPL")  # what it replaces is back once it is gone
     with warnings.catch_warnings():

@@ -200,8 +200,9 @@ def measured(case: Layouts, works: Mapping[Row, Work]) -> list[Figures]:
     turns: dict[Row, list[list[Turn]]] = {row: [] for row in works}
     with _started(case, works) as started:
         for number in rounds(case.rounds):
+            warmup = 2 if number == 1 else 1
             for row, ranks in started.items():
-                turns[row].append(ranks.call("turn", case.steps, 2 if number == 1 else 1, timeout=case.timeout))
+                turns[row].append(ranks.call("turn", case.steps, warmup, timeout=case.timeout))
                 say(f"  {row.name} {1e3 * median(_seconds(turns[row][-1])):.0f} ms", end="")
             say("")
         facts = {row: ranks.call("facts", timeout=case.timeout) for row, ranks in started.items()}

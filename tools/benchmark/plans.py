@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import ClassVar
 
-from megasnn.common.grid import Grid
+from megasnn.common.grid import ContextCut, Grid
 from megasnn.config.checks import flag
 from megasnn.planner.candidates import Layout, Prefer
 from megasnn.planner.costs import Analysis, read
@@ -126,6 +126,9 @@ def layout_of(row: Row, micro_batch_size: int) -> Layout:
     """The planner's layout of a row."""
     sizes = row.sizes
     schedule = row.schedule or "1f1b"
+    chunks = SCHEDULES[schedule].chunks if "pp" in sizes else 1
+    cut: ContextCut = "rows" if "rows" in row.options else "samples"
+    recompute = "always" if "always" in row.options else "never"
     return Layout(
         Grid(
             pp=sizes.get("pp", 1),
@@ -135,9 +138,9 @@ def layout_of(row: Row, micro_batch_size: int) -> Layout:
             cp=sizes.get("cp", 1),
         ),
         micro_batch_size,
-        cut="rows" if "rows" in row.options else "samples",
+        cut=cut,
         schedule=schedule,
-        chunks=SCHEDULES[schedule].chunks if "pp" in sizes else 1,
-        recompute="always" if "always" in row.options else "never",
+        chunks=chunks,
+        recompute=recompute,
         shards_optimizer="zero1" in row.options,
     )

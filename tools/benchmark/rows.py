@@ -49,11 +49,12 @@ class Row:
         cut: Literal["auto", "samples", "rows"] = "auto"
         if "cp" in self.sizes:
             cut = "rows" if "rows" in self.options else "samples"
+        recompute = "always" if "always" in self.options else "never"
         return ParallelConfig(
             **sizes,
             context_parallel_cut=cut,
             pipeline_schedule=self.schedule or schedule,
-            recompute="always" if "always" in self.options else "never",
+            recompute=recompute,
             use_distributed_optimizer="zero1" in self.options,
         )
 

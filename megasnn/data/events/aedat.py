@@ -8,7 +8,7 @@ Sources: iniVation's pages on AEDAT 2.0 and 3.1; jAER's chip classes DVS128 and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +62,7 @@ def decode_aedat2(data: bytes, sensor: SensorSize | None = None, transpose_dvs12
     lines, start = _read_header(data)
     if (len(data) - start) % _EVENT_BYTES:
         raise ValueError(f"is cut: it ends inside an event of {_EVENT_BYTES} bytes, at byte {len(data)}")
-    chip = next((line for line in lines if re.match(r"#\s*AEChip\s*:", line, re.IGNORECASE)), None)
+    chip = _line(lines, r"#\s*AEChip\s*:")
     sensor = (sensor or DVS128) if chip is None else _sensor_in(chip)
     if sensor is None or sensor not in SENSORS.values():
         raise ValueError(f"has a sensor with unknown addresses ({chip or sensor}); known are {', '.join(SENSORS)}")
@@ -122,11 +122,11 @@ def decode_aedat3(data: bytes, sensor: SensorSize | None = None) -> Recording:
         ValueError: cut, compressed, or an unknown sensor.
     """
     lines, start = _read_header(data)
-    source = next((line for line in lines if line.lower().startswith("#source")), "")
+    source = _line(lines, "#source") or ""
     sensor = _sensor_in(source) or sensor
     if sensor is None:
         raise ValueError(f"names no known sensor ({source!r}); give its size (--sensor-size HEIGHT WIDTH)")
-    packing = next((line for line in lines if line.lower().startswith("#format")), "RAW")
+    packing = _line(lines, "#format") or "RAW"
     if not packing.endswith("RAW"):
         raise ValueError(f"has compressed packets ({packing}); only RAW is read")
     packets = [np.empty((0, 2), np.int64), *_polarity_packets(data, start)]
@@ -174,6 +174,14 @@ def _read_header(data: bytes) -> tuple[list[str], int]:
         if _LAST_LINE.match(lines[-1]):
             break
     return lines, position
+
+
+def _line(lines: Sequence[str], beginning: str) -> str | None:
+    """The first line that begins like this, in any case."""
+    for line in lines:
+        if re.match(beginning, line, re.IGNORECASE):
+            return line
+    return None
 
 
 def _sensor_in(text: str) -> SensorSize | None:

@@ -88,7 +88,9 @@ class ShardOptions(ABC):
             broken += shard.broken
         if broken:
             lines.append(f"{len(broken)} samples are broken and were left out ({INDEX_NAME} lists all): {broken[0]}")
-        used = {item.source for items in listing.splits.values() for item in items}
+        used = set[Path]()
+        for items in listing.splits.values():
+            used.update(item.source for item in items)
         left_out = describe_left_out(self.input, used)
         if left_out:
             lines.append(left_out)
@@ -132,7 +134,8 @@ class EventFolder(ShardOptions):
     def encode(self) -> Encode:
         sensor = self.sensor_size or self.default_sensor
         reading = Reading(sensor, self.sort_events, self.time_unit, self.transpose_dvs128)
-        return partial(encode_recording, frames=None if self.keep_events else self.frames, reading=reading)
+        frames = None if self.keep_events else self.frames
+        return partial(encode_recording, frames=frames, reading=reading)
 
 
 @dataclass(frozen=True, kw_only=True)

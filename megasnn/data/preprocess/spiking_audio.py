@@ -85,8 +85,10 @@ def list_shd(folder: Path, held_out: HeldOut) -> Listing:
     splits: dict[str, list[Item]] = {"train": train}
     if held_out.share or held_out.speakers:
         is_held = _held(files["train"], found["train"], held_out)
-        splits["train"] = [item for item, held in zip(train, is_held, strict=True) if not held]
-        splits["val"] = [item for item, held in zip(train, is_held, strict=True) if held]
+        splits["train"] = []
+        splits["val"] = []
+        for item, held in zip(train, is_held, strict=True):
+            splits["val" if held else "train"].append(item)
     splits["test"] = _items(files["test"], found["test"].labels)
     return Listing(splits, _class_names(files, found))
 
@@ -208,8 +210,11 @@ def _read_labels(path: Path) -> _Labels:
             speakers = _whole_numbers(file, "extra/speaker")
             if len(speakers) != len(labels):
                 raise ValueError(f"extra/speaker has {len(speakers)} samples, and labels {len(labels)}")
+        names = list[str]()
         keys = _find(file, "extra/keys")
-        return _Labels(labels, speakers, [] if keys is None else _names(keys[:]))
+        if keys is not None:
+            names = _names(keys[:])
+        return _Labels(labels, speakers, names)
 
 
 def _names(keys: Sequence[Any]) -> list[str]:

@@ -12,31 +12,35 @@ _CONV_BLOCKS = {
     "stage2.1": "ConvBlock2_2.0",
 }
 _BLOCKS = {"stage3.{}": "block3.{}", "stage4.{}": "block4.{}"}
-_SEPARABLE = {**{x: f"{y}.Conv" for x, y in _CONV_BLOCKS.items()}, **{x: f"{y}.conv" for x, y in _BLOCKS.items()}}
 _PATHS = {"expand": "pwconv1", "depthwise": "dwconv", "project": "pwconv2"}
 _ATTENTION = {"q": "q_conv", "k": "k_conv", "v": "v_conv", "projection": "proj_conv"}
 
-_CONV_NORMS = {  # {} stands for a number
-    **{f"downsample.{i}": (path, ("encode_conv", "encode_bn")) for i, path in enumerate(_DOWNSAMPLING)},
-    **{
-        f"{block}.separable.{conv_norm}": (f"{theirs}.{path}", ("0", "1"))
-        for block, theirs in _SEPARABLE.items()
-        for conv_norm, path in _PATHS.items()
-    },
-    **{
-        f"{block}.attention.{conv_norm}": (f"{theirs}.attn.{path}", ("0", "1"))
-        for block, theirs in _BLOCKS.items()
-        for conv_norm, path in _ATTENTION.items()
-    },
-    **{f"{x}.mlp.fc{i}": (y, (f"conv{i}", f"bn{i}")) for x, y in _CONV_BLOCKS.items() for i in (1, 2)},
-    **{f"{x}.mlp.fc{i}": (f"{y}.mlp", (f"fc{i}_conv", f"fc{i}_bn")) for x, y in _BLOCKS.items() for i in (1, 2)},
-}
+
+def _conv_norms() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Our path -> (their path, their names for convolution and norm). {} stands for a number."""
+    found: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for number, path in enumerate(_DOWNSAMPLING):
+        found[f"downsample.{number}"] = path, ("encode_conv", "encode_bn")
+    for ours, theirs in _CONV_BLOCKS.items():
+        for conv, path in _PATHS.items():
+            found[f"{ours}.separable.{conv}"] = f"{theirs}.Conv.{path}", ("0", "1")
+        for number in (1, 2):
+            found[f"{ours}.mlp.fc{number}"] = theirs, (f"conv{number}", f"bn{number}")
+    for ours, theirs in _BLOCKS.items():
+        for conv, path in _PATHS.items():
+            found[f"{ours}.separable.{conv}"] = f"{theirs}.conv.{path}", ("0", "1")
+        for conv, path in _ATTENTION.items():
+            found[f"{ours}.attention.{conv}"] = f"{theirs}.attn.{path}", ("0", "1")
+        for number in (1, 2):
+            found[f"{ours}.mlp.fc{number}"] = f"{theirs}.mlp", (f"fc{number}_conv", f"fc{number}_bn")
+    return found
+
 
 PUBLISHED = prefix_dialect(
     "published",
     "the published E-SpikeFormer",
     marker="downsample1_1.encode_conv.weight",
-    prefixes={**conv_norm_prefixes(_CONV_NORMS), "head": "head"},
+    prefixes={**conv_norm_prefixes(_conv_norms()), "head": "head"},
 )
 
 DIALECTS = (PUBLISHED,)

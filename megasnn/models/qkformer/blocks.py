@@ -22,10 +22,12 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         conv_norm_neuron = partial(ConvNormNeuron, kernel_size=3, bias=not small)
         middle = outputs // 2 if begins else inputs
+        keeps_size = begins and small
+        stride = 1 if keeps_size else 2
         self.begin = conv_norm_neuron(inputs, middle, max_pool=not small) if begins else None
         self.down = conv_norm_neuron(middle, outputs, max_pool=not small)
-        self.last = None if begins and small else conv_norm_neuron(outputs, outputs, max_pool=small)
-        self.shortcut = ConvNormNeuron(middle, outputs, bias=not small, stride=1 if begins and small else 2)
+        self.last = None if keeps_size else conv_norm_neuron(outputs, outputs, max_pool=small)
+        self.shortcut = ConvNormNeuron(middle, outputs, bias=not small, stride=stride)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.begin is not None:
