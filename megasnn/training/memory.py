@@ -38,7 +38,7 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
             raise
         problem = f"{type(error).__name__}: {error}"
     else:
-        mine = _forecast(config, engine, costs)
+        mine = forecast_of_rank(config, engine, engine.plan, costs)
     of_ranks = gather(state.world.handle, (problem, mine))
     for text, _ in of_ranks:
         if text:
@@ -47,9 +47,11 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
     return [forecast for _, forecast in of_ranks if forecast is not None]
 
 
-def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> MemoryForecast:
+def forecast_of_rank(
+    config: PretrainConfig, engine: Engine, plan: PipelinePlan, costs: PipelineCosts
+) -> MemoryForecast:
+    """This rank's forecast, for an Engine's tensors with a plan that may have another number of micro-batches."""
     distributed = engine.distributed
-    plan = engine.plan
     device = engine.state.device
     on_host = device.type == "cpu"
     states = states_of_run(config, distributed)
