@@ -122,9 +122,6 @@ def _graph_problems(config: PretrainConfig) -> Iterator[str]:
         return
     parallel = config.parallel
     reasons = []
-    for size in ("tensor_model_parallel_size", "context_parallel_size"):
-        if getattr(parallel, size) > 1:
-            reasons.append(f"with {flag(size)} above 1 ranks communicate inside layers")
     if config.windows > 1:
         reasons.append("with --bptt-steps neurons keep their potential from window to window")
     if parallel.weight_parallel_size > 1:

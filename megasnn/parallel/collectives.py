@@ -7,7 +7,7 @@ Every collective returns early on a group of one rank.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -265,6 +265,22 @@ class CommStatistics:
             yield
         finally:
             self.enabled = was_enabled
+
+    @contextmanager
+    def separate(self) -> Iterator[dict[str, Traffic]]:
+        """Yields the traffic inside, which is not added to the rest. For CUDA graphs, whose replays pass no Python."""
+        before = self.by_group
+        self.by_group = defaultdict(Traffic)
+        try:
+            with self.counting():
+                yield self.by_group
+        finally:
+            self.by_group = before
+
+    def add(self, moved: Mapping[str, Traffic]) -> None:
+        if self.enabled:
+            for group, each in moved.items():
+                self.by_group[group].add(each.calls, each.bytes, each.dense_bytes)
 
     def record(self, group: str, moved: int, dense: int | None = None) -> None:
         if self.enabled:

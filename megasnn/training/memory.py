@@ -44,8 +44,6 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
         if text:
             reporter.line(f"memory is not predicted: {text}")
             return []
-    if any(chunk.graphs is not None for chunk in distributed.chunks.values()):
-        reporter.line("memory is predicted without CUDA graphs, which take more")
     return [forecast for _, forecast in of_ranks if forecast is not None]
 
 
@@ -99,7 +97,8 @@ def peak_of(costs: PipelineCosts, distributed: DistributedModel, plan: PipelineP
     """Moment in a step at which this rank needs most."""
     schedule = plan.schedules.training(plan.micro_batches)
     exchanged = [distributed.gradient_buckets.exchanged_bytes] * schedule.ranks
-    return peak_moments(schedule, plan.segment_bounds, costs, exchanged)[distributed.state.pp.rank]
+    has_graphs = any(chunk.graphs is not None for chunk in distributed.chunks.values())
+    return peak_moments(schedule, plan.segment_bounds, costs, exchanged, has_graphs)[distributed.state.pp.rank]
 
 
 def states_of_run(config: PretrainConfig, distributed: DistributedModel) -> StateBytes:
