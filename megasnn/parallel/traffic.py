@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -61,6 +61,22 @@ class CommStatistics:
             yield
         finally:
             self.enabled = was_enabled
+
+    @contextmanager
+    def separate(self) -> Iterator[dict[TrafficKey, Traffic]]:
+        """Yields the traffic inside, which is not added to the rest. For CUDA graphs, whose replays pass no Python."""
+        before = self.counts
+        self.counts = defaultdict(Traffic)
+        try:
+            with self.counting():
+                yield self.counts
+        finally:
+            self.counts = before
+
+    def add(self, moved: Mapping[TrafficKey, Traffic]) -> None:
+        if self.enabled:
+            for key, each in moved.items():
+                self.counts[key].add(each.calls, each.bytes, each.dense_bytes)
 
     def record(self, group: str, operation: str, moved: int, dense: int | None = None) -> None:
         if self.enabled:

@@ -72,7 +72,8 @@ class PipelineExecutor:
         self._neurons: list[NeuronLayer] = []
         for segment in segments.values():
             self._neurons += [module for module in segment.modules() if isinstance(module, NeuronLayer)]
-        # Micro-batch sizes of the training steps so far: a step with new sizes runs without CUDA graphs.
+        # Micro-batch sizes of the training steps so far: a step with new sizes runs without CUDA graphs. They count the
+        # samples of all ranks, so that ranks which share a micro-batch capture and replay the same graphs.
         self._sizes: list[tuple[int, ...]] = []
         # A schedule is known before its first action, so each action's work is looked up once. The last schedule of
         # training and the last one of evaluation stay prepared.
@@ -113,7 +114,7 @@ class PipelineExecutor:
             self._transfers.begin(schedule, sizes)
         graphs = [segment.graphs for segment in self._segments.values() if segment.graphs is not None]
         if graphs and consume is None:
-            self._begin_graphs(graphs, sizes)
+            self._begin_graphs(graphs, tuple(micro.whole or micro.size for micro in micro_batches))
         perform = self._perform_in_trace if is_traced() else self.perform
         with error_context("") as context, nullcontext() if consume is None else torch.no_grad():
             perform(order, context)
@@ -184,7 +185,7 @@ class PipelineExecutor:
         if sizes not in self._sizes:
             self._sizes.append(sizes)
         for each in graphs:
-            each.begin(has_graphs)
+            each.begin(has_graphs, sizes)
 
     def _describe(self, action: Action) -> str:
         micro = "" if action.micro_batch is None else f", micro-batch {action.micro_batch}"
