@@ -6,10 +6,15 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 
+import megasnn
+
 project = "MegaSNN"
 html_title = project
 html_theme = "furo"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+nitpick_ignore_regex = [("py:.*", ".*")]  # types in signatures have no page
 source_suffix = {".md": "markdown"}
 root_doc = "README"
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "findings/README.md"]
@@ -22,9 +27,9 @@ nitpicky = True
 highlight_language = "none"  # default for code blocks without a language
 
 CONTENTS = {
-    "Start": ["quickstart", "models", "tasks", "data", "recipes", "python"],
+    "Start": ["quickstart", "models", "tasks", "data", "recipes", "python", "beside"],
     "Many ranks": ["parallelism", "schedules", "memory", "planner", "clusters"],
-    "Runs": ["checkpoints", "nir", "flags", "gpu"],
+    "Runs": ["watching", "checkpoints", "nir", "flags", "gpu", "api"],
 }
 LISTED = {name for names in CONTENTS.values() for name in names}
 OTHERS = sorted(file.stem for file in Path(__file__).parent.glob("*.md") if file.stem not in LISTED)
@@ -41,6 +46,16 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
             source[0] += "\n".join(["", "```{toctree}", ":hidden:", f":caption: {title}", *pages, "```", ""])
 
 
+def add_reference(app: Sphinx, page: str, source: list[str]) -> None:
+    """Appends the docstring of every public name to the page of names in the site only."""
+    if page != "docs/api":
+        return
+    for name in sorted(megasnn.__all__, key=str.lower):
+        value = getattr(megasnn, name)
+        kind = "class" if isinstance(value, type) else "function" if callable(value) else "data"
+        source[0] += f"\n## {name}\n\n```{{eval-rst}}\n.. auto{kind}:: megasnn.{name}\n```\n"
+
+
 def add_start(app: Sphinx, error: Exception | None) -> None:
     """Writes index.html, which leads to the README."""
     if error is None:
@@ -50,4 +65,5 @@ def add_start(app: Sphinx, error: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     app.connect("source-read", add_contents)
+    app.connect("source-read", add_reference)
     app.connect("build-finished", add_start)

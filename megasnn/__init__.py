@@ -68,6 +68,10 @@ if TYPE_CHECKING:
     from megasnn.pipeline.chunk import PipelineChunk as PipelineChunk
     from megasnn.pretraining import pretrain as pretrain
     from megasnn.telemetry.callback import Callback as Callback
+    from megasnn.telemetry.trackers import MLflow as MLflow
+    from megasnn.telemetry.trackers import Trackio as Trackio
+    from megasnn.telemetry.trackers import Wandb as Wandb
+    from megasnn.training.engine_log import EngineLog as EngineLog
 
 # Module -> names. The imports above are the same list for type checkers, which do not follow __getattr__.
 _NAMES = {
@@ -98,6 +102,8 @@ _NAMES = {
     "megasnn.pipeline.chunk": "PipelineChunk",
     "megasnn.pretraining": "pretrain",
     "megasnn.telemetry.callback": "Callback",
+    "megasnn.telemetry.trackers": "MLflow Trackio Wandb",
+    "megasnn.training.engine_log": "EngineLog",
 }
 _MODULES: dict[str, str] = {}
 for _module, _names in _NAMES.items():

@@ -5,7 +5,10 @@ As a CUDA graph it
 - starts again what was started then, on the memory of then and with the numbers of then; no Python of the work runs;
 - shares its pool: what was made in it and is held by nobody, by then, is used again for what is made later;
 - leaves nothing elsewhere: before each replay all memory of all graphs that nobody holds is filled with nonsense;
-- refuses what a GPU refuses meanwhile: to tell the host a value, to take one from the host, to talk with other ranks.
+- refuses what a GPU refuses meanwhile: to tell the host a value, to take one from the host, to end before an exchange
+  between ranks that began in it has been waited for;
+- exchanges nothing with other ranks while it is made, and in each replay what was exchanged then. Ranks have to replay
+  graphs of the same capture, as NCCL demands: others are found before the exchange.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PythonCallbackWork, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -92,14 +97,19 @@ class _Recording(TorchDispatchMode):
         super().__init__()
         self._pool = pool
         self.operators: list[tuple[Any, Any, Any, list[_Memory]]] = []
+        self.groups: list[Any] = []
+        self._unjoined: list[str] = []
         self._made: dict[int, torch.UntypedStorage] = {}
         self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, options = function.overloadpacket.__name__, kwargs or {}
-        if name in READS or name == "lift_fresh" or function.namespace == "c10d":
+        if name in READS or name == "lift_fresh":
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         given = tree_map(_memory, (args, options))
+        if function.namespace == "c10d":
+            self.operators.append((function, *given, []))
+            return self._begun(function, args)
         for argument, value in zip(function._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for x in _tensors(value):
@@ -107,6 +117,8 @@ class _Recording(TorchDispatchMode):
                     if storage._cdata not in self._made and storage._cdata not in self._before:
                         self._before[storage._cdata] = storage, _bytes(storage).clone()
         result = function(*args, **options)
+        if any(x.is_meta for x in _tensors(result)):
+            return result  # a size that the host computes
         known = {x.untyped_storage()._cdata for x in _tensors(args, options)}
         fresh = [x for x in _tensors(result) if x.untyped_storage()._cdata not in known]
         self._made |= {each._cdata: each for each in self._pool.place(fresh)}
@@ -114,19 +126,58 @@ class _Recording(TorchDispatchMode):
             self.operators.append((function, *given, [_Memory(x) for x in fresh]))
         return result
 
+    def _begun(self, function: Any, args: Any) -> Any:
+        """What an exchange returns that has only been taken down."""
+        for each in args:
+            if isinstance(each, torch.ScriptObject) and each._type().name() == "ProcessGroup":
+                group = dist.ProcessGroup.unbox(each)
+                if group not in self.groups:
+                    self.groups.append(group)
+        name = function.overloadpacket.__name__
+        self._unjoined.append(name)
+
+        def wait(timeout: Any) -> bool:
+            if name in self._unjoined:
+                self._unjoined.remove(name)
+            return True
+
+        work = Work.boxed(PythonCallbackWork(wait))
+        return work if len(function._schema.returns) == 1 else (args[0], work)
+
+    def require_joined(self) -> None:
+        if self._unjoined:
+            raise RuntimeError(f"capturing stream has unjoined work: {', '.join(self._unjoined)}")
+
     def undo(self) -> None:
         for storage, values in self._before.values():
             _bytes(storage).copy_(values)
         for storage in self._made.values():
             _bytes(storage).fill_(NONSENSE)
 
-    def run(self) -> None:
+    def run(self, number: int) -> None:
+        """Runs the operators again. Raises RuntimeError where another rank replays a graph of another number."""
+        for group in self.groups:
+            mine = torch.tensor([number])
+            numbers = [torch.empty_like(mine) for _ in range(group.size())]
+            group.allgather([numbers], [mine]).wait()
+            if any(each != mine for each in numbers):
+                raise RuntimeError(f"ranks replay graphs of different captures: {torch.cat(numbers).tolist()}")
+        works: list[Any] = []
         for function, args, options, results in self.operators:
             args, options = tree_map(_there, args), tree_map(_there, options)
+            if function.namespace == "c10d":
+                found = function(*args, **options)
+                works.append(Work.unbox(found if isinstance(found, torch.ScriptObject) else found[-1]))
+                continue
+            # An exchange has ended before anything is computed behind it.
+            while works:
+                works.pop(0).wait()
             known = {x.untyped_storage()._cdata for x in _tensors(args, options)}
             found = [x for x in _tensors(function(*args, **options)) if x.untyped_storage()._cdata not in known]
             for memory, value in zip(results, found, strict=True):
                 memory.tensor().copy_(value)
+        for work in works:
+            work.wait()
 
 
 class RecordedGraphs:
@@ -154,8 +205,10 @@ class RecordedGraphs:
         try:
             with recording:
                 work()
+            recording.require_joined()
         finally:
             recording.undo()
+        number = self.captures
 
         @torch.no_grad()
         def replay() -> None:
@@ -163,7 +216,7 @@ class RecordedGraphs:
             for storage in self.memory():
                 if not _is_held(storage):
                     _bytes(storage).fill_(NONSENSE)
-            recording.run()
+            recording.run(number)
 
         return replay
 

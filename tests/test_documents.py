@@ -169,6 +169,21 @@ def test_the_example_and_the_readmes_model_train(tmp_path: Path) -> None:
     run(tmp_path, program("README.md", "Your own model", tmp_path), *SMALL)
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "word", "least"),
+    [("port_spikingjelly", ["--train-iters", "60"], "accuracy", 75), ("fine_tuning", [], "ten classes", 70)],
+)
+def test_an_example_learns(monkeypatch, capsys, name: str, arguments: list[str], word: str, least: float) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    assert float(capsys.readouterr().out.split(f"{word} ")[1].split("%")[0]) > least
+
+
+def test_the_example_of_detection_learns(capsys) -> None:
+    runpy.run_path(str(ROOT / "examples" / "detection.py"))["main"](steps=120)
+    assert float(capsys.readouterr().out.split("iou ")[1]) > 0.4
+
+
 def test_the_example_with_a_data_set_trains(tmp_path: Path) -> None:
     """Its classes reach a worker, though they are the script's own."""
     flags = "--train-iters 2 --micro-batch-size 8 --global-batch-size 16 --log-interval 1 --eval-iters 2".split()

@@ -105,7 +105,7 @@ def test_a_wheel_holds_every_file_of_the_package(tmp_path) -> None:
     """Built from a folder that is no checkout, which a downloaded archive is too."""
     source, package = tmp_path / "source", ROOT / "megasnn"
     shutil.copytree(package, source / "megasnn", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "LICENSE"):
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, source)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     words = [sys.executable, "-c", BUILD, tmp_path]
@@ -114,6 +114,9 @@ def test_a_wheel_holds_every_file_of_the_package(tmp_path) -> None:
     name = ended.stdout.splitlines()[-1]
     with zipfile.ZipFile(tmp_path / name) as wheel:
         packed = {Path(file) for file in wheel.namelist() if file.startswith("megasnn/")}
+        metadata = next(wheel.read(file).decode() for file in wheel.namelist() if file.endswith("METADATA"))
+    assert Path("megasnn/py.typed") in packed
+    assert metadata.endswith((ROOT / "README.md").read_text()) and "text/markdown" in metadata
     files = {file.relative_to(ROOT) for file in package.rglob("*") if file.suffix != ".pyc" and file.is_file()}
     assert packed == files
     recipes = {path for entry in MODELS.values() for path in entry.recipes().values()}

@@ -9,7 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 
@@ -26,6 +26,7 @@ _LARGEST_TRIM = 2**31 - 1  # largest values mallopt accepts
 _LARGEST_MMAP = 32 * 1024 * 1024
 _ARRAY = "bytes of arrays:"
 _RELEASE_SECONDS = 1e-3
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def keep_free_memory() -> None:
@@ -83,6 +84,26 @@ def reset_peak_memory(device: torch.device) -> None:
     else:
         # 5 resets VmHWM (Linux, proc(5)).
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def available_memory_mb(device: torch.device) -> float:
+    """Memory that this machine or device still has. On a CPU all processes of the machine share it.
+
+    A container's limit counts (cgroup v2).
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # The allocator's unused blocks are free, too.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (free + unused) / 1e6
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    group = CGROUP / Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
+    for folder in (group, CGROUP):
+        with suppress(OSError, ValueError):  # no such file, or no limit
+            limit = int((folder / "memory.max").read_text())
+            available = min(available, limit - int((folder / "memory.current").read_text()))
+    return available / 1e6
 
 
 def memory_scalars(peaks: Sequence[float], kind: str = "peak") -> dict[str, float]:

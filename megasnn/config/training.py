@@ -11,6 +11,7 @@ from dataclasses import dataclass as plain_dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
+from pydantic import WrapValidator
 from pydantic.dataclasses import dataclass
 
 from megasnn.common.files import STRICT
@@ -20,6 +21,21 @@ from megasnn.config.checks import Count, FractionBelowOne, Positive, Size, flag
 LENGTHS = ("train_iters", "train_samples", "train_epochs")
 """Fields for the length of a training. A run has exactly one."""
 _SUMS = "megasnn.models.losses"
+
+
+class _Auto(int):
+    """Stands for a size that the start of a run finds."""
+
+    def __repr__(self) -> str:
+        return "auto"
+
+
+AUTO_SIZE = _Auto(0)
+"""Value of --micro-batch-size auto until the run has found a number."""
+
+
+def _size_or_auto(value: Any, read: Callable[[Any], int]) -> int:
+    return AUTO_SIZE if value == "auto" or isinstance(value, _Auto) else read(value)
 
 
 @plain_dataclass(frozen=True)
@@ -106,8 +122,9 @@ class Length:
 class TrainingConfig:
     """The length is in iterations, samples or epochs."""
 
-    micro_batch_size: Size = 8
-    """Samples that go through the model together; norms use their statistics."""
+    micro_batch_size: Annotated[Size, WrapValidator(_size_or_auto)] = 8
+    """Samples that go through the model together; norms use their statistics. auto: the largest that fits in memory,
+    found once, kept in config.json and checkpoints."""
     global_batch_size: Size = 64
     """Samples per optimizer step, over all replicas."""
     train_iters: Size | None = None
@@ -140,6 +157,11 @@ class TrainingConfig:
     """Training loss, averaged over samples."""
     label_smoothing: FractionBelowOne = 0.0
     """Share of the target spread evenly over all classes."""
+
+    @property
+    def finds_micro_batch(self) -> bool:
+        """Whether the start of the run finds the micro-batch size."""
+        return isinstance(self.micro_batch_size, _Auto)
 
     @property
     def counts_samples(self) -> bool:

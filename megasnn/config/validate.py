@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from megasnn.common.grid import Grid, micro_batch_sizes
 from megasnn.config.checks import ConfigError, flag, refusal
@@ -17,8 +17,42 @@ from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.passes import NEVER
 
 
+def micro_batch_candidates(config: PretrainConfig, world_size: int) -> list[int]:
+    """Sizes for --micro-batch-size auto, ascending: equal micro-batches, at least one for each pipeline stage.
+
+    Raises:
+        ConfigError: no size gives every replica the same number of equal micro-batches.
+    """
+    training = config.training
+    parallel = config.parallel
+    grid = parallel.grid.over_ranks(world_size)
+    share, rest = divmod(training.global_batch_size, grid.replicas)
+    sizes = []
+    if not rest:
+        sizes = [size for size in range(1, share + 1) if share % size == 0 and share // size >= grid.pp]
+    if not sizes:
+        raise ConfigError(
+            [
+                f"--micro-batch-size auto: --global-batch-size {training.global_batch_size} on {grid.replicas} data "
+                f"parallel replicas and {grid.pp} pipeline stages gives them no equal micro-batches; use a multiple "
+                f"of {grid.replicas * grid.pp}"
+            ]
+        )
+    return sizes
+
+
+def with_micro_batch(config: PretrainConfig, size: int) -> PretrainConfig:
+    return replace(config, training=replace(config.training, micro_batch_size=size))
+
+
 def validate(config: PretrainConfig, world_size: int) -> None:
     """Raises ConfigError with all problems within and between the parts, each with value and flag."""
+    if config.training.finds_micro_batch:
+        problems = list(_auto_problems(config)) or refusal(micro_batch_candidates, config, world_size)
+        if problems:
+            raise ConfigError(problems)
+        # Larger sizes have no other problems: the candidates divide the batch evenly.
+        config = with_micro_batch(config, micro_batch_candidates(config, world_size)[0])
     build_part(type(config.model), to_dict(config.model), "model")  # an object made in Python was not checked yet
     problems = config.model.problems(config.parallel.tensor_model_parallel_size)
     for part in fields(config):
@@ -34,6 +68,18 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     problems += _neuron_problems(config)
     if problems:
         raise ConfigError(problems)
+
+
+def _auto_problems(config: PretrainConfig) -> Iterator[str]:
+    """Flags that --micro-batch-size auto cannot stand beside."""
+    parallel = config.parallel
+    if parallel.memory_budget is not None:
+        yield f"--micro-batch-size auto and --memory-budget {parallel.memory_budget:g} both follow memory; give one"
+    if parallel.context_parallel_size > 1:
+        yield (
+            f"--micro-batch-size auto with --context-parallel-size {parallel.context_parallel_size}: give a number; "
+            "ranks share a micro-batch by its size"
+        )
 
 
 def layout_problems(config: PretrainConfig, world_size: int) -> list[str]:
@@ -76,9 +122,6 @@ def _graph_problems(config: PretrainConfig) -> Iterator[str]:
         return
     parallel = config.parallel
     reasons = []
-    for size in ("tensor_model_parallel_size", "context_parallel_size"):
-        if getattr(parallel, size) > 1:
-            reasons.append(f"with {flag(size)} above 1 ranks communicate inside layers")
     if config.windows > 1:
         reasons.append("with --bptt-steps neurons keep their potential from window to window")
     if parallel.weight_parallel_size > 1:

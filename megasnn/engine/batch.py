@@ -257,6 +257,7 @@ class Batches:
         device = self._state.device
         specs = self._task.inputs
         begin = batch.consumed_samples - batch.size
+        sizes = micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size))
         whole = []
         for micro in batch.micro_batches:
             inputs: dict[str, Tensor] | None = None
@@ -275,7 +276,8 @@ class Batches:
             samples = range(first, first + micro.size)
             if trains and self._mixing is not None:
                 inputs, targets, samples = self._mixed(self._mixing, inputs, targets, samples)
-            whole.append(MicroBatchInput(inputs, targets, len(samples), samples, left_out=micro.left_out))
+            size = sizes[micro.start // sizes[0]]
+            whole.append(MicroBatchInput(inputs, targets, len(samples), samples, left_out=micro.left_out, whole=size))
         if not trains:
             whole += self._padding(batch)
         if self._windows == 1:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megasnn.augment.mixing import Mixing
 from megasnn.common.checks import error_context
@@ -18,6 +19,7 @@ from megasnn.config.values import build_part, to_dict, with_keywords
 from megasnn.engine.model import DistributedModel
 from megasnn.engine.replica import build_replica
 from megasnn.kernels.backends import BACKENDS, backend_for
+from megasnn.layers.blocks import neuron_uses
 from megasnn.layers.context import BuildContext, Numerics
 from megasnn.layers.weight_grad import CastWeights
 from megasnn.models.build import building_problems, describe_model
@@ -29,7 +31,7 @@ from megasnn.parallel_state import Group, ParallelState
 from megasnn.pipeline.graphs import Capture, CudaCapture
 from megasnn.pipeline.plan import plan_pipeline
 
-_ENDLESS = 10**12  # steps of a training with a constant learning rate
+ENDLESS = 10**12  # steps of a training with a constant learning rate
 _PER_HOST = ("data", "checkpoint", "logging")  # configuration that may differ between ranks: paths, workers
 
 
@@ -66,13 +68,15 @@ def run_configuration(
             raise ConfigError(
                 ["give train_iters or train_samples: the learning rate decays until then; or lr_decay_style='constant'"]
             )
-        config = replace(config, training=replace(config.training, train_iters=_ENDLESS))
+        config = replace(config, training=replace(config.training, train_iters=ENDLESS))
     # A program may have joined its ranks itself, without the variables of a launcher.
     if dist.is_initialized():
         world_size = dist.get_world_size()
     else:
         take_ranks()
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.training.finds_micro_batch:
+        raise ConfigError(["micro_batch_size='auto' is for runs (megasnn.pretrain): give an Engine a number"])
     validate(config, world_size)
     problems = model_problems(config)
     if problems:
@@ -131,6 +135,22 @@ def capture_on(device: torch.device) -> Capture:
     return CudaCapture(device)
 
 
+def _compile_kernels(layers: Sequence[nn.Module], context: BuildContext, trains: bool) -> None:
+    """Compiles the neurons' kernels for the CPU, or loads them: once a host, each rank its share."""
+    dtype = context.numerics.compute_dtype
+    sample = torch.empty(1, 1, 1, dtype=dtype, device=context.state.device)
+    name = context.numerics.neuron_backend
+    uses = [use for use in neuron_uses(layers) if backend_for(name, sample, use.spec) is BACKENDS["fused"]]
+    if not uses:
+        return
+    from megasnn.kernels.numba.ahead import compile_ahead
+
+    # Ranks that share a folder but not a launcher compile the same kernels in the same order, and wait for each other.
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    compile_ahead(uses, dtype, trains, rank, ranks)
+
+
 def build_model(
     config: PretrainConfig, description: ModelDescription, state: ParallelState, wants_to_stop: Callable[[], bool]
 ) -> DistributedModel:
@@ -148,6 +168,8 @@ def build_model(
     # All layers without memory: the plan decides which of them this rank has, and needs every layer's cost for it.
     with error_context("while building the model"):
         built = description.build(context)
+    with error_context("while compiling kernels"):
+        _compile_kernels([each.module for each in built], context, trains=not training.evaluate_only)
     with error_context("while planning the pipeline"):
         plan = plan_pipeline(config, description, context, built)
     with error_context("while building the model"):

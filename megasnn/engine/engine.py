@@ -53,6 +53,8 @@ _open: list[Engine] = []  # at most one
 class Engine:
     """A model in training on this rank: the only process, or one of torchrun's.
 
+    Example::
+
         with megasnn.Engine(MyModel(width=32), micro_batch_size=8, lr=1e-3, train_iters=100) as engine:
             for images, labels in batches:
                 result = engine.train_step(images, labels)

@@ -25,8 +25,6 @@ from megasnn.kernels.norm_neuron_kernels import (
 )
 from megasnn.kernels.spike_codec import remember_bits
 
-__all__ = ["BatchNorm", "NormNeuron", "NormNeuronOutput", "norm_pool_neuron"]
-
 
 class NormNeuronOutput(NamedTuple):
     """

@@ -55,6 +55,14 @@ class NormNeuron:
         return (height - self.above + 1) // 2, (width + 1) // 2
 
 
+class NeuronUse(NamedTuple):
+    """Neurons of a model, as far as they decide which kernels are compiled."""
+
+    spec: NeuronSpec
+    has_norm: bool
+    pools: bool = False
+
+
 class Shared(Protocol):
     """Exchange between ranks whose values are normalised together."""
 

@@ -22,6 +22,7 @@ from megasnn.layers.neuron import ParallelNeuron as ParallelNeuron
 from megasnn.layers.neuron import ParallelPLIF as ParallelPLIF
 from megasnn.layers.neuron import SpikingNeuron as SpikingNeuron
 from megasnn.layers.norm import ParallelBatchNorm as ParallelBatchNorm
+from megasnn.layers.psn import ParallelMaskedPSN as ParallelMaskedPSN
 from megasnn.layers.psn import ParallelPSN as ParallelPSN
 from megasnn.layers.psn import ParallelSlidingPSN as ParallelSlidingPSN
 from megasnn.layers.readout import LeakyReadout as LeakyReadout

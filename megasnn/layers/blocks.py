@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.norm_neuron import BatchNorm, NormNeuron, norm_pool_neuron
+from megasnn.kernels.norm_neuron_kernels import NeuronUse
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import NeuronLayer, ParallelNeuron, make_neuron
@@ -122,6 +123,11 @@ class ConvNormNeuron(nn.Module):
             norm.record(mean, variance, steps // y.shape[0] * count)
         return neuron.observed(spikes)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether one kernel call computes norm, pooling and neuron."""
+        return self._is_fused
+
     @contextmanager
     def graph_only(self) -> Iterator[None]:
         """Replaces spikes by zeros in fused forwards inside; recomputation needs only the graph for backward."""
@@ -130,6 +136,21 @@ class ConvNormNeuron(nn.Module):
             yield
         finally:
             self._fires = True
+
+
+def neuron_uses(layers: Iterable[nn.Module]) -> set[NeuronUse]:
+    """Neurons in these layers and the kernels they call."""
+    uses = set[NeuronUse]()
+    fused = set[nn.Module]()
+    for layer in layers:
+        # A module comes before its parts.
+        for module in layer.modules():
+            if isinstance(module, ConvNormNeuron) and module.is_fused and isinstance(module.neuron, ParallelNeuron):
+                uses.add(NeuronUse(module.neuron.spec, has_norm=True, pools=module.max_pool is not None))
+                fused.add(module.neuron)
+            elif isinstance(module, ParallelNeuron) and module not in fused:
+                uses.add(NeuronUse(module.spec, has_norm=False))
+    return uses
 
 
 class NeuronConvNorm(nn.Module):

@@ -50,7 +50,7 @@ class ParallelConv(WeightedLayer):
     The dry run finds the input's content, packing (`megasnn.layers.shape_inference`) and sharding.
 
     Args:
-        kernel_size, stride, padding (also "same"), dilation, padding_mode: as in torch.
+        kernel_size, stride, padding, dilation, padding_mode: as in torch.
         dims: 2 for frames; 1 for signals, with a weight `[out, in, k]`. With kernel_size 1, dims=1 also accepts frames.
         style: "column" or "row" (see above); None for the cheaper one.
         blocks: equal output parts, each sharded separately (3 for fused q, k, v).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -22,6 +23,7 @@ class LayerFacts:
     Attributes:
         shards: by parameter or buffer name.
         owner_names: a tied tensor's owner, by its global name.
+        constructor: arguments of a plain module's constructor by name, noted while the model is built; None if unknown.
         call: how to call a plain layer; None for MegaSNN's layers, which know the ranks.
         is_stepped: a SpikingJelly container calls the module at every time step.
         calls: in one forward; 1 until a dry run has counted them.
@@ -32,6 +34,7 @@ class LayerFacts:
 
     shards: dict[str, Shard] = field(default_factory=dict)
     owner_names: dict[str, str] = field(default_factory=dict)
+    constructor: dict[str, Any] | None = None
     call: PlainCall | None = None
     is_stepped: bool = False
     calls: int = 1

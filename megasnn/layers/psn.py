@@ -51,9 +51,8 @@ class _ParallelInTime(NeuronLayer):
         declare(self, "weight", weight_shard, context.dtype)
         declare(self, "bias", bias_shard, context.dtype)
 
-    @staticmethod
     @abstractmethod
-    def matrix(weight: Tensor, steps: int) -> Tensor:
+    def matrix(self, weight: Tensor, steps: int) -> Tensor:
         """W `[steps, steps]`."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,9 +82,25 @@ class ParallelPSN(_ParallelInTime):
         steps = context.time_steps
         super().__init__(spec, context, ((steps, steps), uniform(steps)), (steps, 1))
 
-    @staticmethod
-    def matrix(weight: Tensor, steps: int) -> Tensor:
+    def matrix(self, weight: Tensor, steps: int) -> Tensor:
         return weight
+
+
+class ParallelMaskedPSN(ParallelPSN):
+    """PSN whose time steps see themselves and the last ones (SpikingJelly's MaskedPSN with lambda_ 1). T is fixed.
+
+    SpikingJelly's lambda_, which users raise during training until all other weights are masked, is not there.
+
+    Args:
+        order: the paper's k, the number of steps seen.
+    """
+
+    def __init__(self, spec: NeuronSpec | None = None, context: BuildContext | None = None, *, order: int) -> None:
+        super().__init__(spec, context)
+        self.order = order
+
+    def matrix(self, weight: Tensor, steps: int) -> Tensor:
+        return weight.tril().triu(1 - self.order)
 
 
 class ParallelSlidingPSN(_ParallelInTime):
@@ -100,8 +115,7 @@ class ParallelSlidingPSN(_ParallelInTime):
     def __init__(self, spec: NeuronSpec | None = None, context: BuildContext | None = None, *, order: int = 2) -> None:
         super().__init__(spec, context_for(context), ((order,), _halving), ())
 
-    @staticmethod
-    def matrix(weight: Tensor, steps: int) -> Tensor:
+    def matrix(self, weight: Tensor, steps: int) -> Tensor:
         lags = weight.flip(0)[:steps]
         bands = torch.stack([weight.new_ones(steps - lag).diag(-lag) for lag in range(len(lags))])
         return (lags.view(-1, 1, 1) * bands).sum(0)

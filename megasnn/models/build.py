@@ -16,6 +16,7 @@ from megasnn.layers.apply import make_whole
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.init import tensors_of
 from megasnn.layers.layer import Layer
+from megasnn.layers.neuron import NeuronLayer, ParallelNeuron
 from megasnn.layers.plain.by_channel import ChannelWatch, cuts_by_shape, may_be_cut
 from megasnn.layers.plain.initial_values import without_memory
 from megasnn.layers.plain.network import convert_network, why_whole
@@ -54,11 +55,17 @@ def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
     layers = build(model, neuron, BuildContext())
     named = [(layer.name, layer.module) for layer in layers]
     neurons: set[NeuronSpec] = set()
+    kernel_neurons: set[str] = set()
+    plain_neurons: set[str] = set()
     for _, layer in named:
         for module in layer.modules():
             spec = getattr(module, "spec", None)
             if isinstance(spec, NeuronSpec):
                 neurons.add(spec)
+            if isinstance(module, ParallelNeuron):
+                kernel_neurons.add(module.spec.kind)
+            elif isinstance(module, NeuronLayer) or hasattr(module, "surrogate_function"):
+                plain_neurons.add(type(module).__name__)
     return ModelDescription(
         layers=tuple(map(_layer_description, layers)),
         task=task_of(model).tried(layers[-1].output),
@@ -66,6 +73,8 @@ def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
         ties=tuple(_ties(named)),
         tensors=tuple(sharded_tensors(named)),
         neurons=frozenset(neurons),
+        kernel_neurons=frozenset(kernel_neurons),
+        plain_neurons=frozenset(plain_neurons),
     )
 
 

@@ -117,6 +117,8 @@ class ModelDescription:
         build: makes all layers for a rank on the meta device; `materialise` gives memory to the rank's own chunks.
         ties: in layer order.
         tensors: a single rank's parameters and buffers.
+        kernel_neurons: kinds that MegaSNN's kernels compute.
+        plain_neurons: classes that compute in plain PyTorch.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -125,6 +127,8 @@ class ModelDescription:
     ties: tuple[Tie, ...]
     tensors: tuple[ShardedTensor, ...]
     neurons: frozenset[NeuronSpec] = frozenset()
+    kernel_neurons: frozenset[str] = frozenset()
+    plain_neurons: frozenset[str] = frozenset()
 
     def named_layers(self, context: BuildContext) -> list[tuple[str, nn.Module]]:
         """All layers with names, built for a rank without memory."""

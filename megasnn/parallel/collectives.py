@@ -1,4 +1,4 @@
-"""Sharded layers' collectives on activations as matrices, and the traffic between ranks.
+"""Sharded layers' collectives on activations as matrices.
 
 `[T, N, C, *space]` with channels last in memory is the matrix `[T*N*space, C]`. Tensor parallelism shards its columns.
 Every collective returns early on a group of one rank.
@@ -6,10 +6,7 @@ Every collective returns early on a group of one rank.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +18,7 @@ from megasnn.common.memory import let_others_go
 from megasnn.common.recompute import cached_collective
 from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, decode_into, encode
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
 
 Exchange = Callable[[], list[Tensor]]
@@ -59,7 +57,7 @@ def gather_columns(
 def _all_payloads(rows: Tensor, group: Group, content: Content, bits: Tensor | None) -> list[Tensor]:
     mine = encode(rows.reshape(-1), content, check=True) if bits is None else bits
     others = group.size - 1
-    traffic.record(group.name, others * mine.nbytes, others * rows.nbytes)
+    traffic.record(group.name, "all-gather", others * mine.nbytes, others * rows.nbytes)
     return all_gather_into(mine.new_empty(group.size * mine.numel()), mine, group)
 
 
@@ -128,7 +126,7 @@ def sum_and_scatter_columns(rows: Tensor, group: Group) -> Callable[[], Tensor]:
     # faster than a reduce-scatter.
     outgoing = rows.view(row_count, group.size, columns // group.size).transpose(0, 1).contiguous()
     incoming = torch.empty_like(outgoing)
-    traffic.record(group.name, outgoing.nbytes - outgoing[0].nbytes)
+    traffic.record(group.name, "reduce-scatter", outgoing.nbytes - outgoing[0].nbytes)
     pending = [dist.all_to_all_single(incoming, outgoing, group=group.handle, async_op=True)]
 
     def finish() -> Tensor:
@@ -164,7 +162,7 @@ def start_all_reduce_sum(tensor: Tensor, group: Group) -> Callable[[], object]:
     """Starts summing over several ranks in place. The returned function waits."""
     require_dense(tensor)
     # The least traffic of any algorithm: each rank sums one part and receives the others.
-    traffic.record(group.name, 2 * (group.size - 1) * tensor.nbytes // group.size)
+    traffic.record(group.name, "all-reduce", 2 * (group.size - 1) * tensor.nbytes // group.size)
     return dist.all_reduce(tensor, group=group.handle, async_op=True).wait
 
 
@@ -180,7 +178,7 @@ def start_exchange(outgoing: Tensor, to_ranks: Sequence[int], from_ranks: Sequen
     received = list(from_ranks)
     sent[group.rank] = received[group.rank] = 0
     incoming = outgoing.new_empty(sum(received))
-    traffic.record(group.name, incoming.nbytes)
+    traffic.record(group.name, "all-to-all", incoming.nbytes)
     work = dist.all_to_all_single(incoming, outgoing, received, sent, group=group.handle, async_op=True)
 
     def wait() -> list[Tensor]:
@@ -233,48 +231,3 @@ def own_channels(x: Tensor, group: Group) -> Tensor:
     if x.shape[2] % group.size:
         raise ValueError(f"the {x.shape[2]} channels of the output {list(x.shape)} do not divide by {flag}")
     return _Channels.apply(x, group, False)
-
-
-@dataclass
-class Traffic:
-    """Calls and bytes: received in a collective, sent in a message. `dense_bytes` are without packing."""
-
-    calls: int = 0
-    bytes: int = 0
-    dense_bytes: int = 0
-
-    def add(self, calls: int, moved: int, dense: int) -> None:
-        self.calls += calls
-        self.bytes += moved
-        self.dense_bytes += dense
-
-
-class CommStatistics:
-    def __init__(self) -> None:
-        self.enabled = False
-        self.reset()
-
-    def reset(self) -> None:
-        self.by_group: dict[str, Traffic] = defaultdict(Traffic)
-
-    @contextmanager
-    def counting(self, enabled: bool = True) -> Iterator[None]:
-        was_enabled = self.enabled
-        self.enabled = enabled
-        try:
-            yield
-        finally:
-            self.enabled = was_enabled
-
-    def record(self, group: str, moved: int, dense: int | None = None) -> None:
-        if self.enabled:
-            self.by_group[group].add(1, moved, moved if dense is None else dense)
-
-    def total(self) -> Traffic:
-        total = Traffic()
-        for each in self.by_group.values():
-            total.add(each.calls, each.bytes, each.dense_bytes)
-        return total
-
-
-traffic = CommStatistics()

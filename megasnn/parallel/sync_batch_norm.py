@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megasnn.common.memory import without_waiting
-from megasnn.parallel.collectives import all_gather_into, traffic
+from megasnn.parallel.collectives import all_gather_into
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
 
 
@@ -49,7 +50,7 @@ class SharedStatistics:
 
 
 def _all_gathered(mine: Tensor, group: Group) -> Tensor:
-    traffic.record(group.name, (group.size - 1) * mine.nbytes)
+    traffic.record(group.name, "all-gather", (group.size - 1) * mine.nbytes)
     into = mine.new_empty(group.size, *mine.shape)
     all_gather_into(into, mine.reshape(-1), group)
     return into

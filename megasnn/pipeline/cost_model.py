@@ -82,10 +82,12 @@ class PipelineCosts:
 
     Attributes:
         link: between two stages; with a single stage, between replicas that shard weights.
+        kept_in: file of an earlier start; empty for costs of this one.
     """
 
     layers: tuple[LayerCost, ...]
     link: LinkCost
+    kept_in: str = ""
 
     def of_chunks(self, bounds: Sequence[range], placement: Sequence[int], recomputes: bool = False) -> list[ChunkCost]:
         """Simulator costs in seconds. Activations are relative to a stage's micro-batch.

@@ -16,13 +16,14 @@ from megasnn.common.recompute import recording, replaying
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer, PackedInput, StepState
 from megasnn.pipeline.p2p import Transfers
 from megasnn.schedule import Action, Kind, Schedule
-from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, USES_WEIGHTS, ActionKey
+from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, SHARDING, USES_WEIGHTS, ActionKey
 from megasnn.telemetry.operations import not_counting
 from megasnn.telemetry.timers import is_traced, named
 
@@ -31,6 +32,11 @@ LossFunction = Callable[[Bundle, Any, bool], Tensor]
 Work = Callable[[], object]
 PreparedOrder = list[tuple[Action, list[Work]]]
 """A rank's actions, each with the calls that perform it."""
+_PHASES = {
+    **dict.fromkeys((Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD), "forward"),
+    **dict.fromkeys(SHARDING, "weights"),
+}
+"""Phase for counted traffic; all other actions are part of the backward."""
 _BACKWARDS = PROPAGATING | FINISHING
 MOST_GRAPHED = 2
 """Number of step sizes with CUDA graphs, which take memory: the usual one, and a smaller last step of an epoch."""
@@ -66,7 +72,8 @@ class PipelineExecutor:
         self._neurons: list[NeuronLayer] = []
         for segment in segments.values():
             self._neurons += [module for module in segment.modules() if isinstance(module, NeuronLayer)]
-        # Micro-batch sizes of the training steps so far: a step with new sizes runs without CUDA graphs.
+        # Micro-batch sizes of the training steps so far: a step with new sizes runs without CUDA graphs. They count the
+        # samples of all ranks, so that ranks which share a micro-batch capture and replay the same graphs.
         self._sizes: list[tuple[int, ...]] = []
         # A schedule is known before its first action, so each action's work is looked up once. The last schedule of
         # training and the last one of evaluation stay prepared.
@@ -107,10 +114,11 @@ class PipelineExecutor:
             self._transfers.begin(schedule, sizes)
         graphs = [segment.graphs for segment in self._segments.values() if segment.graphs is not None]
         if graphs and consume is None:
-            self._begin_graphs(graphs, sizes)
+            self._begin_graphs(graphs, tuple(micro.whole or micro.size for micro in micro_batches))
         perform = self._perform_in_trace if is_traced() else self.perform
         with error_context("") as context, nullcontext() if consume is None else torch.no_grad():
             perform(order, context)
+        traffic.phase = "step"
         # Messages may still be sent from tensors of the step, and buckets reduced.
         if self._transfers is not None:
             self._transfers.wait()
@@ -161,6 +169,7 @@ class PipelineExecutor:
     def perform(self, order: PreparedOrder, context: ErrorContext) -> None:
         """Performs prepared actions of a step."""
         for action, works in order:
+            traffic.phase = _PHASES.get(action.kind, "backward")
             context.describe = partial(self._describe, action)
             for work in works:
                 work()
@@ -176,7 +185,7 @@ class PipelineExecutor:
         if sizes not in self._sizes:
             self._sizes.append(sizes)
         for each in graphs:
-            each.begin(has_graphs)
+            each.begin(has_graphs, sizes)
 
     def _describe(self, action: Action) -> str:
         micro = "" if action.micro_batch is None else f", micro-batch {action.micro_batch}"

@@ -5,6 +5,8 @@ A graph computes at fixed addresses, with fixed host numbers. Therefore:
 - Micro-batches in flight have slots, and every slot has its own graphs.
 - Inputs and output gradients are copied in. Outputs and input gradients are copied out: a message may still be under
   way when the slot is reused.
+- Exchanges between ranks are part of a graph. Ranks that share layers or micro-batches replay the same graphs in the
+  same order, as NCCL demands. Their communicators were started before.
 - Each replay copies out norm statistics and check findings. Sample positions, the random numbers' key, are written
   before it. Graphs add parameter gradients, reported after a replay.
 
@@ -29,6 +31,7 @@ from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.dropout import drawing_for
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.weight_grad import WeightGradients
+from megasnn.parallel.traffic import traffic
 
 KNOWN = ("megasnn", "torch")
 """Packages whose modules depend on no state of Python that a graph would not see."""
@@ -101,10 +104,16 @@ class ChunkGraphs:
         self._addresses = list[int]()
         self._is_on = False
         self._slots = dict[int, int]()
+        self._sizes: Sequence[int] = ()
 
-    def begin(self, is_on: bool) -> None:
-        """Begins a training step. Raises RuntimeError for layers with moved tensors."""
+    def begin(self, is_on: bool, sizes: Sequence[int]) -> None:
+        """Begins a training step. Raises RuntimeError for layers with moved tensors.
+
+        Args:
+            sizes: samples in each micro-batch, on all ranks that share it.
+        """
         self._is_on = is_on
+        self._sizes = sizes
         self._slots = {}
         addresses = []
         for tensor in (*self.chunk.parameters(), *self.chunk.buffers()):
@@ -135,7 +144,9 @@ class ChunkGraphs:
     def apply(self, inputs: Sequence[Tensor], samples: range | None, micro_batch: int) -> Any:
         """Forward, after a capture for a new slot. Raises RuntimeError for an impossible capture."""
         slot = self._slots[micro_batch]
-        key = slot, tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in inputs)
+        # With the size on all ranks: NCCL wants the ranks of a collective to replay graphs of the same capture.
+        size = self._sizes[micro_batch]
+        key = slot, size, tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in inputs)
         if key not in self._graphs:
             self._graphs[key] = _SlotGraphs(self, inputs, samples, self._pools[slot])
         return self._graphs[key].apply(inputs, samples)
@@ -143,12 +154,19 @@ class ChunkGraphs:
     def captured(self, work: Callable[[], None], pool: Any, work_name: str) -> Callable[[], None]:
         """Raises RuntimeError with the work's name and the reason."""
         try:
-            return self.capture(work, pool)
+            with traffic.separate() as moved:
+                replay = self.capture(work, pool)
         except Exception as error:
             # The first line only: torch appends advice about CUDA errors in general.
             lines = str(error).splitlines() or [""]
             kind = type(error).__name__
             raise RuntimeError(f"{work_name} cannot be captured ({kind}: {lines[0]}); use --cuda-graphs off") from error
+
+        def replayed() -> None:
+            replay()
+            traffic.add(moved)
+
+        return replayed if moved else replay
 
 
 class _SlotGraphs:

@@ -79,6 +79,7 @@ class MicroBatchInput:
         inputs: on the first segment's rank: by name, or the single input, `[n, ...]`, `[T, n, ...]` or `[n, T, ...]`.
         targets: on the last segment's rank: `[n, ...]`, class indices `[n]` or `[n, 1]`, probabilities `[n, classes]`.
         size: n, on every rank.
+        whole: samples on all context-parallel ranks; 0 where it is `size`.
         samples: positions in the whole training, for dropout.
         goes_on: a later window with the previous micro-batch's samples; neurons continue from their state.
         is_padding: an evaluation drops the output; other replicas have one micro-batch more.
@@ -93,6 +94,7 @@ class MicroBatchInput:
     goes_on: bool = False
     is_padding: bool = False
     left_out: frozenset[int] = frozenset()
+    whole: int = 0
 
     def counted(self, output: Bundle) -> tuple[Bundle, Tensor | None]:
         """Outputs `[T, n, ...]` and targets that an evaluation counts."""

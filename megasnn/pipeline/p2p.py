@@ -29,8 +29,8 @@ from megasnn.layers.init import tensors_of
 from megasnn.layers.row_context import WholeImages
 from megasnn.layers.shape_inference import is_channels_last
 from megasnn.models.description import DRY_SAMPLES, Built, Carried, ModelDescription
-from megasnn.parallel.collectives import traffic
 from megasnn.parallel.sharding import own_span
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group, ParallelState, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.schedule import Action, Kind, Schedule
@@ -263,7 +263,7 @@ class Transfers:
                         "the shapes and types of the layer's inputs alone"
                     )
                 message = spec.pack(tensor)
-            traffic.record(group, message.nbytes, tensor.nbytes)
+            traffic.record(group, "message", message.nbytes, tensor.nbytes)
             link.send(message)
 
     def announce(self, action: Action) -> None:

@@ -17,8 +17,8 @@ from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.bucket_sizes import Gradient, exchanges_of, peak_exchange_bytes
 from megasnn.parallel.fsdp import segment_bytes
 from megasnn.pipeline.cost_model import PipelineCosts
+from megasnn.pipeline.kept_costs import pipeline_costs
 from megasnn.pipeline.peak_memory import MB, segment_memory, within_budget
-from megasnn.pipeline.profile_layers import profile_pipeline
 from megasnn.schedule import ChunkCost, Kind, ScheduleChoice, Simulation, plan_schedule, simulate
 from megasnn.schedule.named import looks_at_costs
 from megasnn.schedule.partition import layout_to_bounds, placed_bounds
@@ -70,6 +70,8 @@ class PipelinePlan:
                 f"--pipeline-schedule {asked.pipeline_schedule}: {schedule.name}, predicted for {count} micro-batches "
                 f"{1e3 * result.makespan:.1f} ms ({result.idle_share:.1%} bubble)"
             )
+        if self.costs is not None and self.costs.kept_in:
+            lines.append(f"costs of the layers are those of an earlier start, in {self.costs.kept_in}")
         recomputed = sum(action.kind is Kind.RECOMPUTE for action in chain.from_iterable(schedule.actions))
         if recomputed:
             flag = f"--recompute {asked.recompute}"
@@ -114,7 +116,7 @@ def plan_pipeline(
         bounds = (range(len(description.layers)),)
     decides = stages > 1 and looks_at_costs(parallel.pipeline_schedule)
     if bounds is None or parallel.memory_budget is not None or decides:
-        costs = profile_pipeline(description, context.largest_share(training.micro_batch_size), context)
+        costs = pipeline_costs(description, built, config, context)
     if state.dp_shard.size > 1:
         scatters = parallel.weight_gradients == "scattered"
         layers = [each.module for each in built]

@@ -25,7 +25,7 @@ from megasnn.layers.tensors import materialise
 from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.models.description import ModelDescription
 from megasnn.parallel.agreement import broadcast_result
-from megasnn.parallel.collectives import traffic
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.cost_model import TIMED, LayerCost, LinkCost, PipelineCosts, for_samples

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megasnn.layers import ParallelBatchNorm
 from megasnn.models.description import ModelDescription
-from megasnn.parallel.collectives import traffic
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel.sync_batch_norm import StepStatistics
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.p2p import linked
@@ -169,7 +169,7 @@ class Ties:
             for tensor in outgoing:
                 # Gloo's send refuses other strides (findings/gloo_memory_order.sh).
                 message = tensor.detach().contiguous()
-                traffic.record("ties", message.nbytes)
+                traffic.record("ties", "message", message.nbytes)
                 dist.send(message, pipeline.ranks[target], group=pipeline.handle)
         moved: list[Tensor] = []
         if pipeline.rank == target:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -42,6 +42,7 @@ from megasnn.pipeline.profile_layers import (
 )
 from megasnn.planner.costs import Analysis, CutAxis, LayoutBytes, PlannedLayer, ResidentTensor, Timed, cost_identity
 from megasnn.planner.machines import DEVICES, Machine
+from megasnn.planner.uncomputed import UncomputedConvolutions
 
 TENSOR_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 CONTEXT_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -124,7 +125,9 @@ def count_layers(
     on_cpu: bool = False,
 ) -> LayoutBytes:
     """The layers' bytes on the first rank, in trial steps."""
-    with fake_ranks(tensor, context) as state:
+    # On a CPU the values of a convolution decide where sums over spikes replace products.
+    computed: AbstractContextManager[object] = nullcontext() if on_cpu else UncomputedConvolutions()
+    with fake_ranks(tensor, context) as state, computed:
         built_for = context_of(state, config, cut, on_cpu)
         costs = tuple(count_memory(description, size, built_for, CPU).layers for size in trial_sizes(config))
         tensors = [tuple(_tensors_of(name, layer)) for name, layer in description.named_layers(built_for)]
@@ -246,6 +249,7 @@ def _machine(device: torch.device, link: LinkCost | None, ranks: int) -> Machine
         base,
         least=0.0,
         start=0.0,
+        graph_start=None,
         within=link or base.within,
         source=f"measured with {ranks} rank(s)" + ("" if link else ", links from the table of devices"),
     )

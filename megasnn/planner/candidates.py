@@ -39,6 +39,7 @@ class Layout:
         chunks: on each pipeline rank.
         recompute: a name in `RECOMPUTE`.
         shards_optimizer: True for ZeRO-1.
+        has_graphs: True for --cuda-graphs on.
     """
 
     grid: Grid
@@ -48,6 +49,7 @@ class Layout:
     chunks: int = 1
     recompute: str = NEVER
     shards_optimizer: bool = False
+    has_graphs: bool = False
 
     @property
     def ranks(self) -> int:
@@ -69,7 +71,7 @@ class Layout:
     def parts(self) -> int:
         """Number of axes besides data, and of settings besides the defaults: smaller is simpler."""
         shared = sum(self.grid.size(axis) > 1 for axis in AXES if axis != "dp_replicate")
-        return shared + (self.chunks > 1) + (self.recompute != NEVER) + self.shards_optimizer
+        return shared + (self.chunks > 1) + (self.recompute != NEVER) + self.shards_optimizer + self.has_graphs
 
     @property
     def own_samples(self) -> int:
@@ -122,6 +124,8 @@ class Layout:
             words.append(f"recompute {self.recompute}")
         if self.shards_optimizer:
             words.append("sharded optimizer")
+        if self.has_graphs:
+            words.append("CUDA graphs")
         words.append(f"micro-batches of {self.micro_batch_size}")
         return ", ".join(words)
 
@@ -146,7 +150,8 @@ class Candidate:
 
 def with_layout(config: PretrainConfig, layout: Layout, bounds: tuple[range, ...] | None = None) -> PretrainConfig:
     """A run's configuration on a layout. `bounds` as in `Layout.parallel`."""
-    training = replace(config.training, micro_batch_size=layout.micro_batch_size)
+    graphs: Literal["off", "on"] = "on" if layout.has_graphs else "off"
+    training = replace(config.training, micro_batch_size=layout.micro_batch_size, cuda_graphs=graphs)
     return replace(config, training=training, parallel=layout.parallel(config.parallel, bounds))
 
 
@@ -156,6 +161,7 @@ def layouts(
     counts: list[int],
     sizes: Sequence[int],
     may_be_best: Callable[[Layout], bool] = lambda _: True,
+    knows_graphs: bool = False,
 ) -> Iterator[tuple[Layout, str]]:
     """Yields every layout with the reason against it, "" for possible ones; most devices first.
 
@@ -163,14 +169,22 @@ def layouts(
         counts: numbers of devices, ascending.
         sizes: micro-batch sizes.
         may_be_best: tests a grid's plain layout (1F1B). False leaves out the grid's other layouts.
+        knows_graphs: the devices have figures for CUDA graphs.
     """
+    graphs = [False]
+    if config.training.cuda_graphs == "on":
+        graphs = [True]
+    elif knows_graphs:
+        # First, so that the search soon knows a fast step.
+        graphs = [True, False]
     tensors = list(analysis.possible["tensor"])
     contexts = sorted({1, *analysis.possible["samples"]})
     for size, count in product(sizes, reversed(counts)):
         for grid in _grids(count, tensors, contexts, len(analysis.layers)):
             cuts: tuple[ContextCut, ...] = ("samples", "rows") if grid.cp > 1 else ("samples",)
-            for cut in cuts:
-                yield from _of_grid(analysis, config, Layout(grid, size, cut), may_be_best)
+            for cut, has_graphs in product(cuts, graphs):
+                plain = Layout(grid, size, cut, has_graphs=has_graphs)
+                yield from _of_grid(analysis, config, plain, may_be_best)
 
 
 def _grids(ranks: int, tensor: list[int], context: list[int], layers: int) -> Iterator[Grid]:
@@ -190,7 +204,11 @@ def _of_grid(
     grid = plain.grid
     if not _has_given_flags(config, plain, _SIZES):
         return
+    # Without graphs the same layout follows, so that a refusal of graphs is no news.
+    may_be_dropped = plain.has_graphs and config.training.cuda_graphs == "off"
     refused = _size_refusal(analysis, config, plain)
+    if refused and may_be_dropped:
+        return
     if refused or not may_be_best(plain):
         yield plain, refused
         return
@@ -198,12 +216,14 @@ def _of_grid(
     shardings = (False, True) if plain.copies > 1 else (False,)
     for name, chunks in _schedules(grid.pp, len(analysis.layers)):
         for recompute, shards in product((NEVER, "always"), shardings):
-            layout = Layout(grid, plain.micro_batch_size, plain.cut, name, chunks, recompute, shards)
+            layout = replace(plain, schedule=name, chunks=chunks, recompute=recompute, shards_optimizer=shards)
             if not _has_given_flags(config, layout, _SIZES | _BESIDE_SIZES):
                 continue
             chosen = with_layout(config, layout)
             problems = layout_problems(chosen, grid.world_size)
             problems = problems or cut_problems(chosen.parallel, analysis.layer_groups)
+            if problems and may_be_dropped:
+                continue
             yield layout, problems[0] if problems else ""
 
 

@@ -154,13 +154,19 @@ class Analysis:
         return [each.layer_group for each in self.layers]
 
 
-def layer_costs(analysis: Analysis, machine: Machine, share: LayerShare, link: LinkCost) -> tuple[LayerCost, ...]:
+def layer_costs(
+    analysis: Analysis, machine: Machine, share: LayerShare, link: LinkCost, has_graphs: bool = False
+) -> tuple[LayerCost, ...]:
     """Bytes and seconds by layer. Raises ValueError for an impossible size.
 
     Args:
         link: slowest link between ranks that share layers.
+        has_graphs: seconds in CUDA graphs, where `machine` has figures for them.
     """
     costs = counted_costs(analysis, share)
+    if has_graphs and machine.graph_start is not None:
+        # A graph launches its kernels without Python.
+        machine = replace(machine, least=0.0, start=machine.graph_start)
     seconds = _computed(analysis, machine, costs, share)
     if analysis.timed:
         # Ranks that compute at the same time share the memory's bandwidth: the nearest number of them was measured.

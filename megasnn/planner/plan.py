@@ -31,7 +31,7 @@ from megasnn.planner.predict import Predicted
 from megasnn.planner.search import PlanError, Search
 
 SIMULATIONS = 20
-NOT_PLANNED = ("memory_budget", "pipeline_model_parallel_layout", "weight_gradients", "bptt_steps", "cuda_graphs")
+NOT_PLANNED = ("memory_budget", "pipeline_model_parallel_layout", "weight_gradients", "bptt_steps")
 LARGEST_SIZE = 64  # samples of a chosen micro-batch
 SIZES = 5  # micro-batch sizes to choose from
 SHOWN = 12  # candidates
@@ -147,6 +147,10 @@ def problems(config: PretrainConfig, cluster: Cluster) -> list[str]:
             value = getattr(part, name, None)
             if value != getattr(default, name, None):
                 wrong.append(f"{flag(name)} {value} is not planned: give it to the run")
+    if config.training.cuda_graphs == "on" and cluster.machine.graph_start is None:
+        wrong.append(
+            f"--cuda-graphs on: there are no figures of {cluster.machine.name} with graphs; give it to the run"
+        )
     for checked in (config.neuron, config.training, config.optimizer, config.data, config.checkpoint):
         wrong += checked.problems()
     return wrong
@@ -204,6 +208,8 @@ def command(found: Plan, config: PretrainConfig, path: Path) -> str:
     ranks = found.layout.ranks
     of_node = found.cluster.ranks_of_node
     run = f"{_program(config)} --config {shlex.quote(str(path))}"
+    if found.layout.has_graphs:
+        run += " --cuda-graphs on"
     if all(getattr(config.training, name) is None for name in LENGTHS):
         run += " --train-epochs N"
     if config.data.data_path == SAMPLE:

@@ -12,14 +12,14 @@ from megasnn.common.grid import MicroBatchCounts, micro_batch_counts
 from megasnn.config import PretrainConfig
 from megasnn.config.training import PRECISIONS
 from megasnn.parallel.bucket_sizes import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES
-from megasnn.pipeline.cost_model import LinkCost, PipelineCosts
+from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.memory_forecast import MemoryForecast, forecast, sample_bytes
 from megasnn.pipeline.peak_memory import peak_moments
 from megasnn.planner.candidates import Layout
 from megasnn.planner.costs import Analysis, LayerShare, layer_costs, resident_tensors
 from megasnn.planner.machines import Cluster
 from megasnn.planner.memory import PlannedStates, gathered_bytes, states_of
-from megasnn.planner.stages import Placement, Stage, balanced_stages, bounds_by_seconds, equal_stages
+from megasnn.planner.stages import EqualStages, Placement, Stage, balanced_stages, bounds_by_seconds, equal_stages
 from megasnn.schedule import ChunkCost, ScheduleChoice, plan_schedule, simulate
 from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.passes import AT_ONCE, NEVER, SharedWeights
@@ -93,10 +93,10 @@ class Predictor:
         of_stages = [stage.seconds for stage in stages]
         longest = max(of_stages)
         mean = sum(of_stages) / len(of_stages)
-        idle, stashes = self._equal_stages(layout, stages, mean)
+        equal = self._equal_stages(layout, stages, mean)
         waits, gathered = self._gathers(layout, stages)
         # The pipeline fills and drains at the mean stage's pace; in between the longest stage decides.
-        seconds = waits + max(count * longest, (count - 1) * longest + (1 + idle) * mean)
+        seconds = waits + max(count * longest, (count - 1) * longest + (1 + equal.idle) * mean)
         exposed, sharing = self._gradients(layout, states, stages[0].backward)
         seconds += exposed
         seconds += self.agreement(layout)
@@ -109,9 +109,18 @@ class Predictor:
             if splits:
                 # About half of the micro-batches under way wait for their weight gradients.
                 stashed = max(stashed, (stashed + stage.deferred) // 2)
-            peak = max(stashes[rank] * stashed + stage.working + stage.messages, of_rank.exchanged)
+            peak = max(equal.stashed[rank] * stashed + stage.working + stage.messages, of_rank.exchanged)
+            if layout.has_graphs:
+                pools = equal.under_way[rank] * (stage.stashed + stage.deferred)
+                peak = max(peak, pools + stage.messages)
             need = max(need, of_rank.resident + self.samples(layout, rank) + gathered + peak)
         return seconds, self.with_program(need)
+
+    def least_seconds(self, layout: Layout) -> float:
+        """A bound on a step's seconds with any schedule of the layout's grid: all of its computations."""
+        stages = self._stages(layout)
+        computed = sum(stage.seconds for stage in stages) / len(stages)
+        return self.micro_batches(layout) * computed + self.agreement(layout)
 
     def predict(self, layout: Layout) -> Predicted:
         """Simulates one replica's step.
@@ -140,7 +149,8 @@ class Predictor:
             update=self._update(states),
             sharing=sharing,
         )
-        peaks = peak_moments(schedule, executed, costs, [each.exchanged for each in states])
+        exchanged = [each.exchanged for each in states]
+        peaks = peak_moments(schedule, executed, costs, exchanged, layout.has_graphs)
         memory = []
         for rank, (of_rank, peak) in enumerate(zip(states, peaks, strict=True)):
             program = self._cluster.machine.program
@@ -150,11 +160,11 @@ class Predictor:
 
     def costs(self, layout: Layout) -> PipelineCosts:
         """A rank's costs by layer, and the stages' link. Raises ValueError for an impossible size."""
-        return PipelineCosts(self._layers(*self._share(layout)), self._cluster.link(layout.grid, "pp"))
+        return PipelineCosts(self._layer_costs(layout), self._cluster.link(layout.grid, "pp"))
 
     def bounds(self, layout: Layout, placement: Placement | None = None) -> tuple[range, ...]:
         """Layers by chunk, balanced by seconds."""
-        return bounds_by_seconds(self._layers(*self._share(layout)), placement or layout.placement)
+        return bounds_by_seconds(self._layer_costs(layout), placement or layout.placement)
 
     def states(self, layout: Layout) -> list[PlannedStates]:
         """By pipeline rank."""
@@ -206,15 +216,18 @@ class Predictor:
         # Tensor parallel ranks are neighbours, context parallel ones further apart.
         return share, self._cluster.link(grid, "cp")
 
+    def _layer_costs(self, layout: Layout) -> tuple[LayerCost, ...]:
+        return self._layers(*self._share(layout), layout.has_graphs)
+
     def _stages(self, layout: Layout) -> list[Stage]:
-        return self._stages_of(*self._share(layout), layout.placement, layout.recompute != NEVER)
+        return self._stages_of(*self._share(layout), layout.has_graphs, layout.placement, layout.recompute != NEVER)
 
     def _balanced_stages(
-        self, share: LayerShare, link: LinkCost, placement: Placement, recomputes: bool
+        self, share: LayerShare, link: LinkCost, has_graphs: bool, placement: Placement, recomputes: bool
     ) -> list[Stage]:
-        return balanced_stages(self._layers(share, link), placement, recomputes)
+        return balanced_stages(self._layers(share, link, has_graphs), placement, recomputes)
 
-    def _equal_stages(self, layout: Layout, stages: Sequence[Stage], mean: float) -> tuple[float, Sequence[float]]:
+    def _equal_stages(self, layout: Layout, stages: Sequence[Stage], mean: float) -> EqualStages:
         """`equal_stages` for a layout. `mean` is a stage's seconds."""
         count = self.micro_batches(layout)
         message = 0.0
@@ -230,10 +243,11 @@ class Predictor:
         # More micro-batches than two a stage change neither idle time nor stashes, but for GPipe's.
         simulated = min(count, 2 * len(stages))
         recomputes = layout.recompute != NEVER
-        idle, stashes = equal_stages(layout.schedule, len(stages), simulated, layout.chunks, recomputes, relative)
+        found = equal_stages(layout.schedule, len(stages), simulated, layout.chunks, recomputes, relative)
         if layout.schedule == "gpipe":
-            stashes = (float(count),) * len(stages)
-        return idle, stashes
+            all_of_them = (float(count),) * len(stages)
+            return EqualStages(found.idle, all_of_them, all_of_them)
+        return found
 
     def _gathers(self, layout: Layout, stages: Sequence[Stage]) -> tuple[float, int]:
         """Seconds a rank waits for sharded weights, and peak bytes while they are gathered."""

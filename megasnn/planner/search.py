@@ -19,7 +19,7 @@ from megasnn.schedule.passes import NEVER
 
 AS_FAST = 1.01  # ratio of step times that the planner cannot tell apart
 NEAR = 1.1  # times the memory: up to here an estimate may be too large, and a simulation decides
-SLOWER = 4.0  # times the fastest step: no other schedule gains this much over a grid's 1F1B
+SLOWER = 1.3  # times the fastest step: a grid whose computations alone take longer has no chance
 TRIED = 3  # simulations for each layout that is to fit
 MOST_COMPUTATIONS = 40_000  # of a simulated schedule
 MOST_REASONS = 4  # in the message of a search without a result
@@ -88,7 +88,10 @@ class Search:
 
     def _estimates(self) -> Iterator[Candidate]:
         counts = self._cluster.counts()
-        for layout, refused in layouts(self._analysis, self._config, counts, self._sizes, self._may_be_best):
+        knows_graphs = self._cluster.machine.graph_start is not None
+        for layout, refused in layouts(
+            self._analysis, self._config, counts, self._sizes, self._may_be_best, knows_graphs
+        ):
             each = Candidate(layout, reason=refused) if refused else self._estimated(layout)
             if not each.reason:
                 self._fastest = min(self._fastest, each.seconds)
@@ -102,12 +105,10 @@ class Search:
         return Candidate(layout, seconds, need, reason=self._misfit(need, NEAR))
 
     def _may_be_best(self, plain: Layout) -> bool:
-        """False for a grid with a much slower 1F1B than the fastest step. One device is always considered."""
+        """False for a grid that must be slower than the fastest step. One device is always considered."""
         if self._prefer != "speed" or plain.ranks == 1:
             return True
-        # Other schedules gain less than `SLOWER` with as many micro-batches as stages. On 4,096 devices this leaves a
-        # fifth of 113,000 layouts.
-        return self._estimated(plain).seconds < SLOWER * self._fastest
+        return self._predictor.least_seconds(plain) < SLOWER * self._fastest
 
     def _misfit(self, need: float, near: float = 1.0) -> str:
         limit = self._cluster.machine.memory

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
-from megasnn.pipeline.peak_memory import SegmentMemory, segment_memory
+from megasnn.pipeline.peak_memory import SegmentMemory, most_under_way, segment_memory
 from megasnn.schedule import ChunkCost, Kind, generate, per_stage, simulate
 from megasnn.schedule.actions import crosses
 from megasnn.schedule.partition import placed_bounds
@@ -97,13 +97,25 @@ def _stage(
     return Stage(spans, forward + backward, backward, stashed, deferred, largest + cast, messages)
 
 
+class EqualStages(NamedTuple):
+    """A schedule on stages of equal time. Micro-batches by rank.
+
+    Attributes:
+        idle: a rank's idle time in a step, in multiples of a stage's time for one micro-batch.
+        stashed: largest number of stashed ones.
+        under_way: largest number from forward to weight gradient, as a mean of the rank's chunks.
+    """
+
+    idle: float
+    stashed: Sequence[float]
+    under_way: Sequence[float]
+
+
 @cache
 def equal_stages(
     name: str, stages: int, micro_batches: int, chunks: int, recomputes: bool, message: float
-) -> tuple[float, Sequence[float]]:
-    """A rank's idle time in a step, and by rank the largest number of stashed micro-batches.
-
-    Times are in multiples of a stage's time for one micro-batch.
+) -> EqualStages:
+    """Simulates a schedule. Times are in multiples of a stage's time for one micro-batch.
 
     Args:
         name: the schedule's.
@@ -115,4 +127,8 @@ def equal_stages(
     costs_of = per_stage([ChunkCost(1, 1 + recomputes, 1, whole * message, whole * message)] * stages)
     schedule = generate(name, stages, micro_batches, chunks, costs_of)
     result = simulate(schedule, costs_of(schedule.placement))
-    return result.makespan / whole - micro_batches, result.peak_activations
+    under_way = []
+    for rank, order in enumerate(schedule.actions):
+        of_chunks = [most_under_way(order, chunk) for chunk in schedule.segments_of(rank)]
+        under_way.append(sum(of_chunks) / len(of_chunks))
+    return EqualStages(result.makespan / whole - micro_batches, result.peak_activations, under_way)

@@ -12,6 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 FILE_NAME = "log.jsonl"
 
 
@@ -70,16 +72,42 @@ def _finite(value: Any) -> Any:
 
 
 class Console:
-    """A closed pipe silences it and does not end the run."""
+    """Lines on stdout, and a bar below them where stderr is a terminal.
+
+    A closed pipe silences it and does not end the run.
+    """
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet
+        self._bar: tqdm[Any] | None = None
+
+    @property
+    def is_terminal(self) -> bool:
+        return sys.stdout.isatty()
+
+    def advance(self, iteration: int, iterations: int) -> None:
+        """Moves the bar by one step, to `iteration`."""
+        if self._quiet:
+            return
+        if self._bar is None:
+            # None disables the bar where stderr is a file.
+            self._bar = tqdm(
+                initial=iteration - 1, total=iterations, unit="step", dynamic_ncols=True, leave=False, disable=None
+            )
+        self._bar.update()
+
+    def close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
     def line(self, text: str) -> None:
         if self._quiet:
             return
         try:
-            print(text, flush=True)
+            # Clears the bar, and draws it again below the line.
+            with tqdm.external_write_mode():
+                print(text, flush=True)
         except OSError:
             # The pipe is closed. Python flushes stdout once more at exit, so that must not fail either.
             self._quiet = True

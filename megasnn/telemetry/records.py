@@ -8,6 +8,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, get_type_hints
 
+COLUMNS = 100
+"""Longest log line on a terminal."""
 _ACCURACIES = {"accuracy": "accuracy", "top1": "top-1 accuracy", "top5": "top-5 accuracy"}
 _CARDS = {"top1": "accuracy_top1", "top5": "accuracy_top5"}
 
@@ -146,7 +148,7 @@ def scalars_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
 
 
 def format_iteration(record: IterationRecord, now: datetime | None = None) -> str:
-    """The log line, as Megatron-LM's. Failures are counted only if there are some."""
+    """The log line in a file, as Megatron-LM's. Failures are counted only if there are some."""
     width = len(str(record.train_iters))
     parts = [
         f"{_stamp(now)} iteration {record.iteration:>{width}}/ {record.train_iters}",
@@ -158,15 +160,39 @@ def format_iteration(record: IterationRecord, now: datetime | None = None) -> st
         f"grad norm: {record.grad_norm:.3f}",
         f"ETA: {format_duration(record.seconds_left)}",
     ]
-    failures = {
+    return " | ".join([*parts, *(f"number of {name}: {count}" for name, count in _failures(record).items())])
+
+
+def _failures(record: IterationRecord) -> dict[str, int]:
+    counts = {
         "skipped iterations": record.skipped_iterations,
         "nan iterations": record.nan_iterations,
         "skipped samples": record.skipped_samples,
     }
-    for name, count in failures.items():
-        if count:
-            parts.append(f"number of {name}: {count}")
-    return " | ".join(parts)
+    return {name: count for name, count in counts.items() if count}
+
+
+def format_for_terminal(record: IterationRecord, now: datetime | None = None) -> str:
+    """The log line within `COLUMNS`: parts without room are left out, norm and rate first, metrics last."""
+    metrics = _metrics(record, digits=1)
+    parts = {
+        "iteration": f"{now or datetime.now():%H:%M:%S}  {record.iteration}/{record.train_iters}",
+        "epoch": f"epoch {record.epoch:.2f}",
+        "loss": f"loss {record.loss:.4f}",
+        **{text: text.replace(":", "") for text in metrics},
+        "failures": "  ".join(f"{count} {name}" for name, count in _failures(record).items()),
+        "norm": f"norm {record.grad_norm:.3g}",
+        "rate": f"lr {record.learning_rate:.2E}",
+        "speed": f"{record.samples_per_second:.1f} samples/s",
+        "left": f"{format_duration(record.seconds_left)} left",
+    }
+    line = "  ".join(filter(None, parts.values()))
+    for name in ("norm", "rate", "epoch", "speed", "left", *reversed(metrics)):
+        if len(line) <= COLUMNS:
+            break
+        del parts[name]
+        line = "  ".join(filter(None, parts.values()))
+    return line
 
 
 def format_evaluation(record: EvaluationRecord, now: datetime | None = None) -> str:

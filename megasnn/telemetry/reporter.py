@@ -19,6 +19,7 @@ from megasnn.telemetry.records import (
     RunOutline,
     StepResult,
     format_evaluation,
+    format_for_terminal,
     format_iteration,
     record_values,
     scalars_of,
@@ -82,13 +83,26 @@ class Reporter:
             self._log.add(kind, values)
 
     def flags(self, values: Mapping[str, bool | int | float | str]) -> None:
-        """Calls `Callback.start`. values: flags to compare runs by."""
+        """Calls `Callback.start`, and writes TensorBoard's hyperparameters. values: flags to compare runs by."""
+        self.board.hyperparameters(values)
         self._call("start", self._outline, values)
 
     def step(self, result: StepResult) -> None:
         self._steps.append(result)
         self._iteration += 1
+        self._console.advance(self._iteration, self._outline.iterations)
         self._call("step", self._iteration, result)
+
+    def first_step(self, result: StepResult, interval: int, seconds: float) -> None:
+        """Tells that the training runs, before the first log line.
+
+        Args:
+            seconds: since the program's start.
+        """
+        self.line(
+            f"first step, iteration {self._iteration}: loss {result.loss:.4f}, {seconds:.1f} s after the start; "
+            f"a log line comes every {interval} iterations"
+        )
 
     def log(
         self,
@@ -106,7 +120,8 @@ class Reporter:
             skipped_samples: broken samples replaced so far.
         """
         record = self._record(iteration, samples, skipped_samples)
-        self._console.line(format_iteration(record))
+        form = format_for_terminal if self._console.is_terminal else format_iteration
+        self._console.line(form(record))
         spikes = {}
         for layer in layers:
             statistics = asdict(layer)
@@ -189,5 +204,6 @@ class Reporter:
                 self.asked_to_stop = True
 
     def close(self) -> None:
+        self._console.close_bar()
         self._call("end", self._iteration)
         self.board.close()

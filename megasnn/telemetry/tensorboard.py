@@ -23,6 +23,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "data": (),
 }
 """Maps each group to its first cards; other cards follow in alphabetical order."""
+COMPARED = "validation/accuracy_top1", "validation/loss", "training/loss"
+"""Scalars that the tab HParams compares runs by."""
 
 
 def card(name: str) -> str:
@@ -116,6 +118,18 @@ class TensorBoard:
                 writer.add_scalar(tag, value, iteration)
 
         self._write(add_shown)
+
+    def hyperparameters(self, values: Mapping[str, bool | int | float | str]) -> None:
+        """For the tab HParams, which compares the runs of a sweep by flags and last losses and accuracies."""
+
+        def add(writer: Any) -> None:
+            from torch.utils.tensorboard.summary import hparams
+
+            # `SummaryWriter.add_hparams` would write to a run of its own, without the curves.
+            for summary in hparams(dict(values), dict.fromkeys(map(card, COMPARED))):
+                writer.file_writer.add_summary(summary)
+
+        self._write(add)
 
     def text(self, tag: str, markdown: str) -> None:
         self._write(lambda writer: writer.add_text(tag, markdown))

@@ -16,8 +16,8 @@ from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.engine.not_finite import first_not_finite
 from megasnn.parallel.agreement import gather
-from megasnn.parallel.collectives import traffic
 from megasnn.parallel.replica_check import ReplicaError, compare_replicas
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.callback import Callback
 from megasnn.telemetry.records import RunOutline
@@ -26,8 +26,9 @@ from megasnn.training.data import RunData
 from megasnn.training.loading import load_start
 from megasnn.training.memory import announce, compare, forecast_memory
 from megasnn.training.metrics import Metrics, Pictures, StepTrace
+from megasnn.training.micro_batch import find_micro_batch
 from megasnn.training.operations import Operations
-from megasnn.training.saving import Saves
+from megasnn.training.saving import Saves, how_to_go_on
 from megasnn.training.signals import StopSignals
 from megasnn.training.start import agree_on_start
 from megasnn.training.startup_log import introduce, log_folder
@@ -74,6 +75,8 @@ class TrainingRun:
         with ExitStack() as undo:
             if lock is not None:
                 undo.callback(lock.release)
+            config, size_notice = find_micro_batch(config, state, start.checkpoint)
+            self.config = config
             self.data = data = RunData(config, state, given)
             self.engine = engine = Engine(config, length=data.length, wants_to_stop=self._wants_to_stop)
             undo.callback(engine.close)
@@ -83,6 +86,7 @@ class TrainingRun:
                 epoch = data.length.epoch_samples
                 engine.set_length(config.training.length(epoch, engine.iteration, engine.consumed_samples))
                 self.iterations = engine.length.iterations
+                self._first = engine.iteration + 1
                 self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
                 self.saves = Saves(config, engine, data, reporter, lock, loaded.best, loaded.is_saved)
                 self.metrics = Metrics(engine)
@@ -91,7 +95,7 @@ class TrainingRun:
                 introduce(config, engine, reporter)
                 self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
                 announce(self._memory, reporter)
-                self._introduce_start(loaded.averaged, [*start.notices, *loaded.notices, *data.notices])
+                self._introduce_start(loaded.averaged, [size_notice, *start.notices, *loaded.notices, *data.notices])
             undo.pop_all()
 
     def _outline(self) -> RunOutline:
@@ -169,6 +173,9 @@ class TrainingRun:
         self.reporter.step(result)
         if logs:
             self._log()
+        elif number == self._first:
+            interval = self.config.logging.log_interval
+            self.reporter.first_step(result, interval, time.monotonic() - self._started)
         self.pictures.end(self.engine.iteration)
         if self.engine.iteration < self.iterations and not self._should_exit():  # else `_end` evaluates and saves
             self._evaluate_and_save()
@@ -210,6 +217,8 @@ class TrainingRun:
         self.saves_succeeded = self.saves.finish()
         if not self.has_diverged:
             compare(self._memory, self.state, self.reporter)
+            if self.engine.iteration < self.iterations:
+                self.reporter.line(how_to_go_on(self.config.checkpoint, self.saves_succeeded))
 
     def _should_exit(self) -> bool:
         at_interval = _due(self.engine.iteration, self.config.training.exit_interval)

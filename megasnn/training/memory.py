@@ -38,20 +38,20 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
             raise
         problem = f"{type(error).__name__}: {error}"
     else:
-        mine = _forecast(config, engine, costs)
+        mine = forecast_of_rank(config, engine, engine.plan, costs)
     of_ranks = gather(state.world.handle, (problem, mine))
     for text, _ in of_ranks:
         if text:
             reporter.line(f"memory is not predicted: {text}")
             return []
-    if any(chunk.graphs is not None for chunk in distributed.chunks.values()):
-        reporter.line("memory is predicted without CUDA graphs, which take more")
     return [forecast for _, forecast in of_ranks if forecast is not None]
 
 
-def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> MemoryForecast:
+def forecast_of_rank(
+    config: PretrainConfig, engine: Engine, plan: PipelinePlan, costs: PipelineCosts
+) -> MemoryForecast:
+    """This rank's forecast, for an Engine's tensors with a plan that may have another number of micro-batches."""
     distributed = engine.distributed
-    plan = engine.plan
     device = engine.state.device
     on_host = device.type == "cpu"
     states = states_of_run(config, distributed)
@@ -97,7 +97,8 @@ def peak_of(costs: PipelineCosts, distributed: DistributedModel, plan: PipelineP
     """Moment in a step at which this rank needs most."""
     schedule = plan.schedules.training(plan.micro_batches)
     exchanged = [distributed.gradient_buckets.exchanged_bytes] * schedule.ranks
-    return peak_moments(schedule, plan.segment_bounds, costs, exchanged)[distributed.state.pp.rank]
+    has_graphs = any(chunk.graphs is not None for chunk in distributed.chunks.values())
+    return peak_moments(schedule, plan.segment_bounds, costs, exchanged, has_graphs)[distributed.state.pp.rank]
 
 
 def states_of_run(config: PretrainConfig, distributed: DistributedModel) -> StateBytes:

@@ -16,7 +16,7 @@ from megasnn.config import PretrainConfig
 from megasnn.data import Datasets, GlobalBatch
 from megasnn.engine import Engine
 from megasnn.parallel.agreement import gather, sum_over_ranks
-from megasnn.parallel.collectives import traffic
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.pictures import raster_sheet, sample_sheet
 from megasnn.telemetry.reporter import Reporter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from megasnn.checkpoint.lock import FolderLock
 from megasnn.checkpoint.writer import Writer
 from megasnn.config import PretrainConfig
+from megasnn.config.run import CheckpointConfig
 from megasnn.config.values import SAMPLES_KEY, samples
 from megasnn.engine import Engine
 from megasnn.telemetry.reporter import Reporter
@@ -125,3 +127,22 @@ class Saves:
             self._writer.close()
         if self._lock is not None:
             self._lock.release()
+
+
+def how_to_go_on(options: CheckpointConfig, succeeded: bool) -> str:
+    """Sentence after a run's early end.
+
+    Args:
+        succeeded: all checkpoints could be written.
+    """
+    if not options.save:
+        return "nothing is saved without --save: the same command begins anew"
+    if not succeeded:
+        return "the last checkpoint could not be written: the run goes on from the one before it"
+    folder = shlex.quote(options.save)
+    text = f"to go on, give the same command with --load {folder} --save {folder}"
+    if options.finetune:
+        text += ", without --finetune"
+    if options.ckpt_step is not None:
+        text += ", without --ckpt-step"
+    return text

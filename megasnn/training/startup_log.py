@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Sequence, Set
 from dataclasses import asdict, replace
@@ -47,7 +48,7 @@ def introduce(config: PretrainConfig, engine: Engine, reporter: Reporter) -> Non
     lines += _model(config, engine.distributed, engine.plan)
     for line in lines:
         reporter.line(line)
-    _record_configuration(config, engine, reporter)
+    record_configuration(config, engine, reporter)
     _draw_schedule(engine, reporter)
     file = _config_file(config)
     if file is not None and engine.state.rank == 0:
@@ -56,16 +57,19 @@ def introduce(config: PretrainConfig, engine: Engine, reporter: Reporter) -> Non
             write_whole(file, to_json(original))
 
 
-def _record_configuration(config: PretrainConfig, engine: Engine, reporter: Reporter) -> None:
+def record_configuration(config: PretrainConfig, engine: Engine, reporter: Reporter) -> None:
     """Gives flags and start position to TensorBoard, callbacks and log.jsonl."""
     plan = engine.plan
     description = engine.distributed.description
     reporter.board.text("configuration", textwrap.indent(to_json(config), "    "))
     grid = {"data_parallel_size": engine.state.dp.size, "parameters": engine.distributed.parameters}
-    flags = {}
+    flags: dict[str, bool | int | float | str] = {}
     for part in to_dict(config).values():
         for name, value in part.items():
-            flags[name] = "none" if value is None else value
+            if value is None:
+                flags[name] = "none"
+            else:
+                flags[name] = value if isinstance(value, bool | int | float | str) else json.dumps(value)
     reporter.flags({**flags, **grid})
     costs = None
     if plan.costs is not None:
@@ -122,18 +126,19 @@ def _summary(config: PretrainConfig, engine: Engine) -> list[str]:
         data = config.data.valid_data_path
     if data == SAMPLE:
         data = "scikit-learn's digits, because there is no --data-path"
-    neurons = "the model's own, in plain PyTorch"
-    if description.neurons:
+    neurons = []
+    if description.kernel_neurons:
         sample = torch.empty(1, 1, 1, dtype=distributed.context.numerics.compute_dtype, device=state.device)
         backend = backend_for(config.neuron.neuron_backend, sample, config.neuron.spec)
-        kinds = ", ".join(sorted({each.kind for each in description.neurons}))
-        neurons = f"{kinds} by {backend.summary}"
+        neurons.append(f"{', '.join(sorted(description.kernel_neurons))} by {backend.summary}")
+    if description.plain_neurons:
+        neurons.append(f"{', '.join(sorted(description.plain_neurons))} in plain PyTorch")
     return [
         f"{name} with {distributed.parameters:,} parameters{frozen_text} in {len(description.layers)} layers on "
         f"{ranks}, {_device(state.device, config.parallel)}",
         _length(config, engine),
         f"data: {data}",
-        f"neurons: {neurons}",
+        f"neurons: {'; '.join(neurons) or 'none'}",
     ]
 
 

@@ -40,6 +40,7 @@ SOUND = {
     "--context-parallel-size 4 --micro-batch-size 4 --global-batch-size 12 --tensor-model-parallel-size 2": (8,),
     "--context-parallel-size 2 --micro-batch-size 3 --global-batch-size 8 --context-parallel-cut samples": (2,),
     "--context-parallel-size 4 --micro-batch-size 2": (4,),
+    "--context-parallel-size 2 --tensor-model-parallel-size 2 --micro-batch-size 2 --cuda-graphs on": (4,),
     "--lr-decay-style constant --lr-warmup-iters 1 --clip-grad 0": (1,),
     "--data-path x.tar --valid-data-path y.tar --eval-interval 5 --surrogate erf": (1,),
 }
@@ -96,8 +97,6 @@ REFUSED = [
     ("--weight-parallel-size 3", 4, "--weight-parallel-size 3", "4"),
     ("--weight-parallel-size 2 --global-batch-size 12 --micro-batch-size 2", 4, "-parallel-size 2", "6 are on 4"),
     ("--weight-parallel-size 2 --cuda-graphs on", 2, "--cuda-graphs on", "--weight-parallel-size"),
-    ("--tensor-model-parallel-size 2 --cuda-graphs on", 2, "--cuda-graphs on", "--tensor-model-parallel-size"),
-    ("--context-parallel-size 2 --cuda-graphs on", 2, "--cuda-graphs on", "--context-parallel-size"),
     ("--weight-gradients scattered", 1, "--weight-gradients scattered", "--weight-parallel-size"),
     ("--pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2", 1, "rank 2", "--pipeline-schedule 1f1b"),
     ("--pipeline-schedule zbv --num-virtual-stages-per-pipeline-rank 3", 1, "rank 3", "--pipeline-schedule zbv"),

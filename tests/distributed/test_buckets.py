@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megasnn.parallel import bucket_sizes, zero
-from megasnn.parallel.collectives import Exchange, start_exchange, traffic
+from megasnn.parallel.collectives import Exchange, start_exchange
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel.sharding import Shard, ShardedTensor
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group, destroy_model_parallel, initialize_model_parallel
 from tests.distributed.whole import everybody, random
 

@@ -12,13 +12,12 @@ from torch import Tensor
 from megasnn.kernels.spike_codec import Content
 from megasnn.parallel import collectives
 from megasnn.parallel.collectives import (
-    Traffic,
     all_gather_into,
     all_reduce_sum,
     gather_columns,
     sum_and_scatter_columns,
-    traffic,
 )
+from megasnn.parallel.traffic import Traffic, traffic
 from megasnn.parallel_state import Group
 from tests.distributed.whole import everybody, random, spikes
 
@@ -71,6 +70,13 @@ def _traffic(group: Group) -> tuple[int, ...]:
         gather_columns(rows, nobody, Content.SPIKES)  # nothing travels, nothing is counted
         sum_and_scatter_columns(rows, nobody)()
         all_reduce_sum(rows, nobody)
+    calls = {(key.operation, key.phase): each.calls for key, each in traffic.counts.items()}
+    assert calls == {("all-gather", "step"): 3, ("reduce-scatter", "step"): 1, ("all-reduce", "step"): 1}
+    assert [line.split()[:4] for line in traffic.table().splitlines()[1:]] == [
+        ["tp", "all-gather", "step", "3"],
+        ["tp", "all-reduce", "step", "1"],
+        ["tp", "reduce-scatter", "step", "1"],
+    ]
     assert set(traffic.by_group) == {"tp"} and traffic.total() == traffic.by_group["tp"]
     found = astuple(traffic.total())
     traffic.reset()

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ConvNormNeuron, Numerics, ParallelBatchNorm
 from megasnn.layers.init import constant
-from megasnn.parallel.collectives import all_reduce_sum, traffic
+from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.sync_batch_norm import RunningStatistics, SharedStatistics
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
 from tests.distributed.whole import (
     build,

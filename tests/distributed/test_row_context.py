@@ -36,8 +36,8 @@ from megasnn.layers.context import building
 from megasnn.layers.row_context import RowMove, move_rows, shared_rows
 from megasnn.layers.shape_inference import MaxInference, mark_spikes
 from megasnn.layers.tensors import materialise
-from megasnn.parallel.collectives import traffic
 from megasnn.parallel.sharding import own_span
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import ParallelState
 from tests.distributed.test_conv import CASES as CONVOLUTIONS
 from tests.distributed.test_conv import Case as Convolution

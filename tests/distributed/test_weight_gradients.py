@@ -16,7 +16,7 @@ from megasnn.layers import (
 from megasnn.layers.init import trunc_normal
 from megasnn.layers.shape_inference import mark_spikes
 from megasnn.layers.weight_grad import WeightGradientTask
-from megasnn.parallel.collectives import traffic
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
 from tests.distributed.whole import build, channels_last, everybody, mine, random, spikes, state_of
 

@@ -19,7 +19,7 @@ from megasnn.layers.tensors import materialise
 from megasnn.models.build import describe_model
 from megasnn.models.losses import cross_entropy_sum
 from megasnn.models.model import Model
-from megasnn.parallel.collectives import traffic
+from megasnn.parallel.traffic import traffic
 from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.profile_layers import count_memory, profile_layers
 from tests.models.networks import CLASSES, Bundles, Random, Sum, UNet, Up, between

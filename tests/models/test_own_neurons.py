@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, SpikingNeuron
+from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelPSN, SpikingNeuron
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.tensors import materialise
 from megasnn.models.build import describe_model
@@ -150,3 +150,8 @@ def test_a_state_that_the_next_step_cannot_take_is_refused_before_anything_is_bu
         describe_model(model)
     with pytest.raises(ValueError, match="'triangle'.*triangular"):
         SpikingNeuron.__init__(PlainLIF(4), 4, surrogate="triangle")
+
+
+def test_neurons_are_listed_by_how_they_are_computed() -> None:
+    mixed = describe_model(between(lambda: [layer("own", AdaptiveLIF(4)), layer("psn", ParallelPSN())]))
+    assert (mixed.kernel_neurons, mixed.plain_neurons) == ({"lif"}, {"AdaptiveLIF", "ParallelPSN"})

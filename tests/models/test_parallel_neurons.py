@@ -19,6 +19,7 @@ from megasnn.layers import (
     MeanLinear,
     Numerics,
     ParallelIF,
+    ParallelMaskedPSN,
     ParallelPSN,
     ParallelSlidingPSN,
 )
@@ -42,13 +43,21 @@ def with_values(made: NeuronLayer) -> NeuronLayer:
 
 def pair(kind: str, order: int = 2) -> tuple[NeuronLayer, Any]:
     """A layer of ours, and SpikingJelly's with its values, away from where they start."""
-    theirs: Any = neuron.PSN(STEPS) if kind == "psn" else neuron.SlidingPSN(order, step_mode="m")
-    ours = ParallelPSN(context=CONTEXT) if kind == "psn" else ParallelSlidingPSN(context=CONTEXT, order=order)
+    theirs: Any
+    ours: NeuronLayer
+    if kind == "psn":
+        theirs, ours = neuron.PSN(STEPS), ParallelPSN(context=CONTEXT)
+    elif kind == "masked_psn":
+        theirs = neuron.MaskedPSN(order, STEPS, lambda_init=1.0, step_mode="m")
+        ours = ParallelMaskedPSN(context=CONTEXT, order=order)
+    else:
+        theirs = neuron.SlidingPSN(order, step_mode="m")
+        ours = ParallelSlidingPSN(context=CONTEXT, order=order)
     theirs = theirs.double()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter += 0.3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1)).double()
-    with_values(ours).load_state_dict(theirs.state_dict())
+    with_values(ours).load_state_dict(dict(theirs.named_parameters()))
     return ours, theirs
 
 
@@ -58,7 +67,8 @@ def results(fire: Any, x: Tensor, parameters: Iterable[Tensor]) -> tuple[Tensor,
     return spikes, torch.autograd.grad((spikes * channels_last(*spikes.shape, seed=7)).sum(), [x, *parameters])
 
 
-@pytest.mark.parametrize(("kind", "order"), [("psn", 0), ("sliding_psn", 1), ("sliding_psn", 3), ("sliding_psn", 9)])
+@pytest.mark.parametrize(("kind", "order"), [("psn", 0), ("sliding_psn", 1), ("sliding_psn", 3), ("sliding_psn", 9),
+                                             ("masked_psn", 4)])  # fmt: skip
 def test_equals_spikingjelly(kind: str, order: int) -> None:
     ours, theirs = pair(kind, order)
     frame = channels_last(1, 2, 7, 3, 4).requires_grad_()
@@ -109,10 +119,12 @@ class Mixed(Model):
 
     def layers(self) -> Iterable[Layer]:
         psn, sliding = (NeuronSpec(kind, v_threshold=0.3, surrogate="atan") for kind in ("psn", "sliding_psn"))
+        masked = ParallelMaskedPSN(psn, order=2)
         yield layer("psn", ConvNormNeuron(3, 8, 3, neuron=psn))
         yield layer("counts", ConvNormNeuron(8, 8, 3, neuron=COUNTS, max_pool=True))
         yield layer("sliding", ConvNormNeuron(8, 16, 3, neuron=sliding, max_pool=True))
         yield layer("alone", make_neuron(psn))
+        yield layer("masked", ConvNormNeuron(16, 16, neuron=masked))
         yield layer("head", MeanLinear(16, self.num_classes))
 
 
@@ -132,4 +144,4 @@ def test_every_layout_computes_the_same(ranks) -> None:
 
 def test_counts_travel_as_bytes_and_spikes_as_bits() -> None:
     contents = [next(iter(each.entries.values())).content.value for each in describe_model(Mixed()).layers]
-    assert contents == ["spikes", "counts", "spikes", "spikes", "dense"]
+    assert contents == ["spikes", "counts", "spikes", "spikes", "spikes", "dense"]

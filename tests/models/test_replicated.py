@@ -264,19 +264,9 @@ class Scale(nn.Module):
         return self.scale * x
 
 
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.tensor([True, False]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-@pytest.mark.parametrize(("make", "name"), [(Scale, "scale"), (Masked, "mask")])
-def test_a_tensor_that_nothing_initialises_is_refused(make: Callable[[], nn.Module], name: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}' of {make.__name__}"):
-        with_values(model_of(make))
+def test_a_tensor_that_nothing_initialises_is_refused() -> None:
+    with pytest.raises(ValueError, match="'scale' of Scale"):
+        with_values(model_of(Scale))
 
 
 # --- time, state and statistics

@@ -23,8 +23,8 @@ from megasnn.models.build import describe_model
 from megasnn.models.losses import cross_entropy_sum
 from megasnn.models.model import Model
 from megasnn.models.registry import MODELS
-from megasnn.parallel.collectives import traffic
 from megasnn.parallel.sharding import parameter_count
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import ParallelState
 from tests.models.networks import Again, Tied, TwoTied, between
 from tests.parity.ranks import (

@@ -78,7 +78,7 @@ LAYERS: dict[str, tuple[Callable[[], Layer], str]] = {
     ),
     "no function": (lambda: layer("own", nn.Conv2d(4, 4, 1), initialise=3), "own: initialise=3"),
     "raises": (lambda: layer("own", nn.Conv2d(4, 4, 1), initialise=raises), r"own\.weight: KeyError: 'gain'"),
-    "scripted": (lambda: layer("own", scripted()), "own: .* TorchScript.* give the module that it was made of"),
+    "scripted": (lambda: layer("own", scripted()), "own: .* TorchScript.* give the module from before the compilation"),
     "scripted part": (lambda: layer("own", nn.Sequential(scripted())), r"own: 0 \(.*TorchScript"),
     "scripted, cut": (lambda: layer("own", megasnn.shard(scripted())), "own: .* TorchScript"),
     "scripted beside a segment": (

@@ -11,7 +11,7 @@ from megasnn.models.build import describe_model
 from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
-from megasnn.parallel.collectives import traffic
+from megasnn.parallel.traffic import traffic
 from tests.parity.ranks import Layout, built, record_step
 
 

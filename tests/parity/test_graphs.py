@@ -23,6 +23,9 @@ from megasnn.layers.shape_inference import mark_spikes
 from megasnn.models.build import describe_model
 from megasnn.models.model import Model, run_config
 from megasnn.models.registry import MODELS
+from megasnn.parallel.collectives import start_all_reduce_sum
+from megasnn.parallel.traffic import traffic
+from megasnn.parallel_state import Group
 from megasnn.pipeline.graphs import CudaCapture
 from megasnn.telemetry.spikes import LayerSpikes
 from megasnn.training.metrics import Metrics
@@ -35,22 +38,25 @@ SIZES = "--micro-batch-size 2 --train-iters 9 --lr 1e-3 --clip-grad 0.1 --ema-de
 FLAGS = {model: flags.replace("--depth 2", "--depth 1") for model, flags in MODEL_FLAGS.items()}
 PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
 LAYOUT = "--pipeline-model-parallel-layout"
-Steps = list[tuple[float, float, list[LayerSpikes]]]
+ROWS = "--global-batch-size 4 --context-parallel-size 2 --context-parallel-cut rows"
+Steps = list[tuple[float, float, list[LayerSpikes], dict[str, float]]]
 
 
 def trained(model: str, flags: str, steps: int, watched: int | None = None) -> tuple[Steps, dict[str, Tensor]]:
-    """Loss, norm and spikes of each step, and all tensors behind them. The first step is without graphs."""
+    """Loss, norm, spikes and traffic of each step, and all tensors behind them. The first step is without graphs."""
     config = parse(run_config(MODELS[model]), f"{FLAGS[model]} {SIZES} {flags}".split())
     samples, random = config.training.global_batch_size, torch.Generator().manual_seed(0)
     labels, found = torch.arange(samples) % config.model.num_classes, []
-    with Engine(config, length=Length(steps)) as engine:
+    with Engine(config, length=Length(steps)) as engine, traffic.counting():
         watch = Metrics(engine)
         for step in range(steps):
             watch.spikes.enabled = step == watched
             images = torch.rand(samples, *config.model.input_shape, generator=random)
             result = engine.train_step(images, labels)
             engine.evaluate(images, labels)
-            found.append((result.loss, result.grad_norm, watch.since_last(step)[1]))
+            scalars, spikes = watch.since_last(step)
+            moved = {name: value for name, value in scalars.items() if name.startswith("communication/")}
+            found.append((result.loss, result.grad_norm, spikes, moved))
         return found, engine.state_dict()
 
 
@@ -72,10 +78,29 @@ def changes_no_bit(model: str, flags: str) -> None:
     ("spikformer", f"--global-batch-size 4 {PIPELINE} zbv {LAYOUT} 2|2|2|2"),
     ("vgg_dvs", f"--global-batch-size 7 {PIPELINE} 1f1b {LAYOUT} 2|2"),
     ("vgg_dvs", f"--global-batch-size 8 {PIPELINE} zb1p {LAYOUT} 2|2"),
+    ("spikformer", "--global-batch-size 4 --tensor-model-parallel-size 2"),
+    ("spikformer", ROWS),
+    ("vgg_dvs", "--global-batch-size 8 --micro-batch-size 3 --context-parallel-size 2"),
 ])  # fmt: skip
 def test_graphs_change_no_bit(ranks, model: str, flags: str) -> None:
     """Of weights, their average, running statistics and losses: dropout, uneven micro-batches, several under way."""
     ranks(2, changes_no_bit, model, flags)
+
+
+def leaves_an_exchange_open() -> None:
+    with mock.patch("megasnn.layers.attention.start_all_reduce_sum", never_awaited):
+        with pytest.raises(RuntimeError, match="cannot be captured .*unjoined work: allreduce_"):
+            with_and_without("spikformer", ROWS)
+
+
+def never_awaited(x: Tensor, group: Group) -> Callable[[], object]:
+    start_all_reduce_sum(x, group)
+    return lambda: None
+
+
+def test_an_exchange_that_nobody_waits_for_is_refused(ranks) -> None:
+    """A driver ends no capture before all that began in it."""
+    ranks(2, leaves_an_exchange_open)
 
 
 @pytest.mark.parametrize(("watched", "steps_with_graphs"), [(1, 2), (2, 2)])

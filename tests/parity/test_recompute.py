@@ -11,7 +11,7 @@ import torch
 from megasnn.models.build import describe_model
 from megasnn.models.model import Model
 from megasnn.models.vgg_dvs.model import VggDvs
-from megasnn.parallel.collectives import Traffic, traffic
+from megasnn.parallel.traffic import Traffic, traffic
 from megasnn.schedule.passes import RECOMPUTE
 from tests.models.networks import Bundles, Tied, UNet
 from tests.parity.networks import CalledAgain

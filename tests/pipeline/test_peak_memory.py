@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
-from megasnn.pipeline.peak_memory import SegmentMemory, moments, peak_moments, within_budget
+from megasnn.pipeline.peak_memory import SegmentMemory, moments, most_under_way, peak_moments, within_budget
 from megasnn.schedule import Kind, Schedule, generate, validate_schedule
 from megasnn.schedule.costs import resident_activations
 from megasnn.schedule.named import SCHEDULES
@@ -138,3 +138,12 @@ def test_every_rank_of_every_schedule_keeps_it(name: str) -> None:
         if needed <= budget:
             assert not any(schedule.placement[segment] == rank for segment in chosen), "nothing that is not needed"
     assert within_budget(schedule, segments, max(without) + 1) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "under_way"), [("gpipe", [4, 4]), ("1f1b", [2, 1]), ("zb1p", [2, 2])]
+)  # fmt: skip
+def test_micro_batches_under_way(schedule: str, under_way: list[int]) -> None:
+    """Until their weight gradients."""
+    actions = generate(schedule, 2, 4).actions
+    assert [most_under_way(order, segment) for segment, order in enumerate(actions)] == under_way

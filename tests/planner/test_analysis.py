@@ -17,6 +17,7 @@ from megasnn.pipeline.profile_layers import count_memory
 from megasnn.planner.analyze import analyze, context_of, count_layers, measured, trial_sizes
 from megasnn.planner.costs import Analysis, LayerShare, Timed, counted_costs, layer_costs
 from megasnn.planner.machines import DEVICES
+from megasnn.planner.uncomputed import UncomputedConvolutions
 from tests.planner.models import analysis, config
 
 FREE = LinkCost()
@@ -103,8 +104,10 @@ def of_rank(tensor: int, context: int, cut: ContextCut) -> list[list[tuple[Layer
     model = describe_model(asked.model, asked.neuron.spec)
     state = initialize_model_parallel(tp=tensor, device=torch.device("cpu"), cp=context)
     try:
-        contexts = [context_of(state, asked, cut, on_cpu) for on_cpu in (False, True)]
-        return [[count_memory(model, MICRO_BATCH, each, state.device).layers for _ in range(5)] for each in contexts]
+        for_gpu, for_cpu = (context_of(state, asked, cut, on_cpu) for on_cpu in (False, True))
+        with UncomputedConvolutions():
+            dense = [count_memory(model, MICRO_BATCH, for_gpu, state.device).layers for _ in range(5)]
+        return [dense, [count_memory(model, MICRO_BATCH, for_cpu, state.device).layers for _ in range(5)]]
     finally:
         destroy_model_parallel()
 

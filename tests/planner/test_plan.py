@@ -115,6 +115,29 @@ def test_flags_that_are_given_are_kept() -> None:
             plan(analysis(), config(**given), cluster(ranks))
 
 
+def test_graphs_are_taken_where_they_save_time_and_fit() -> None:
+    """A small model's step on a GPU is its launches. The graphs' memory decides where there is little of it."""
+    run = config(samples=64, pipeline_model_parallel_size=2, pipeline_schedule="gpipe")
+    gpus = cluster(2, 80.0, device="h100", program=0.0)
+    found = plan(analysis(), run, gpus)
+    assert found.layout.has_graphs and found.configuration(run).training.cuda_graphs == "on"
+    assert "--cuda-graphs on" in command(found, run, Path("plan.json"))
+    unknown = replace(gpus, machine=replace(gpus.machine, graph_start=None))
+    without = plan(analysis(), run, unknown)
+    assert not any(each.layout.has_graphs for each in without.candidates)
+    assert "--cuda-graphs" not in command(without, run, Path("plan.json"))
+    assert found.predicted.time.total < without.predicted.time.total and found.bytes > 1.2 * without.bytes
+    little = replace(gpus, machine=replace(gpus.machine, memory=1.1 * without.bytes))
+    assert not plan(analysis(), run, little).layout.has_graphs
+
+
+def test_graphs_that_are_asked_for_are_kept() -> None:
+    run = config()
+    run = replace(run, training=replace(run.training, cuda_graphs="on"))
+    gpus = cluster(8, 80.0, device="h100")
+    assert all(each.layout.has_graphs for each in plan(analysis(), run, gpus).candidates)
+
+
 def test_seconds_of_another_device_are_not_used() -> None:
     """Layers that were measured on one device say nothing of a second one, and the plan says so."""
     known, here = analysis(), replace(cluster(2).machine, name="here")
@@ -178,8 +201,9 @@ def test_the_program_needs_no_torch(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(set(re.findall(r"micro-batches of (\d+)", capsys.readouterr().out))) > 1
 
 
-NOT_PLANNED = "--bptt-steps 2", "--weight-gradients scattered", "--cuda-graphs on", "--tau -1"
+NOT_PLANNED = "--bptt-steps 2", "--weight-gradients scattered", "--tau -1"
 REFUSED = {flags: flags for flags in NOT_PLANNED} | {
+    "--cuda-graphs on --device-name cpu-core": "no figures of cpu-core with graphs",
     "--gpus 0": "--gpus",
     "--gpus 8 --gpus-per-node 3": "--gpus 6 or 9",
     "--memory 80sheep": "--memory '80sheep'",

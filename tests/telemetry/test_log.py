@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
+import termios
 from datetime import datetime
 from math import inf, nan
 from pathlib import Path
@@ -22,6 +26,7 @@ from megasnn.telemetry.records import (
     StepResult,
     format_duration,
     format_evaluation,
+    format_for_terminal,
     format_iteration,
 )
 from megasnn.telemetry.reporter import Reporter
@@ -49,6 +54,54 @@ def test_lines_read_as_in_megatron_and_count_errors() -> None:
     line = format_evaluation(EvaluationRecord(100, 6400, 360, loss=0.25, metrics={"top1": 0.9166, "iou": 0.5}), NOW)
     shown = "iteration 100 | validation samples: 360 | validation loss: 0.2500 | top-1 accuracy: 91.66 % | iou: 0.5000"
     assert shown in line
+
+
+def test_lines_on_a_terminal_fit_a_hundred_columns() -> None:
+    assert format_for_terminal(IterationRecord(**RECORD), now=NOW) == (
+        "04:05:06  20/200  epoch 0.89  loss 2.3000  accuracy 25.5 %  lr 1.00E-03  78.8 samples/s  2:26 left"
+    )
+    long = {"iteration": 123456, "train_iters": 250000, "epoch": 299.99, "samples_per_second": 12345.6}
+    metrics = {"accuracy": 0.5, "intersection_over_union": 0.25}
+    line = format_for_terminal(IterationRecord(**{**RECORD, **long, "metrics": metrics}, skipped_iterations=2), now=NOW)
+    assert line == "04:05:06  123456/250000  loss 2.3000  accuracy 50.0 %  2 skipped iterations"
+
+
+def test_the_form_of_a_line_depends_on_the_terminal(tmp_path, monkeypatch, capsys) -> None:
+    for is_terminal, shown in ((False, "iteration 1/ 4 | epoch: 0.20"), (True, " 1/4  epoch 0.20")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        reporter = Reporter(RunOutline(4, 50), is_writer=True)
+        reporter.step(StepResult(2.0, {}, 10, 1.5, 0.1))
+        reporter.log(1, 10, {})
+        reporter.close()
+        out, err = capsys.readouterr()
+        assert shown in out and err == ""
+
+
+BAR = """
+import sys, time
+from megasnn.telemetry.log import Console
+console = Console()
+for number in range(1, 4):
+    console.advance(number, 3)
+    time.sleep(0.15)
+    console.line(f"line {number}")
+console.close_bar()
+"""
+
+
+def test_a_terminal_has_a_bar_below_its_lines_and_a_file_has_none() -> None:
+    master, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    ended = subprocess.run([sys.executable, "-c", BAR], stdout=terminal, stderr=terminal, timeout=60)
+    os.close(terminal)
+    shown = os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert ended.returncode == 0 and "2/3 [" in shown
+    # The bar is cleared before a line.
+    for number in range(1, 4):
+        assert re.search(rf"(^|\r|\n)line {number}\r\n", shown)
+    in_file = subprocess.run([sys.executable, "-c", BAR], capture_output=True, text=True, timeout=60)
+    assert in_file.stdout == "line 1\nline 2\nline 3\n" and in_file.stderr == ""
 
 
 def test_every_line_of_the_json_log_is_an_object_with_time_and_kind(tmp_path) -> None:

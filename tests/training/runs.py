@@ -100,7 +100,7 @@ def without_trial() -> Iterator[None]:
     def alike(model: ModelDescription, *_: object) -> PipelineCosts:
         return PipelineCosts(tuple(LayerCost(1, 1, 1) for _ in model.layers), LinkCost())
 
-    with mock.patch.object(memory, "count_memory", alike), mock.patch.object(plan, "profile_pipeline", alike):
+    with mock.patch.object(memory, "count_memory", alike), mock.patch.object(plan, "pipeline_costs", alike):
         yield
 
 

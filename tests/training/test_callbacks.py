@@ -70,6 +70,8 @@ def test_a_callback_that_exits_ends_the_run_as_a_signal_does(cache, tmp_path) ->
     texts = [line["text"] for line in log_of(folder, "message")]
     assert "Ending.step asks for the end of the run (SystemExit), as a signal does" in texts
     assert "asked to stop: the run ends at iteration 3 of 9" in texts
+    assert texts[-1] == f"to go on, give the same command with --load {folder} --save {folder}"
+    assert sum(text.startswith("first step, iteration 1: loss ") for text in texts) == 1
 
 
 TRACED = "--train-iters 4 --log-interval 2 --eval-iters 0".split()

@@ -20,9 +20,10 @@ from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
 from megasnn.optim.build import resident_state_bytes
 from megasnn.parallel import fsdp, zero
-from megasnn.parallel.collectives import Exchange, start_exchange, traffic
+from megasnn.parallel.collectives import Exchange, start_exchange
 from megasnn.parallel.fsdp import FlatParameter, GatheredWeights
 from megasnn.parallel.replica_check import ReplicaError
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
 from megasnn.schedule import Kind
 from megasnn.schedule.costs import resident_weights

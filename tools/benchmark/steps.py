@@ -25,8 +25,8 @@ from megasnn.kernels.layout import let_products_round
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs, parse_channels
-from megasnn.parallel.collectives import traffic
 from megasnn.parallel.process_group import COMMUNICATION_BACKENDS
+from megasnn.parallel.traffic import traffic
 from megasnn.pipeline.cost_model import layers_per_chunk
 from tools.benchmark.harness import seconds
 from tools.benchmark.ranks import join_ranks

@@ -6,10 +6,10 @@ import contextlib
 import hashlib
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,27 +49,75 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MachineCode(FunctionCache):
-    """Numba's machine code cache, safe for processes that fill it at the same time."""
+    """Numba's machine code cache: the processes of a host compile each kernel once, and share it.
+
+    A process that misses a kernel waits while another one compiles it.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._compiling: FileLock | None = None
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Without saved machine code, tells the user that compiling takes a while."""
         found = super().load_overload(sig, target_context)
-        if found is None:
-            _announce_compiling()
+        if found is not None:
+            return found
+        progress.report()
+        self._finish()  # an earlier kernel that did not compile
+        # The system releases the lock of a process that ends. The key holds the processor as well: hosts with a common
+        # folder and other processors do not wait for each other.
+        key = repr(self._index_key(sig, target_context.codegen()))
+        name = f".{self._py_func.__name__}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.lock"
+        # Without locks on this file system each process compiles, as without a cache.
+        with contextlib.suppress(OSError, NotImplementedError):
+            self._impl.locator.ensure_cache_path()
+            lock = FileLock(Path(self.cache_path) / name)
+            lock.acquire()
+            self._compiling = lock
+            found = super().load_overload(sig, target_context)
+        if found is not None:
+            self._finish()
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """On a full disk, machine code is used without being saved."""
+        progress.compiled += 1
         # Without the lock two processes that save at once give the code of two signatures the same file name.
         with contextlib.suppress(OSError), FileLock(Path(self.cache_path) / ".saving.lock"):
             super().save_overload(sig, data)
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._compiling is not None:
+            self._compiling.release()
+            self._compiling = None
 
 
-@cache
-def _announce_compiling() -> None:
-    """Once, on the first rank."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write("compiling kernels for this processor: half a minute to a minute, once for each kernel\n")
+class Progress:
+    """A line on the first rank for each kernel that is not in the cache.
+
+    Attributes:
+        compiled: kernels that this process has compiled.
+        position, total: kernel at hand, and kernels to come, where `compile_ahead` knows them; otherwise 0.
+    """
+
+    def __init__(self) -> None:
+        self.compiled = 0
+        self.position = 0
+        self.total = 0
+        self._began: float | None = None
+
+    def report(self) -> None:
+        if os.environ.get("RANK", "0") != "0":
+            return
+        if self._began is None:
+            self._began = time.monotonic()
+        count = f"kernel {self.position} of {self.total}" if self.total else "one more kernel"
+        seconds = time.monotonic() - self._began
+        sys.stderr.write(f"compiling for this processor, once a host: {count}, {seconds:.0f} s so far\n")
+
+
+progress = Progress()
 
 
 class FolderLocator(UserProvidedCacheLocator):

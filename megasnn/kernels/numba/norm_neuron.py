@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ _BLOCK = 8  # rows of a block of neurons, whose gradients are summed side by sid
 
 
 class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
-    """Carries the normalised input's gradient."""
+    """Hands the normalised input's gradient on. Its coefficients: scale, shift, mean and 1 / deviation, in float64."""
 
     # Computing it again would take longer than reading it.
 
@@ -57,7 +56,21 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
         run_kernel(loops.slice_statistics, slices, data.reshape(-1), channels, self._width, _ROWS, means, squares)
         merged = np.empty((2, channels))
         run_kernel(loops.merge, 1, means, squares, slice_pixels, self.values, merged)
-        return Statistics(torch.from_numpy(merged))
+        values = torch.from_numpy(merged)
+        if norm is None:
+            return Statistics(values)
+        mean, variance = values.unbind()
+        return Statistics(values, self.coefficients(mean, variance, norm))
+
+    def coefficients(self, mean: Tensor, variance: Tensor, norm: BatchNorm) -> Tensor:
+        weight = torch.ones_like(mean) if norm.weight is None else norm.weight.detach()
+        bias = torch.zeros_like(mean) if norm.bias is None else norm.bias.detach()
+        # Copies, because memory that numpy has seen cannot be freed for a while: gathered weights come and go.
+        copies = torch.stack([mean, variance, weight, bias])
+        mu, var, factor, addend = copies.to(torch.float64).numpy()
+        inverse = 1.0 / np.sqrt(var + self.norm_neuron.eps)
+        scale = inverse * factor
+        return torch.from_numpy(np.stack([scale, addend - mu * scale, mu, inverse]))
 
     def fire(self, inputs: NormNeuronInput, packed: bool = False) -> tuple[Tensor, Tensor | None]:
         x = inputs.x
@@ -69,8 +82,8 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
         p = constants_of(norm_neuron.spec, data.dtype, inputs.w, learn=False)
         # Every block and every time step must begin at a whole byte.
         bits = bits_for(flat, packed and length % 8 == 0)
-        affine = _affine(inputs, norm_neuron.eps)
-        coefficients = _tiles(length, data.dtype, affine.scale, affine.shift, affine.mean)
+        scale, shift, mean, _ = self._coefficients_of(inputs)
+        coefficients = _tiles(length, data.dtype, scale, shift, mean)
         if norm_neuron.pool:
             windows = self._samples * self._space[0]
             run_kernel(pool.fire_pooled, windows, data, norm_neuron.above, coefficients, flat, bits, p)
@@ -94,8 +107,8 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
         flat = pixels_of(g_spikes).reshape(norm_neuron.time_steps, -1)
         g = empty_array(data.shape, data.dtype)
         p = constants_of(norm_neuron.spec, data.dtype, inputs.w, learn)
-        affine = _affine(inputs, norm_neuron.eps)
-        coefficients = _tiles(length, data.dtype, affine.scale, affine.shift, affine.mean)
+        scale, shift, mean, _ = self._coefficients_of(inputs)
+        coefficients = _tiles(length, data.dtype, scale, shift, mean)
         if norm_neuron.pool:
             sums = np.empty((self._samples, 3, channels))
             run_kernel(pool.pooled_backward, self._samples, data, norm_neuron.above, flat, coefficients, g, sums, p)
@@ -119,19 +132,25 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
         data = pixels_of(inputs.x)
         channels = self.channels
         width = self._width
-        affine = _affine(inputs, self.norm_neuron.eps)
+        scale, _, mean, inverse = self._coefficients_of(inputs)
         mean_g = np.zeros(channels)
         mean_per_deviation = np.zeros(channels)
         if sums is not None:
             mean_g = sums[0].numpy() / count
-            mean_per_deviation = sums[1].numpy() * affine.inverse_deviation**2 / count
-        coefficients = _tiles(width, data.dtype, affine.scale, affine.mean, mean_g, mean_per_deviation)
+            mean_per_deviation = sums[1].numpy() * inverse**2 / count
+        coefficients = _tiles(width, data.dtype, scale, mean, mean_g, mean_per_deviation)
         slice_size = _ROWS * width
         slices = -(-data.size // slice_size)
         rows = data.reshape(1, -1)
         g_rows = intermediate.reshape(1, -1)
         run_kernel(loops.norm_input_gradient, slices, rows, g_rows, coefficients, slice_size)
         return torch.from_numpy(intermediate).movedim(-1, 2).to(inputs.x.dtype)
+
+    def _coefficients_of(self, inputs: NormNeuronInput) -> np.ndarray:
+        coefficients = inputs.coefficients
+        if coefficients is None:
+            coefficients = self.coefficients(inputs.mean, inputs.variance, BatchNorm(inputs.weight, inputs.bias))
+        return coefficients.numpy()
 
 
 def bits_for(spikes: np.ndarray, packed: bool) -> np.ndarray:
@@ -152,26 +171,6 @@ def constants_of(spec: NeuronSpec, dtype: np.dtype, w: Tensor | None, learn: boo
 @cache
 def _fixed_constants(spec: NeuronSpec, dtype: np.dtype, learn: bool) -> Constants:
     return constants(spec, dtype, 0.0, learn)
-
-
-class _Affine(NamedTuple):
-    """A norm as scale x + shift, in float64. Each is `[C]`."""
-
-    mean: np.ndarray
-    inverse_deviation: np.ndarray
-    scale: np.ndarray
-    shift: np.ndarray
-
-
-def _affine(inputs: NormNeuronInput, eps: float) -> _Affine:
-    weight = torch.ones_like(inputs.mean) if inputs.weight is None else inputs.weight
-    bias = torch.zeros_like(inputs.mean) if inputs.bias is None else inputs.bias
-    # Copies, because memory that numpy has seen cannot be freed for a while: gathered weights come and go.
-    copies = torch.stack([each.detach() for each in (inputs.mean, inputs.variance, weight, bias)])
-    mean, variance, factor, addend = copies.to(torch.float64).numpy()
-    inverse = 1.0 / np.sqrt(variance + eps)
-    scale = inverse * factor
-    return _Affine(mean, inverse, scale, addend - mean * scale)
 
 
 def _tiles(length: int, dtype: np.dtype, *values: np.ndarray) -> np.ndarray:

@@ -95,8 +95,10 @@ def pool_row_winners(image, middle, scale, shift, columns, winner, tap):
             continue
         split_columns(image[line], columns[0], columns[1])
         if offset == 0:
-            winner[:] = even
-            tap[:] = 4
+            # Not `winner[:] = even`: numba would compile the text of an error about shapes, for two seconds.
+            for j in range(size):
+                winner[j] = even[j]
+                tap[j] = 4
         for k in range(3):
             column = 2 - k if offset < 0 else k
             if offset == 0 and column == 1:

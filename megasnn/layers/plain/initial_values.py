@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from megasnn.layers.facts import facts
 from megasnn.layers.init import ModuleInitialiser, own_tensors, tensors_of
 from megasnn.parallel.sharding import Initialiser
 
@@ -19,6 +25,7 @@ from megasnn.parallel.sharding import Initialiser
 class _Numbers(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
+        _note_constructor(sys._getframe(1))
         makes = function in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (int, float))
         if makes and options.get("device") is None:
             options["device"] = "cpu"
@@ -28,8 +35,59 @@ class _Numbers(TorchFunctionMode):
 @contextmanager
 def without_memory() -> Iterator[None]:
     """Modules made inside have no memory. Only single-number tensors have values."""
-    with torch.device("meta"), _Numbers():
+    with torch.device("meta"), _Numbers(), _other_draws(0):
         yield
+
+
+@contextmanager
+def _other_draws(seed: int) -> Iterator[None]:
+    """Seeds NumPy's and Python's global generators inside, so that constructors draw alike on all ranks."""
+    of_numpy = np.random.get_state()
+    of_python = random.getstate()
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+
+
+def _note_constructor(frame: FrameType | None) -> None:
+    """Notes the arguments of the module's constructor that is running in a frame or its callers, if any."""
+    while frame is not None and _made_in(frame) is None:
+        frame = frame.f_back
+    if frame is None:
+        return
+    module = _made_in(frame)
+    # A constructor calls those of its base classes.
+    while frame.f_back is not None and _made_in(frame.f_back) is module:
+        frame = frame.f_back
+    if module is not None and frame.f_code is getattr(type(module).__init__, "__code__", None):
+        facts(module).constructor = facts(module).constructor or _arguments(frame)
+
+
+def _made_in(frame: FrameType) -> nn.Module | None:
+    """The module whose constructor a frame runs."""
+    if frame.f_code.co_name != "__init__":
+        return None
+    owner = frame.f_locals.get("self")
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def _arguments(frame: FrameType) -> dict[str, Any] | None:
+    """A constructor's arguments by name; None if they hold tensors, or have no names."""
+    code = frame.f_code
+    if code.co_flags & inspect.CO_VARARGS:
+        return None
+    count = code.co_argcount + code.co_kwonlyargcount
+    found = {name: frame.f_locals[name] for name in code.co_varnames[1:count]}
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        found |= frame.f_locals[code.co_varnames[count]]
+    for value in found.values():
+        if isinstance(value, Tensor) or (isinstance(value, nn.Module) and next(tensors_of(value), None) is not None):
+            return None
+    return found
 
 
 def without_values(module: nn.Module) -> nn.Module:
@@ -60,7 +118,8 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
 def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | None, name: str) -> Initialiser:
     """Fills a global tensor as a plain module, and then the user's `initialise`, fill its tensor `name`.
 
-    The result raises ValueError if nothing sets values.
+    A tensor that neither sets has the value of the constructor, which is called again with its arguments. The result
+    raises ValueError if that is not possible.
     """
     numbers = {each: tensor.detach().clone() for each, tensor in own_tensors(module) if not tensor.is_meta}
 
@@ -80,10 +139,14 @@ def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | N
             # A change of tensor.data leaves the version as it is.
             is_set = not values.isnan().any()
         if not is_set:
-            raise ValueError(
-                f"nothing initialises {name!r} of {type(module).__name__}: values set in its constructor are lost; "
-                "give the module a method reset_parameters that sets them, or the layer a function initialise=..."
-            )
+            constructed = _constructed(module, generator).get(name)
+            if constructed is None:
+                raise ValueError(
+                    f"nothing initialises {name!r} of {type(module).__name__}: its constructor leaves it unset, or it "
+                    "takes tensors or makes those of other modules, and is not called again; give the module a method "
+                    "reset_parameters that sets it, or the layer a function initialise=..."
+                )
+            values = constructed
         tensor.copy_(values)
 
     return fill
@@ -104,6 +167,33 @@ def _draw(module: Any, initialise: ModuleInitialiser | None, generator: torch.Ge
             # Parts first, as in Module.apply.
             for path, each in reversed(list(module.named_modules())):
                 initialise(each, path)
+
+
+def _constructed(module: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
+    """A module's tensors as its constructor sets them, with draws from a generator; empty if it is not called again."""
+    arguments = facts(module).constructor
+    # With other modules in it, a whole network would be made for each of its tensors.
+    has_more = len([*tensors_of(module)]) > len([*own_tensors(module)])
+    if arguments is None or has_more:
+        return {}
+    seed = generator.initial_seed()
+    with torch.random.fork_rng(devices=[]), _other_draws(seed), torch.device("cpu"), _nan_in_new_memory():
+        torch.manual_seed(seed)
+        again = type(module)(**arguments)
+    # NaN where the constructor leaves what torch.empty gave it.
+    return {name: tensor.detach() for name, tensor in own_tensors(again) if not tensor.isnan().any()}
+
+
+@contextmanager
+def _nan_in_new_memory() -> Iterator[None]:
+    """Inside, torch.empty and torch.Tensor(size) give NaN, as torch's deterministic mode has it."""
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=warned)
 
 
 def _unset_values(tensor: Tensor) -> Tensor:

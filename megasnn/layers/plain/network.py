@@ -28,6 +28,8 @@ from megasnn.layers.plain_call import PlainCall
 def shard(module: nn.Module, *, initialise: Callable[..., object] | None = None) -> Sharded:
     """Makes tensor-parallel layers from a copy of a network with torch's and SpikingJelly's layers.
 
+    Example::
+
         yield from megasnn.shard(net)                          # an nn.Sequential: a layer for each module in it
         yield layer("stage1", megasnn.shard(resnet.layer1))    # any module: one layer
         print(megasnn.shard(net))                              # each layer, cut or whole, with the reason

@@ -95,6 +95,9 @@ def test_a_frame_begins_at_its_edge_and_order_is_free() -> None:
     counts = count_spikes(times, np.array([699, 699, 0, 5], np.uint16), SpikeFrames(2, duration=0.5))
     assert counts.sum(1).tolist() == [2, 2] and counts[1, [5, 699]].tolist() == [1, 1]
     assert counts[0, [0, 699]].tolist() == [1, 1]
+    # In float16 the duration would be the spike's time, which lies before it.
+    last = np.array([1433 / 1024], "f2")
+    assert count_spikes(last, np.array([7], np.uint16), SpikeFrames(10, duration=1.3995))[9, 7] == 1
     assert not count_spikes(np.empty(0, "f2"), np.empty(0, "u2"), SpikeFrames(3)).any()
 
 
