@@ -52,7 +52,7 @@ def pretrain(
             without length or without samples by index; no `argv` in a notebook.
         SystemExit: after the help, and always without `argv`.
     """
-    chosen = _in_table(model)
+    model_class = _registered(model)
     if not isinstance(callbacks, Sequence) or not all(isinstance(each, Callback) for each in callbacks):
         raise ValueError(f"give a list of instances of subclasses of megasnn.Callback, not {callbacks!r}")
     if argv is None and "kernel_launcher" in Path(sys.argv[0]).name:
@@ -65,7 +65,7 @@ def pretrain(
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="surrogateescape")  # names of files that are not UTF-8 are written as they are
 
-    status = _train(chosen, flags, callbacks, given)
+    status = _check_and_run(model_class, flags, callbacks, given)
     if argv is None:
         sys.exit(status)
     return status
@@ -104,7 +104,9 @@ def with_datasets(config: PretrainConfig, given: GivenDatasets) -> tuple[Pretrai
     return replace(config, data=data), given
 
 
-def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callback], given: GivenDatasets) -> int:
+def _check_and_run(
+    model: type[Model], flags: Sequence[str], callbacks: Sequence[Callback], given: GivenDatasets
+) -> int:
     """Reads and checks the flags, then trains.
 
     The first rank of each machine reports errors, since command lines of machines may differ. Checks that need no torch
@@ -137,7 +139,7 @@ def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callbac
     return training.run(config, callbacks, checkpoint, given)
 
 
-def _in_table(model: str | type[Model]) -> type[Model]:
+def _registered(model: str | type[Model]) -> type[Model]:
     if isinstance(model, str):
         return MODELS[model]
     if MODELS.setdefault(model.name, model) is not model:

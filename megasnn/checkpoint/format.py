@@ -149,6 +149,7 @@ def averages_of(tensors: Mapping[str, _T]) -> dict[str, _T]:
 
 def to_text(metadata: Metadata) -> str:
     """Text with its checksum. Raises TypeError or ValueError for a value that JSON lacks."""
+    # Without the closing brace, which follows the checksum.
     text = json.dumps(metadata, default=_fields, allow_nan=False)[:-1]
     return text + _ending(text.encode())
 
@@ -223,6 +224,36 @@ def uncovered(saved: SavedTensor) -> str | None:
     return f"its boxes hold {elements} elements of {prod(saved.shape)}, or some twice"
 
 
+def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether boxes (offsets, sizes) hold each element exactly once."""
+    boxes = list(boxes)
+    # Nearly every tensor is one box, and needs no grid.
+    if boxes == [((0,) * len(shape), tuple(shape))]:
+        return True
+    spans: list[tuple[Sequence[int], Sequence[int]]] = []
+    edges = [{0, length} for length in shape]
+    for offsets, sizes in boxes:
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            return False
+        if not all(sizes):  # an empty box
+            continue
+        ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+        if any(end > length for end, length in zip(ends, shape, strict=True)):
+            return False
+        spans.append((offsets, ends))
+        for dim, lines in enumerate(edges):
+            lines.update((offsets[dim], ends[dim]))
+    # A grid with lines at all box edges: a cell's elements lie in the same boxes.
+    grid = [sorted(lines) for lines in edges]
+    counts = np.zeros([len(lines) - 1 for lines in grid], dtype=np.int32)
+    for first, last in spans:
+        cells = []
+        for dim, ordered in enumerate(grid):
+            cells.append(slice(bisect_left(ordered, first[dim]), bisect_left(ordered, last[dim])))
+        counts[tuple(cells)] += 1
+    return bool((counts == 1).all())
+
+
 def size_problem(path: Path, saved: SavedFile) -> str | None:
     """Problem if a file is missing or has another size than written, or None."""
     try:
@@ -249,32 +280,3 @@ def _by_field(config: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in values.items():
             fields[f"{part}.{name}"] = value
     return fields
-
-
-def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether boxes (offsets, sizes) hold each element exactly once."""
-    boxes = list(boxes)
-    if boxes == [((0,) * len(shape), tuple(shape))]:  # nearly always
-        return True
-    spans: list[tuple[Sequence[int], Sequence[int]]] = []
-    edges = [{0, length} for length in shape]
-    for offsets, sizes in boxes:
-        if len(offsets) != len(shape) or len(sizes) != len(shape):
-            return False
-        if not all(sizes):  # an empty box
-            continue
-        ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
-        if any(end > length for end, length in zip(ends, shape, strict=True)):
-            return False
-        spans.append((offsets, ends))
-        for dim, lines in enumerate(edges):
-            lines.update((offsets[dim], ends[dim]))
-    # A grid with lines at all box edges: a cell's elements lie in the same boxes.
-    grid = [sorted(lines) for lines in edges]
-    counts = np.zeros([len(lines) - 1 for lines in grid], dtype=np.int32)
-    for first, last in spans:
-        cells = []
-        for dim, ordered in enumerate(grid):
-            cells.append(slice(bisect_left(ordered, first[dim]), bisect_left(ordered, last[dim])))
-        counts[tuple(cells)] += 1
-    return bool((counts == 1).all())

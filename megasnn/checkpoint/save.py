@@ -62,19 +62,20 @@ def write_checkpoint(
     folder: PathLike,
     progress: Progress,
     optimizer: str | None,
-    make: Callable[[], FileContent],
+    make_content: Callable[[], FileContent],
     process_group: dist.ProcessGroup | None,
 ) -> Path:
-    """As `save_checkpoint`, with content from `make`, which may be empty."""
+    """As `save_checkpoint`, with content from `make_content`; it is empty on a rank that has only copies."""
     root = Path(folder)
     rank = rank_in(process_group)
     # No folder before all ranks can describe their tensors.
-    content = run_on_all_ranks(process_group, make, "this run cannot be saved:")
+    content = run_on_all_ranks(process_group, make_content, "this run cannot be saved:")
     # Every rank describes the run; the first rank's description is written.
     versions = {"megasnn": VERSION, "torch": str(torch.__version__), "python": platform.python_version()}
     metadata = Metadata(**vars(progress), optimizer=optimizer, versions=versions)
     aside = broadcast_result(process_group, lambda: _on_disk(lambda: folders.begin(root, progress.iteration)))
 
+    # The second result is gathered: the first rank describes all files in one metadata.json.
     def write() -> tuple[None, Written | None]:
         if not content:
             return None, None

@@ -76,7 +76,7 @@ def write_safetensors(path: Path, content: FileContent) -> SavedFile:
     text += b" " * (-len(text) % 8)
     with open(path, "wb", buffering=0) as stream, ThreadPoolExecutor(1) as thread:
         crc32 = _write(stream.fileno(), memoryview(len(text).to_bytes(8, "little") + text), 0, thread)
-        # Tensor by tensor: `save_file` would need copies of all in memory.
+        # Tensor by tensor: safetensors' own `save_file` would need contiguous copies of all in the host's memory.
         for _, _, value in content:
             flat = value.cpu().contiguous().view(-1)
             if flat.numel():
@@ -157,7 +157,7 @@ def read_boxes(path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[S
     """
     wanted = defaultdict[str, list[_Overlap]](list)
     elements: Counter[str] = Counter()
-    # Boxes with copies come last. A copied box is read from the file with most elements to read.
+    # Boxes with copies come last. A copied box is read from the file with most elements to read: few files are opened.
     for overlaps in sorted(_overlaps(saved, entries), key=len):
         file = max(overlaps, key=lambda file: elements[file])
         wanted[file].append(overlaps[file])

@@ -62,7 +62,7 @@ class _Candidate(NamedTuple):
 
     @property
     def title(self) -> str:
-        return in_message(self.key and self.prefix and f"{self.key}: {self.prefix}" or self.key or self.prefix)
+        return in_message(": ".join(filter(None, (self.key, self.prefix))))
 
 
 def read_weights(path: str | os.PathLike[str], ema: bool = True) -> WeightFile:

@@ -71,10 +71,10 @@ class Writer:
         self.saved_iteration = saved_iteration
         self.failed = False
         self._thread = threading.Thread()
-        self._tensors = list[tuple[int, int]]()
+        self._planned_for = list[tuple[int, int]]()
         self._entries = list[ShardedTensor]()
         self._planned = FileContent()
-        self._layout: object = None
+        self._copied_layout: object = None
         self._copies = list[Tensor]()
 
     def save(self, progress: Progress, state: LocalState, best: bool = False) -> None:
@@ -85,6 +85,7 @@ class Writer:
         if self.busy:
             self._tell("the checkpoint before is still being written: waiting for it")
         self.finish()
+        # A best one is written again: a continuing run compares with the accuracy in its metadata.
         if self.saved_iteration == progress.iteration and not best:
             return
         kind = kind_of(state.optimizer)
@@ -126,9 +127,9 @@ class Writer:
         entries = state.entries()
         # The plan holds while tensors are the same objects in the same memory.
         tensors = [(id(each.tensor), each.tensor.data_ptr()) for each in entries]
-        if tensors != self._tensors:
+        if tensors != self._planned_for:
             self._planned = file_content(entries, self._group)
-            self._tensors = tensors
+            self._planned_for = tensors
             self._entries = entries  # keeps the objects alive: an id is not given to another one
         return self._planned
 
@@ -137,10 +138,10 @@ class Writer:
         content = self._content(state)
         values = [value for _, _, value in content]
         layout = [(each.shape, each.dtype, each.stride()) for each in values]
-        if layout != self._layout:
+        if layout != self._copied_layout:
             # With the strides of the values: a copy into another memory order takes several times as long.
             self._copies = [torch.empty_like(each, device="cpu", pin_memory=each.is_cuda) for each in values]
-            self._layout = layout
+            self._copied_layout = layout
         if values:
             torch._foreach_copy_(self._copies, values, non_blocking=True)
         if any(each.is_cuda for each in values):

@@ -66,6 +66,7 @@ class WeightAverage:
     @torch.no_grad()
     def exchange(self) -> None:
         """Swaps the tensors and their average. A second call swaps back."""
+        # One tensor at a time: both sets stay in place, and no third one is in memory.
         for average, current in self._pairs:
             before = current.clone()
             current.copy_(average)

@@ -199,6 +199,7 @@ class Reporter:
             try:
                 with self.best_effort(name):
                     getattr(callback, method)(*values)
+            # No subclasses of Exception, so `best_effort` lets both pass.
             except (SystemExit, KeyboardInterrupt) as asked:
                 self.line(f"{name} asks for the end of the run ({type(asked).__name__}), as a signal does")
                 self.asked_to_stop = True

@@ -47,6 +47,7 @@ class Timers:
                 milliseconds = part
             else:
                 begin, end = part
+                # Events pass in the order of their stream: later parts have not ended either.
                 if not end.query():
                     break
                 milliseconds = begin.elapsed_time(end)

@@ -56,7 +56,7 @@ def run(
         given: data sets in Python, in place of the shards of the flags.
     """
     try:
-        return _recorded(config, callbacks, checkpoint, given) or 0
+        return _run_recorded(config, callbacks, checkpoint, given) or 0
     except KeyboardInterrupt:
         sys.stderr.write("interrupted while starting\n")
         status = INTERRUPTED
@@ -71,14 +71,15 @@ def run(
 
 
 @record
-def _recorded(
+def _run_recorded(
     config: PretrainConfig,
     callbacks: Sequence[Callback],
     checkpoint: ChosenCheckpoint | None,
     given: GivenDatasets,
 ) -> int:
+    """`record` hands this function's error to torchrun."""
     try:
-        return _train(config, callbacks, checkpoint, given)
+        return _join_and_run(config, callbacks, checkpoint, given)
     except Exception as error:
         # `record` must write the first failing rank's error alone: torchrun shows one, and later ones are mostly broken
         # connections to the rank that failed.
@@ -89,7 +90,7 @@ def _recorded(
         raise
 
 
-def _train(
+def _join_and_run(
     config: PretrainConfig,
     callbacks: Sequence[Callback],
     checkpoint: ChosenCheckpoint | None,

@@ -62,6 +62,7 @@ def forecast_of_rank(
     samples = 0  # stages after the first read none
     if distributed.takes_images:
         size = config.training.micro_batch_size
+        # A rank that mixes samples reads whole micro-batches, not its own part alone.
         if not config.data.mixes:
             size = distributed.context.largest_share(size)
         itemsize = distributed.context.numerics.dtype.itemsize

@@ -54,6 +54,7 @@ def introduce(config: PretrainConfig, engine: Engine, reporter: Reporter) -> Non
     if file is not None and engine.state.rank == 0:
         with reporter.best_effort(f"writing {file}"):
             file.parent.mkdir(parents=True, exist_ok=True)
+            # A run must start from this file again: it keeps whole URLs.
             write_whole(file, to_json(original))
 
 
