@@ -71,6 +71,16 @@ def pretrain(
     return status
 
 
+def _registered(model: str | type[Model]) -> type[Model]:
+    if isinstance(model, str):
+        return MODELS[model]
+    if MODELS.setdefault(model.name, model) is not model:
+        raise ValueError(
+            f"the name {model.name!r} of {model.__name__} is that of another model; give it another `name`"
+        )
+    return model
+
+
 def _require_map_style(given: GivenDatasets) -> None:
     """Raises ValueError for a data set without length or samples by index. Imports torch, as the data sets do."""
     from megasnn.data.map_dataset import require_map_style
@@ -78,30 +88,6 @@ def _require_map_style(given: GivenDatasets) -> None:
     for argument, each in {"dataset": given.train, "valid_dataset": given.valid}.items():
         if each is not None:
             require_map_style(each, argument)
-
-
-def with_datasets(config: PretrainConfig, given: GivenDatasets) -> tuple[PretrainConfig, GivenDatasets]:
-    """Names the data sets in the configuration. An evaluation needs no training data.
-
-    Raises:
-        ConfigError: flags for samples of files beside them; no data set for training; one that was given before.
-    """
-    path = config.data.data_path
-    if given.is_empty:
-        if config.data.is_in_python:
-            raise ConfigError(
-                [f"--data-path {in_message(path)} was a data set in Python: give it to pretrain(..., dataset=...)"]
-            )
-        return config, given
-    if given.train is None:
-        if not config.training.evaluate_only:
-            raise ConfigError(["valid_dataset alone is for --evaluate-only: give pretrain(..., dataset=...), too"])
-        given = GivenDatasets(given.valid, given.valid)
-    from megasnn.data.map_dataset import dataset_title
-
-    valid = None if given.valid is None else dataset_title(given.valid)
-    data = config.data.with_datasets(dataset_title(given.train), valid)
-    return replace(config, data=data), given
 
 
 def _check_and_run(
@@ -137,54 +123,6 @@ def _check_and_run(
     from megasnn import training  # imports torch, after the flags are checked
 
     return training.run(config, callbacks, checkpoint, given)
-
-
-def _registered(model: str | type[Model]) -> type[Model]:
-    if isinstance(model, str):
-        return MODELS[model]
-    if MODELS.setdefault(model.name, model) is not model:
-        raise ValueError(
-            f"the name {model.name!r} of {model.__name__} is that of another model; give it another `name`"
-        )
-    return model
-
-
-def refuse_unbuildable(config: PretrainConfig) -> None:
-    """Raises ConfigError if the model cannot be built, or its samples are not in shards of this kind. Imports torch."""
-    from megasnn.data.datasets import sample_format
-    from megasnn.engine.build import model_problems
-    from megasnn.training.data import arrays_of
-
-    wrong = model_problems(config)
-    if not config.data.is_in_python:
-        wrong = wrong or refusal(arrays_of, config.model)
-        if not wrong:
-            evaluates = config.training.evaluate_only
-            arrays = arrays_of(config.model)
-            wrong = refusal(sample_format, config.data, config.model.input_shape, evaluates, arrays)
-    if wrong:
-        raise ConfigError(wrong)
-
-
-def refuse_other_device(config: PretrainConfig) -> None:
-    """Raises ConfigError if this rank has no GPU and the flags need one. Imports torch.
-
-    Ranks have not joined yet. Limits of a GPU itself show when it is used, after that.
-    """
-    from megasnn.engine.build import require_kernels
-    from megasnn.parallel.process_group import choose_device
-
-    parallel = config.parallel
-    if wrong := refusal(choose_device, parallel.device):
-        raise ConfigError(wrong)
-    device, reason = choose_device(parallel.device)
-    if device.type != "cpu":
-        return
-    if wrong := device_problems(config, device.type):
-        why = f"--device {parallel.device} comes to the CPU here: {reason or 'torch is built without CUDA'}"
-        raise ConfigError(f"{problem} ({why})" for problem in wrong)
-    if wrong := refusal(require_kernels, config, device):
-        raise ConfigError(wrong)
 
 
 def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool = True) -> PretrainConfig:
@@ -251,3 +189,65 @@ def _checkpoint_values(model: type[Model], flags: PretrainConfig, saved: Metadat
     if flags.training.evaluate_only or flags.checkpoint.finetune:
         values["data"] = samples_from(saved.extra, flags.training.evaluate_only)
     return {} if refusal(from_dict, run_config(model), values) else values
+
+
+def with_datasets(config: PretrainConfig, given: GivenDatasets) -> tuple[PretrainConfig, GivenDatasets]:
+    """Names the data sets in the configuration. An evaluation needs no training data.
+
+    Raises:
+        ConfigError: flags for samples of files beside them; no data set for training; one that was given before.
+    """
+    path = config.data.data_path
+    if given.is_empty:
+        if config.data.is_in_python:
+            raise ConfigError(
+                [f"--data-path {in_message(path)} was a data set in Python: give it to pretrain(..., dataset=...)"]
+            )
+        return config, given
+    if given.train is None:
+        if not config.training.evaluate_only:
+            raise ConfigError(["valid_dataset alone is for --evaluate-only: give pretrain(..., dataset=...), too"])
+        given = GivenDatasets(given.valid, given.valid)
+    from megasnn.data.map_dataset import dataset_title
+
+    valid = None if given.valid is None else dataset_title(given.valid)
+    data = config.data.with_datasets(dataset_title(given.train), valid)
+    return replace(config, data=data), given
+
+
+def refuse_unbuildable(config: PretrainConfig) -> None:
+    """Raises ConfigError if the model cannot be built, or its samples are not in shards of this kind. Imports torch."""
+    from megasnn.data.datasets import sample_format
+    from megasnn.engine.build import model_problems
+    from megasnn.training.data import arrays_of
+
+    wrong = model_problems(config)
+    if not config.data.is_in_python:
+        wrong = wrong or refusal(arrays_of, config.model)
+        if not wrong:
+            evaluates = config.training.evaluate_only
+            arrays = arrays_of(config.model)
+            wrong = refusal(sample_format, config.data, config.model.input_shape, evaluates, arrays)
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def refuse_other_device(config: PretrainConfig) -> None:
+    """Raises ConfigError if this rank has no GPU and the flags need one. Imports torch.
+
+    Ranks have not joined yet. Limits of a GPU itself show when it is used, after that.
+    """
+    from megasnn.engine.build import require_kernels
+    from megasnn.parallel.process_group import choose_device
+
+    parallel = config.parallel
+    if wrong := refusal(choose_device, parallel.device):
+        raise ConfigError(wrong)
+    device, reason = choose_device(parallel.device)
+    if device.type != "cpu":
+        return
+    if wrong := device_problems(config, device.type):
+        why = f"--device {parallel.device} comes to the CPU here: {reason or 'torch is built without CUDA'}"
+        raise ConfigError(f"{problem} ({why})" for problem in wrong)
+    if wrong := refusal(require_kernels, config, device):
+        raise ConfigError(wrong)

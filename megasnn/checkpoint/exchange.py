@@ -84,6 +84,7 @@ def import_weights(source: Source, save: Path) -> tuple[Path, str]:
     Raises:
         CheckpointError: model or program are unknown, or `save` holds checkpoints already.
     """
+    # First of all: the file's values are read only on use.
     require_empty(save)
     title = "MegaSNN" if model_of(None, source.tensors) else dialect_of(source.tensors).title
     weights = weights_as(source, "megasnn")

@@ -21,6 +21,7 @@ def model_differences(metadata: Metadata, model: str | None, config: Mapping[str
         model: None accepts any.
         config: dimensions and neuron; None accepts any model whose tensors fit (--finetune).
     """
+    # Weights imported from another program may name no model. Their tensors decide.
     if model is not None and metadata.model not in (None, model):
         yield f"it is a checkpoint of the model {metadata.model}, and this run trains {model}"
     elif config is not None and metadata.config is None:

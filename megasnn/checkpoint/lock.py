@@ -37,6 +37,7 @@ class FolderLock:
         self._note = folder / NOTE
         self._job = os.environ.get("TORCHELASTIC_RUN_ID", "")
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        # Only after a restart: otherwise a second run is to be told at once.
         self._lock = FileLock(folder / LOCK, timeout=_PATIENCE_SECONDS * (restarts > 0), thread_local=False)
         try:
             folder.mkdir(parents=True, exist_ok=True)

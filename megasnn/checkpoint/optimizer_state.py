@@ -65,6 +65,7 @@ def describe_states(
             shape = getattr(value, "shape", None)
             if shape == entry.tensor.shape:
                 shard = entry.shard
+            # Such as `step`: every rank has the same number.
             elif shape == ():
                 shard = Shard((), coordinates=entry.shard.coordinates)
             else:

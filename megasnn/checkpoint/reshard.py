@@ -134,6 +134,7 @@ def target_ranks(
             if home == stage:
                 mine += span
         for rank in range(target.tensor):
+            # A layer depends on its tensor-parallel rank only, not on its stage.
             state = ParallelState.without_process_groups(Grid(tp=target.tensor), rank)
             layers = description.named_layers(BuildContext(state))
             saved_entries = list[ShardedTensor]()
@@ -160,6 +161,7 @@ def _as_saved(entry: ShardedTensor, tensors: Mapping[str, Tensor]) -> Iterator[S
         if name in tensors:
             shape = tuple(tensors[name].shape)
             shard = entry.shard
+            # A single number, such as the optimizer's step, is whole on every rank.
             if shape != shard.global_shape:
                 shard = Shard(shape, coordinates=entry.shard.coordinates)
             yield ShardedTensor(name, tensors[name].new_empty(shard.local_shape), shard, False)

@@ -124,6 +124,7 @@ def _prefixes(values: Mapping[str, Tensor]) -> list[str]:
         return list(dict.fromkeys(found))
     prefix = ""
     names = [name for name in values if name != _AVERAGED_STEPS]
+    # Twice, because wrappers nest in either order.
     for wrapper in 2 * _WRAPPERS:
         if all(name.startswith(prefix + wrapper) for name in names):
             prefix += wrapper

@@ -60,6 +60,7 @@ def _verify(path: PathArgument) -> HasFindings:
     Args:
         path: a run's folder, or one checkpoint in it.
     """
+    # Without values: the checksums read every byte anyway, and a checkpoint may be larger than the memory.
     source = open_source(path, values=False)
     if not source.is_checkpoint:
         raise CheckpointError(f"{path} is no checkpoint: a file of weights has no checksums to verify")
@@ -219,6 +220,7 @@ COMMANDS: dict[str, Callable[..., HasFindings]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand. Returns the exit status: 0; 1 for a difference or damage; 2 for an error."""
+    # Warnings are for the user of a command: file and line of this package say nothing to them.
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
         return int(tyro.extras.subcommand_cli_from_dict(COMMANDS, description=__doc__, args=arguments))

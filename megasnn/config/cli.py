@@ -54,6 +54,7 @@ def parse(
     arguments, unknown = _parser(plain, recipes).parse_known_args(argv)
     values = _file_values(config_class, arguments, recipes, checkpoint_values)
     if arguments.help:
+        # Its defaults are those of this command line: a file's or a checkpoint's, if it names one.
         if console_outputs:
             _parser(from_dict(config_class, values), recipes).print_help()
         raise SystemExit(0)

@@ -190,6 +190,7 @@ class TrainingConfig:
         else:
             return Length(self.train_iters or 0, epoch, epoch_samples)
         # A smaller last batch would change the gradient's weight per sample, and batch norm's statistics.
+        # Iterations done may have had another batch size: only the samples to go are divided by this one.
         to_go, left_over = divmod(max(samples - consumed_samples, 0), self.global_batch_size)
         if iteration + to_go == 0:
             raise ValueError(f"{asked} is less than one --global-batch-size {self.global_batch_size}")

@@ -102,6 +102,7 @@ class ShardDataset(SampleSource):
 
     def fingerprint(self) -> str:
         """Hash over all names, classes and sizes in file order."""
+        # Without names of shards and offsets in them: samples and their order count.
         digest = hashlib.blake2b(digest_size=16)
         digest.update(b"".join(key + b"\0" for key in self._keys.tolist()))
         digest.update(self.labels.tobytes() + self._sizes.tobytes())

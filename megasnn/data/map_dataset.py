@@ -234,6 +234,7 @@ class MapDataset(SampleSource):
         return f"sample {index} of {self._title}"
 
     def fingerprint(self) -> str:
+        # Not from values: a hash over them would read the whole data set before the first step.
         return f"{len(self)} samples of {self._title}"
 
     def sample(self, index: int, key: SampleKey | None = None) -> dict[str, NDArray[Any]]:

@@ -52,6 +52,7 @@ class SampleOrder:
     def substitutes(self, epoch: int, position: int) -> Iterator[int]:
         """Yields the samples after a position, once around the epoch."""
         permutation = self.permutation(epoch)
+        # Samples that a shorter epoch leaves out are substitutes, too.
         for step in range(1, self.samples):
             yield int(permutation[(position + step) % self.samples])
 

@@ -241,20 +241,6 @@ class Engine:
             # Each row is an answer on one rank and zeros on all others, so that the sum joins them.
             return distributed.sum_over_replicas(answers).cpu()
 
-    @contextmanager
-    def _averaged_weights(self) -> Iterator[None]:
-        if self.step.average is None:
-            yield
-            return
-        self.step.exchange_average()
-        try:
-            yield
-        except BatchError:
-            self.step.exchange_average()
-            raise
-        # After another error the Engine has ended: an exchange, which is collective, would wait for ever.
-        self.step.exchange_average()
-
     def state_dict(self) -> dict[str, Tensor]:
         """Weights and buffers by global name, as unsharded copies on every rank's CPU."""
         self._begin("state_dict")
@@ -326,6 +312,22 @@ class Engine:
         self.length = length
         self.step.iterations = length.iterations
 
+    def close(self) -> None:
+        """Ends the Engine, and frees its process groups."""
+        if not self._closed:
+            self._closed = True
+            if self in _open:
+                _open.remove(self)
+            self._leave()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # The first error is the one to report.
+        with nullcontext() if error is None else suppress(Exception):
+            self.close()
+
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Ends the Engine at an error in the block, except a BatchError."""
@@ -345,21 +347,19 @@ class Engine:
                     abandon_model_parallel()
             raise
 
-    def close(self) -> None:
-        """Ends the Engine, and frees its process groups."""
-        if not self._closed:
-            self._closed = True
-            if self in _open:
-                _open.remove(self)
-            self._leave()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # The first error is the one to report.
-        with nullcontext() if error is None else suppress(Exception):
-            self.close()
+    @contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        if self.step.average is None:
+            yield
+            return
+        self.step.exchange_average()
+        try:
+            yield
+        except BatchError:
+            self.step.exchange_average()
+            raise
+        # After another error the Engine has ended: an exchange, which is collective, would wait for ever.
+        self.step.exchange_average()
 
     def _begin(self, call: str) -> None:
         self._require_open()

@@ -158,6 +158,12 @@ class DistributedModel:
         if found:
             self._raise_findings()
 
+    def sum_over_replicas(self, values: Tensor) -> Tensor:
+        """Sums over the ranks with `reports`. May change the tensor in place. Collective."""
+        if not self.reports:
+            values = torch.zeros_like(values)
+        return all_reduce_sum(values, self.context.state.world)
+
     def run_again(self, micro_batches: Sequence[MicroBatchInput]) -> None:
         """Repeats the last step's forward; training state stays. Collective."""
         for norm in self.norms:
@@ -195,12 +201,6 @@ class DistributedModel:
         others = f"; and {len(findings) - 1} more" if len(findings) > 1 else ""
         with error_context(first.context):
             raise ValueError(first.text + others)
-
-    def sum_over_replicas(self, values: Tensor) -> Tensor:
-        """Sums over the ranks with `reports`. May change the tensor in place. Collective."""
-        if not self.reports:
-            values = torch.zeros_like(values)
-        return all_reduce_sum(values, self.context.state.world)
 
 
 def _consume_whole(windows: WindowOutputs, consume: OutputConsumer, output: Bundle, targets: Any) -> None:

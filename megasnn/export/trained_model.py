@@ -175,6 +175,7 @@ class TrainedModel(nn.Module):
         """Writes weights, description and a model card into a folder, as model hubs expect them."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
+        # Copies, because safetensors refuses tensors that share memory.
         weights = {name: value.cpu().contiguous().clone() for name, value in self.state().items()}
         save_file(weights, path / WEIGHTS_FILE, {"format": "pt"})
         about = replace(self.about, crc32=file_checksum(path / WEIGHTS_FILE))

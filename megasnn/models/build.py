@@ -50,6 +50,7 @@ def describe_model(model: Model, neuron: NeuronSpec | None = None) -> ModelDescr
     return _described(model, neuron or model.neuron().spec)
 
 
+# A run describes its model when flags are checked, before ranks join, and again in its Engine.
 @lru_cache(maxsize=8)
 def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
     layers = build(model, neuron, BuildContext())

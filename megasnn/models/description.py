@@ -182,6 +182,7 @@ class ModelDescription:
     def carried(self, stop: int) -> list[Carried]:
         """Tensors that cross the boundary before layer `stop`, each once, in a fixed order."""
         found = []
+        # Sender and receiver each make this list: messages carry no names.
         for number in self.needed_from(stop):
             if number < 0:
                 name = self.task.input_names[number]

@@ -129,6 +129,7 @@ class Reporter:
         self.entry("iteration", {**record_values(record), **more, "layers": spikes})
         scalars = {**scalars_of(record), **mean_spikes(layers), **more}
         self.board.scalars(scalars, iteration)
+        # By itself TensorBoard's writer waits for two minutes, and a killed run would lose them.
         self.board.flush()
         self._call("log", record, scalars)
 

@@ -131,5 +131,6 @@ def _sums(count: Tensor) -> Tensor:
     presentations = count[-1].double()
     number = torch.full_like(presentations, len(spikes))
     silent = (spikes == 0).sum()
+    # Above 1 with integer neurons, which fire several times in a step.
     saturated = (spikes >= presentations).sum()
     return torch.stack([number, spikes.sum() / presentations, silent.double(), saturated.double()])

@@ -77,6 +77,7 @@ class TrainingRun:
                 undo.callback(lock.release)
             config, size_notice = find_micro_batch(config, state, start.checkpoint)
             self.config = config
+            # Before the Engine: the number of samples is needed for epochs, and these for the learning rates.
             self.data = data = RunData(config, state, given)
             self.engine = engine = Engine(config, length=data.length, wants_to_stop=self._wants_to_stop)
             undo.callback(engine.close)
