@@ -27,6 +27,10 @@ from megasnn.parallel.agreement import broadcast_result, gather, run_and_gather,
 from megasnn.parallel.sharding import ShardedTensor
 
 _T = TypeVar("_T")
+_Wanted = tuple[list[ShardedTensor], OptimizerStates]
+"""A rank's tensors to load, and its optimizer state, allocated without values."""
+_Report = tuple[RankFit, list[str]]
+"""A rank's fit, and damaged files among its share, for all ranks."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +140,8 @@ def _load(
     saved = {name: described for name, described in tensors.items() if name not in left_alone}
     title = f"the checkpoint {path} does not fit this run:"
     examine = partial(_examine, chosen, saved, left_alone, state, group, check)
-    # Ranks agree twice: here before anything changes, and below after all have read. Between both only values of this
-    # run's own tensors are written, and a failure there leaves no run to go on with.
+    # Ranks agree twice: here before anything changes, and below after all have read. A read that fails in between has
+    # changed tensors alone: an older checkpoint then overwrites all of them.
     (wanted, states), reports = run_and_gather(group, examine, title)
     fits = list[RankFit]()
     damaged = list[str]()
@@ -168,14 +172,12 @@ def _examine(
     state: LocalState,
     group: dist.ProcessGroup | None,
     check: Callable[[Metadata], Iterable[str]],
-) -> tuple[tuple[list[ShardedTensor], OptimizerStates], tuple[RankFit, list[str]]]:
+) -> tuple[_Wanted, _Report]:
     """Compares a checkpoint with this rank's state, and reads this rank's share of the files for damage.
 
     Args:
         saved: the checkpoint's tensors, without `untouched`.
         untouched: tensors that keep their values.
-    Returns:
-        for this rank: tensors to load, and optimizer state without values; for all ranks: the fit, and damaged files.
     Raises:
         CheckpointError: `check` finds something, or another kind of optimizer.
     """

@@ -92,6 +92,7 @@ def allocate(
         kinds_of[name].append(kind)
     entry_of = {id(entry.tensor): entry for entry in tensors}
     states: OptimizerStates = {}
+    # As the optimizer would at its first step: torch takes the state only in its own types and places.
     for group in optimizer.param_groups:
         # Fused and capturable optimizers of torch keep `step` on the parameter's device, all others on the CPU.
         step_on_device = bool(group.get("fused") or group.get("capturable"))

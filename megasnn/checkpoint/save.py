@@ -68,7 +68,7 @@ def write_checkpoint(
     """As `save_checkpoint`, with content from `make_content`; it is empty on a rank that has only copies."""
     root = Path(folder)
     rank = rank_in(process_group)
-    # No folder before all ranks can describe their tensors.
+    # No folder before all ranks can describe their tensors: a refusal leaves nothing on disk.
     content = run_on_all_ranks(process_group, make_content, "this run cannot be saved:")
     # Every rank describes the run; the first rank's description is written.
     versions = {"megasnn": VERSION, "torch": str(torch.__version__), "python": platform.python_version()}

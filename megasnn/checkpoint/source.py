@@ -55,6 +55,7 @@ def open_source(path: Path, values: bool = True, ema: bool = True) -> Source:
             raise CheckpointError(f"{path} is not there: name a file of weights or a folder of checkpoints")
         file = read_weights(path, ema)
         return Source(path, file.tensors, notices=file.notices)
+    # The latest alone: a tool must not pass over a damaged checkpoint, as a run does.
     path = resolve(path, None)[0]
     metadata = read_metadata(path)
     if values:

@@ -130,6 +130,7 @@ def damage(path: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> lis
             return f"cannot read {path / name}: {error.strerror}"
         return None if is_intact else f"{path / name} was altered: its checksum differs"
 
+    # Every n-th file: ranks' files are about equally large, so each rank reads as much as the others.
     with ThreadPoolExecutor(min(_HASHING_THREADS, os.cpu_count() or 1)) as threads:
         found = list(threads.map(problem, list(files)[part::parts]))
     return [each for each in found if each]

@@ -304,6 +304,7 @@ class Engine:
                 batch_size = training.global_batch_size
                 self.set_length(training.length(batch_size, self.iteration, self.consumed_samples))
         changed = [] if weights_only else changed_recipe(loaded.extra, config)
+        # A continued run may change its recipe, but not without a word.
         for remark in (*loaded.remarks, *changed):
             warnings.warn(remark, stacklevel=2)
 

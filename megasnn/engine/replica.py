@@ -59,18 +59,8 @@ def build_replica(
         tensors += [local_part(entry) for entry in chunk.sharded_tensors()]
         copies += [local_part(entry) for entry in chunk.copied_tensors()]
         modules += chunk.modules()
-    # The first segment of each chunk, and at the end the number of segments.
-    first_segments = [0, *accumulate(schedules.segment_counts)]
-    segments = chunks
-    if schedules.segments_per_chunk is not None:
-        segments = _segments(chunks, plan, first_segments)
-    # Gradients scattered after each micro-batch are reduced after each segment. Otherwise a chunk is reduced when its
-    # first segment, the last in backward, is complete.
-    scatters = schedules.weights is not None and bool(schedules.weights.scattered)
-    reduced = segments
-    if not scatters:
-        reduced = {first_segments[index]: chunk for index, chunk in chunks.items()}
-    buckets = _gradient_buckets(config, modules, reduced, state, weights, scatters)
+    segments = _segments(chunks, plan)
+    buckets = _gradient_buckets(config, plan, chunks, segments, modules, state, weights)
     # Layers add weight gradients outside of autograd (layers/weight_grad.py). Its hooks do not see them, so the queue
     # reports each one to its bucket.
     context.weight_gradients.report_to(buckets.accumulated)
@@ -113,9 +103,11 @@ def build_replica(
     )
 
 
-def _segments(
-    chunks: Mapping[int, PipelineChunk], plan: PipelinePlan, first_segments: Sequence[int]
-) -> dict[int, PipelineChunk]:
+def _segments(chunks: Mapping[int, PipelineChunk], plan: PipelinePlan) -> Mapping[int, PipelineChunk]:
+    """The chunks' segments by their number in the schedule. Without finer ones, each chunk is a segment."""
+    if plan.schedules.segments_per_chunk is None:
+        return chunks
+    first_segments = _first_segments(plan)
     segments = {}
     for index, chunk in chunks.items():
         for number in range(first_segments[index], first_segments[index + 1]):
@@ -123,14 +115,27 @@ def _segments(
     return segments
 
 
+def _first_segments(plan: PipelinePlan) -> list[int]:
+    """The first segment of each chunk, and at the end the number of segments."""
+    return [0, *accumulate(plan.schedules.segment_counts)]
+
+
 def _gradient_buckets(
     config: PretrainConfig,
+    plan: PipelinePlan,
+    chunks: Mapping[int, PipelineChunk],
+    segments: Mapping[int, PipelineChunk],
     modules: Sequence[nn.Module],
-    reduced: Mapping[int, PipelineChunk],
     state: ParallelState,
     weights: GatheredWeights | None,
-    scatters: bool,
 ) -> GradientBuckets:
+    # Gradients scattered after each micro-batch are reduced after each segment. Otherwise a chunk is reduced when its
+    # first segment, the last in backward, is complete.
+    scatters = plan.schedules.weights is not None and bool(plan.schedules.weights.scattered)
+    reduced = segments
+    if not scatters:
+        first_segments = _first_segments(plan)
+        reduced = {first_segments[index]: chunk for index, chunk in chunks.items()}
     # A layer called several times in a forward adds as many gradients, and its bucket waits for all of them.
     additions = {}
     for module in modules:

@@ -81,11 +81,11 @@ class RunData:
         self._loaders: dict[bool, BatchLoader] = {}
         data = config.data
         training = config.training
-        self._classes = 0
+        self._classes = 0  # of labels to compare with; 0 for another target
         if given.train is not None:
-            self.datasets: Datasets = self._given(given, state)
+            self.datasets: Datasets = self._from_python(given, state)
         else:
-            self.datasets = self._opened(state)
+            self.datasets = self._from_shards(state)
         batch = training.global_batch_size
         self.length = training.length(epoch_samples(len(self.datasets.train), batch, data.last_batch))
         self.data_position: dict[str, object] = {
@@ -97,7 +97,7 @@ class RunData:
             CLASS_NAMES: [*self.datasets.classes],
         }
 
-    def _opened(self, state: ParallelState) -> Datasets:
+    def _from_shards(self, state: ParallelState) -> Datasets:
         """Shards of the flags."""
         model = self._config.model
         arrays = arrays_of(model)
@@ -113,7 +113,7 @@ class RunData:
             arrays,
         )
 
-    def _given(self, given: GivenDatasets, state: ParallelState) -> Datasets:
+    def _from_python(self, given: GivenDatasets, state: ParallelState) -> Datasets:
         """Data sets in Python, after a look at some samples on the first rank.
 
         Raises:
@@ -122,6 +122,7 @@ class RunData:
         format = value_format(self._config.model)
         train = MapDataset(given.train, format)
         valid = None if given.valid is None else MapDataset(given.valid, format)
+        # A rank with other data would train on without an error: every rank reads its own share only.
         of_ranks = gather(state.world.handle, [each.fingerprint() for each in (train, valid) if each is not None])
         for rank, theirs in enumerate(of_ranks):
             if theirs != of_ranks[0]:
@@ -130,12 +131,12 @@ class RunData:
                     f"rank {rank}"
                 )
 
-        def look() -> None:
+        def require_repeatable() -> None:
             train.require_repeatable()
             if valid is not None:
                 valid.require_repeatable()
 
-        broadcast_result(state.world.handle, look)
+        broadcast_result(state.world.handle, require_repeatable)
         return Datasets(train, valid, names_of_classes(given.train, format.classes))
 
     @property
@@ -197,6 +198,7 @@ class RunData:
             share = engine.batches.trained_share if training else engine.batches.evaluated_share
             dataset = self.datasets.train if training else self.datasets.valid
             assert dataset is not None
+            # Copies to a GPU wait for nothing only from pinned memory.
             pins_memory = engine.state.device.type == "cuda"
             self._loaders[training] = BatchLoader(
                 dataset, share, config.data, config.training.seed, training, pins_memory

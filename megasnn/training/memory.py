@@ -137,6 +137,7 @@ def announce(forecasts: Sequence[MemoryForecast], reporter: Reporter) -> None:
     """Logs the largest forecast in detail before the first step."""
     if not forecasts:
         return
+    # The rank that needs most decides whether the run fits.
     rank = max(range(len(forecasts)), key=lambda each: forecasts[each].total)
     others = f", the largest of {len(forecasts)}" if len(forecasts) > 1 else ""
     reporter.line(f"memory predicted for rank {rank}{others}: {forecasts[rank]}")

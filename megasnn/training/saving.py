@@ -125,6 +125,7 @@ class Saves:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+        # Last: until then no other run may write into the folder.
         if self._lock is not None:
             self._lock.release()
 

@@ -61,6 +61,7 @@ class StopSignals:
                 sys.stderr.write(text)
         elif time.monotonic() - self._requested_at > SAME_REQUEST_SECONDS:
             sys.stderr.write(f"{name} after {self.requested}: ending at once; what was saved before stays\n")
+            # Without cleaning up, which could wait for other ranks.
             os._exit(128 + number)
 
 

@@ -90,6 +90,7 @@ def record_configuration(config: PretrainConfig, engine: Engine, reporter: Repor
 
 def _draw_schedule(engine: Engine, reporter: Reporter) -> None:
     plan = engine.plan
+    # On one stage with whole weights, a schedule is a forward and a backward for each micro-batch.
     if engine.state.pp.size * engine.state.dp_shard.size == 1:
         return
     simulation = plan.simulation(plan.micro_batches)
