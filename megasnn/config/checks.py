@@ -70,6 +70,7 @@ def as_flag(name: str, value: Any) -> str:
 def parse_numbers(name: str, text: str, count: int) -> tuple[int, ...]:
     """A field such as "1,2,7". Raises ValueError unless it has `count` positive integers."""
     words = [word.strip() for word in text.split(",")]
+    # int() alone would also read signs and underscores.
     if len(words) != count or not all(word.isdecimal() and int(word) > 0 for word in words):
         raise ValueError(f'{flag(name)} "{text}" must be {count} positive integers, separated by commas')
     return tuple(map(int, words))
@@ -127,6 +128,7 @@ def help_texts(part: Any) -> dict[str, str]:
     """A dataclass's docstrings below its fields, each on one line, inherited fields included."""
     # pydantic's use_attribute_docstrings finds no inherited ones (findings/pydantic_inherited_texts.sh).
     texts: dict[str, str] = {}
+    # From the base down, so that a subclass may give a field another text.
     for each in reversed(part.__mro__):
         if is_dataclass(each):
             texts.update(_own_texts(each))

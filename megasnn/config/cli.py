@@ -79,11 +79,13 @@ def flag_names(config_class: type[Any]) -> dict[str, tuple[str, ...]]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        # argparse itself prints the whole usage and ends the process.
         raise ConfigError([message.removeprefix("argument ")])
 
 
 def _parser(defaults: Any, recipes: Iterable[str]) -> _Parser:
     """A parser for all flags. Its result has only the given flags, as text."""
+    # No abbreviations: a later flag would change their meaning in old scripts.
     parser = _Parser(usage="%(prog)s [flags]", description=type(defaults).__doc__, add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true", help="Show this text and end.")
     text = "File with values, overridden by flags: config.json of a run, or a part of one"
@@ -105,7 +107,8 @@ def _add_flags(parser: _Parser, part: str, values: Any) -> None:
         hint = hints[entry.name]
         default = shown_value(getattr(values, entry.name))
         text = f"{texts.get(entry.name, '')}{_summaries(hint)} (default: {default})"
-        # argparse expands % in a help text.
+        # No defaults in the result: a file or a checkpoint gives the values that no flag gives. argparse expands % in a
+        # help text.
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
         if _members(hint) == (bool,):
             options["action"] = argparse.BooleanOptionalAction

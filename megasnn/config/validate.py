@@ -170,6 +170,7 @@ def _replicas_without_work(config: PretrainConfig, grid: Grid) -> str:
 def _unequal_replicas(config: PretrainConfig, grid: Grid) -> Iterator[str]:
     """Replicas gather shared weights together, so they need the same number of micro-batches."""
     count = config.training.micro_batches
+    # An evaluation pads with empty micro-batches; a training would change its mean.
     if grid.dp_shard > 1 and count % grid.replicas and not config.training.evaluate_only:
         yield (
             f"--weight-parallel-size {grid.dp_shard} needs equally many micro-batches on all data parallel replicas, "
@@ -268,6 +269,7 @@ def _mixing_problems(config: PretrainConfig) -> Iterator[str]:
 
 def _neuron_problems(config: PretrainConfig) -> Iterator[str]:
     neuron = config.neuron
+    # auto takes plain PyTorch where no kernel has the neuron.
     if neuron.neuron_backend in BACKENDS.also:
         return
     lacks = BACKENDS[neuron.neuron_backend].lacks(neuron.neuron, neuron.surrogate)

@@ -184,6 +184,7 @@ def _entries(config: Any) -> Iterator[tuple[str, str, Any]]:
 def config_identity(config: PretrainConfig) -> Identity:
     """The model's dimensions and its neuron, without the backend."""
     neuron = to_dict(config.neuron)
+    # All backends compute the same function: a checkpoint made on a GPU continues on a CPU.
     del neuron["neuron_backend"]
     return {"model": to_dict(config.model), "neuron": neuron}
 
@@ -253,6 +254,7 @@ def samples_from(extra: Mapping[str, object], evaluates: bool) -> dict[str, obje
     found = extra.get(SAMPLES_KEY)
     if not isinstance(found, Mapping):
         return {}
+    # The weights expect values on this scale. Crop and frames are the new task's own.
     taken = ["normalize_images"]
     if evaluates:
         taken += ["center_crop", "split_by"]

@@ -254,6 +254,7 @@ class BatchLoader:
             ahead = -(-micro_batches // self._share.dp_size)
             workers = {
                 "num_workers": self._workers,
+                # A fork of the rank itself would copy locks that its threads hold, and a GPU's context.
                 "multiprocessing_context": "forkserver",
                 "persistent_workers": True,
                 "prefetch_factor": max(2, -(-ahead // self._workers)),

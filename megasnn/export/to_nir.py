@@ -261,11 +261,15 @@ class _Graph:
         if spec.v_reset is None:
             self.refuse("a neuron with a soft reset")
         ends = {"v_threshold": full(spec.v_threshold), "v_reset": full(spec.v_reset)}
+        # NIR's equations are in seconds: dv/dt = r i for IF, tau dv/dt = v_leak - v + r i for LIF. With these values a
+        # step of dt seconds adds the input once, and the membrane leaks to the reset potential, as SpikingJelly's does.
         if spec.kind == "if":
             return self.add(name, nir.IF(r=full(1 / self.dt), **ends), x, x.shape)
         tau = spec.tau
+        # A learned time constant is stored as w, with 1 / tau = sigmoid(w).
         if module.w is not None:
             tau = 1 / module.w.sigmoid().item()
+        # Without decay_input the membrane takes the whole input, which NIR divides by tau.
         r = 1.0 if spec.decay_input else tau
         node = nir.LIF(tau=full(tau * self.dt), r=full(r), v_leak=full(spec.v_reset), **ends)
         return self.add(name, node, x, x.shape)
@@ -283,6 +287,7 @@ class _Graph:
         return self.average_pool(name, x, module.kernel_size, module.stride, pool)
 
     def mean(self, name: str, module: nn.Module, x: Value) -> Value:
+        # NIR has no mean: one window takes the whole image.
         averaged = self.average_pool(f"{name}.mean", x, x.shape[1:])
         return self.flatten(f"{name}.flatten", averaged, 2 - x.folds_time, -1)
 

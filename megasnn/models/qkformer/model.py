@@ -60,6 +60,7 @@ class QKFormer(Model):
         for number, (depth, heads) in enumerate(zip(depths, num_heads, strict=True), start=1):
             dim = self.embed_dim // 2 ** (STAGES - number)
             yield layer(f"patch_embed{number}", PatchEmbedding(inputs, dim, begins=number == 1, small=small))
+            # As published: the early stages have too many tokens for attention between all pairs.
             attention = SpikingSelfAttention if number == STAGES else TokenAttention
             for block in range(depth):
                 name = f"stage{number}.{block}"
