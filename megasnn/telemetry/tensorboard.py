@@ -48,8 +48,12 @@ def charts() -> dict[str, dict[str, list[object]]]:
 
     return {
         "Training and validation": {
-            "loss": chart("training/loss", "validation/loss"),
-            "accuracy": chart("training/accuracy", "validation/accuracy_top1", "validation/accuracy_top5"),
+            # TensorBoard gives every line of a run one colour: with two runs, a chart of both would be unreadable.
+            "training loss": chart("training/loss"),
+            "validation loss": chart("validation/loss"),
+            "training accuracy": chart("training/accuracy"),
+            "validation accuracy, top-1": chart("validation/accuracy_top1"),
+            "validation accuracy, top-5": chart("validation/accuracy_top5"),
             "samples per second": chart("training/samples_per_second"),
             "gradient norm": chart("training/grad_norm"),
             "learning rate": chart("training/learning_rate"),
