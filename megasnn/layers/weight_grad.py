@@ -93,7 +93,7 @@ class WeightGradients:
             self._deferred = None
 
     def _add(self, parameter: Tensor, add: AddGradient) -> None:
-        # Autograd records nothing: no tensor here requires a gradient.
+        # Autograd records nothing: a backward runs without it, and so do deferred tasks.
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         add(parameter.grad)

@@ -249,9 +249,11 @@ class PipelineExecutor:
 
     def _weight_gradient(self, key: ActionKey) -> None:
         tasks = self._step.weight_gradients.pop(key)
-        # Each task is freed with its tensors before the next one runs.
-        while tasks:
-            tasks.popleft()()
+        # A task adds to gradients, and may read tensors that require one: outside a backward autograd would record it.
+        with torch.no_grad():
+            # Each task is freed with its tensors before the next one runs.
+            while tasks:
+                tasks.popleft()()
 
     def _send_forward(self, transfers: Transfers, action: Action) -> None:
         transfers.send(action, self._step.outputs.pop(action.key))

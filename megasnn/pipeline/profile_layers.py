@@ -234,7 +234,7 @@ class _Trial:
             run.backward(key)
         with inside("deferred"):
             run.gradients.clear()
-        with inside("weight_gradient"):
+        with inside("weight_gradient"), torch.no_grad():
             while tasks:
                 tasks.popleft()()
 

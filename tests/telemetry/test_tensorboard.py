@@ -28,7 +28,7 @@ def test_a_resumed_run_replaces_what_came_after_the_checkpoint(tmp_path) -> None
     for iteration in (1, 2, 3, 4):
         first.scalars({"training/loss": 1.0}, iteration)
     first.close()
-    again = TensorBoard(tmp_path, BestEffort(print), resumed_iteration=2)
+    again = TensorBoard(tmp_path, BestEffort(print), continued_iteration=2)
     again.scalars({"training/loss": 2.0}, 3)
     again.close()
     assert points(tmp_path) == [(1, 1.0), (2, 1.0), (3, 2.0)]
