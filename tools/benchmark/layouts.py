@@ -104,6 +104,8 @@ now/then: median step relative to the latest earlier one in the log of the same 
         pieces = row.replicas * self.pieces(row)
         if self.samples(row) % pieces:
             batch = f"--global-batch-size {self.global_batch_size}"
+            if self.samples(row) != self.global_batch_size:
+                batch = f"a global batch of {self.samples(row)} ({batch} for each rank)"
             return [f"row {row.name}: {batch} is not a multiple of its {pieces} micro-batches"]
         model = self.dimensions_of_model()
         wrong = building_problems(model, model.neuron().spec, Grid(tp=row.sizes.get("tp", 1)))

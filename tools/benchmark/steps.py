@@ -125,27 +125,27 @@ class StepRank:
     """A rank. Construction imports everything and compiles kernels; the first turn builds the model."""
 
     def __init__(self, task: tuple[Work, int, str]) -> None:
-        self._work, self._rank, self._store = task
-        torch.set_num_threads(self._work.threads)
+        self.work, self._rank, self._store = task
+        torch.set_num_threads(self.work.threads)
         os.environ["LOCAL_RANK"] = str(self._rank)
-        self._device = torch.device("cpu")
-        if self._work.device == "cuda":
+        self.device = torch.device("cpu")
+        if self.work.device == "cuda":
             gpus = torch.cuda.device_count()
-            if gpus < self._work.ranks:
+            if gpus < self.work.ranks:
                 raise ValueError(
-                    f"--device cuda: {self._work.name} has {self._work.ranks} rank(s), and this machine {gpus} GPU(s)"
+                    f"--device cuda: {self.work.name} has {self.work.ranks} rank(s), and this machine {gpus} GPU(s)"
                 )
-            self._device = torch.device("cuda", self._rank)
+            self.device = torch.device("cuda", self._rank)
         # Lazy imports and compiled kernels belong to the baseline of the memory.
         for library in (SPIKINGJELLY, "megasnn"):
-            step = _step_of(replace(self._work.tiny(), library=library, compiled=False), self._device)
+            step = _step_of(replace(self.work.tiny(), library=library, compiled=False), self.device)
             step.take()
             step.close()
         del step
         gc.collect()
         release_free_memory()
-        reset_peak_memory(self._device)
-        self._baseline = peak_memory_mb(self._device)
+        reset_peak_memory(self.device)
+        self._baseline = peak_memory_mb(self.device)
         self._step: _Step | None = None
 
     def turn(self, count: int, warmup: int = 1) -> Turn:
@@ -161,7 +161,7 @@ class StepRank:
     def facts(self) -> Facts:
         """Figures of the steps so far. Takes some more steps."""
         step = self._built()
-        peak = max(0.0, peak_memory_mb(self._device) - self._baseline)
+        peak = max(0.0, peak_memory_mb(self.device) - self._baseline)
         traffic.reset()
         with traffic.counting():
             step.take()
@@ -169,10 +169,10 @@ class StepRank:
         between_tp = traffic.by_group.get("tp", Traffic())
         needed: float | None = None
         # SpikingJelly's gradients are freed between steps, so its figure would have another meaning.
-        if self._work.library != SPIKINGJELLY:
+        if self.work.library != SPIKINGJELLY:
             # The least of three: memory freed by a thread of the transport is not always seen.
-            tries = 3 if self._work.ranks > 1 else 1
-            needed = 1e-6 * min(needed_bytes(step.take, self._device) for _ in range(tries))
+            tries = 3 if self.work.ranks > 1 else 1
+            needed = 1e-6 * min(needed_bytes(step.take, self.device) for _ in range(tries))
         packed = moved.bytes / moved.dense_bytes if moved.dense_bytes else None
         layers, schedule, idle = step.pipeline()
         return Facts(
@@ -186,17 +186,21 @@ class StepRank:
             idle=idle,
             tp_calls=between_tp.calls,
             tp_mb=1e-6 * between_tp.bytes,
-            gpu=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else None,
+            gpu=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
         )
 
+    def join(self) -> None:
+        """Joins the other ranks of the row, once. Collective."""
+        if self.work.ranks > 1 and not torch.distributed.is_initialized():
+            join_ranks(self._store, self._rank, self.work.ranks, COMMUNICATION_BACKENDS[self.device.type])
+
     def _built(self) -> _Step:
-        if self._step is not None and self._work.anew:
+        if self._step is not None and self.work.anew:
             self._step.close()
             self._step = None
         if self._step is None:
-            if self._work.ranks > 1 and not torch.distributed.is_initialized():
-                join_ranks(self._store, self._rank, self._work.ranks, COMMUNICATION_BACKENDS[self._device.type])
-            self._step = _step_of(self._work, self._device)
+            self.join()
+            self._step = _step_of(self.work, self.device)
         return self._step
 
 
