@@ -20,7 +20,7 @@ from megasnn.checkpoint.fit import RankFit, compare_tensors, optimizer_differenc
 from megasnn.checkpoint.folder import ChosenCheckpoint, choose_checkpoint, choose_older
 from megasnn.checkpoint.format import AVERAGE, AVERAGED_STEPS, OPTIMIZER, Metadata, SavedTensor, averages_of, own_names
 from megasnn.checkpoint.optimizer_state import LocalState, OptimizerStates, allocate, describe_states, state_names
-from megasnn.checkpoint.save import PathLike, kind_of
+from megasnn.checkpoint.save import PathLike, optimizer_name
 from megasnn.checkpoint.tensor_io import damage, dtype_name, read_boxes, read_full
 from megasnn.common.files import CheckpointError, DamagedError, raise_problems
 from megasnn.parallel.agreement import broadcast_result, gather, run_and_gather, run_on_all_ranks
@@ -181,7 +181,7 @@ def _examine(
     Raises:
         CheckpointError: `check` finds something, or another kind of optimizer.
     """
-    problems = [*check(chosen.metadata), *optimizer_differences(chosen.metadata, kind_of(state.optimizer))]
+    problems = [*check(chosen.metadata), *optimizer_differences(chosen.metadata, optimizer_name(state.optimizer))]
     if problems:
         raise CheckpointError(*problems)
     states = {} if state.optimizer is None else allocate(state.stepped, state.optimizer, saved)

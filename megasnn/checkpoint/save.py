@@ -41,7 +41,7 @@ def save_checkpoint(
         CheckpointError: on every rank: a tensor cannot be described, the ranks do not hold each element, or writing
             fails (names rank and cause). Earlier checkpoints stay.
     """
-    kind = kind_of(state.optimizer)
+    kind = optimizer_name(state.optimizer)
     return write_checkpoint(folder, progress, kind, lambda: file_content(state.entries(), process_group), process_group)
 
 
@@ -146,5 +146,5 @@ def file_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def kind_of(optimizer: torch.optim.Optimizer | None) -> str | None:
+def optimizer_name(optimizer: torch.optim.Optimizer | None) -> str | None:
     return None if optimizer is None else type(optimizer).__name__

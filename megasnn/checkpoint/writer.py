@@ -18,7 +18,7 @@ from torch import Tensor
 from megasnn.checkpoint.folder import name_best, prune
 from megasnn.checkpoint.format import Progress
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.save import file_content, kind_of, write_checkpoint
+from megasnn.checkpoint.save import file_content, optimizer_name, write_checkpoint
 from megasnn.checkpoint.tensor_io import FileContent
 from megasnn.common.files import CheckpointError
 from megasnn.parallel.agreement import broadcast_result, rank_in
@@ -60,7 +60,8 @@ class Writer:
             # The thread's collectives run beside those of training, so they need another group.
             ranks = dist.get_process_group_ranks(process_group)
             process_group = dist.new_group(ranks, _PATIENCE, backend="gloo")
-            dist.barrier(process_group)  # new_group does not wait for the other members
+            # new_group does not wait for the other members.
+            dist.barrier(process_group)
         self._folder = folder
         self._group = process_group
         self._background = background
@@ -88,7 +89,7 @@ class Writer:
         # A best one is written again: a continuing run compares with the accuracy in its metadata.
         if self.saved_iteration == progress.iteration and not best:
             return
-        kind = kind_of(state.optimizer)
+        kind = optimizer_name(state.optimizer)
         if not self._background:
             self._attempt(progress, kind, lambda: self._content(state), best)
             return
@@ -145,7 +146,8 @@ class Writer:
         if values:
             torch._foreach_copy_(self._copies, values, non_blocking=True)
         if any(each.is_cuda for each in values):
-            torch.cuda.current_stream().synchronize()  # training may overwrite the values after this
+            # Training may overwrite the values after this.
+            torch.cuda.current_stream().synchronize()
         return [(name, tensor, copy) for (name, tensor, _), copy in zip(content, self._copies, strict=True)]
 
     def _attempt(self, progress: Progress, kind: str | None, make: Callable[[], FileContent], best: bool) -> None:

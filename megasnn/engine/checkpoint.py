@@ -35,7 +35,7 @@ class Checkpoints:
             averages = step.average.tensors
         self.state = LocalState(self._distributed.tensors, step.optimizer, self._distributed.owned, averages)
 
-    def entries(self) -> list[ShardedTensor]:
+    def whole_entries(self) -> list[ShardedTensor]:
         """This rank's tensors and optimizer state; with ZeRO-1 whole parameters in place of their shards."""
         whole = {entry.name: entry for entry in self._distributed.tensors}
         return [whole.get(entry.name, entry) for entry in self.state.entries()]

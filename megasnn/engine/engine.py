@@ -243,7 +243,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights and buffers by global name, as unsharded copies on every rank's CPU."""
-        self._begin("state_dict")
+        self._agree_on_call("state_dict")
         return self.checkpoints.full_tensors()
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
@@ -254,7 +254,7 @@ class Engine:
         Raises:
             CheckpointError: on every rank, with nothing changed: other names, shapes or types than the model's.
         """
-        self._begin("load_state_dict")
+        self._agree_on_call("load_state_dict")
         load_globals_into(self.distributed.tensors, values, self.state.world.handle)
         self.step.after_loading()
 
@@ -267,7 +267,7 @@ class Engine:
         Raises:
             CheckpointError: on every rank, when the checkpoint cannot be written.
         """
-        self._begin("save")
+        self._agree_on_call("save")
         path = broadcast_result(self.state.world.handle, lambda: Path(folder))
         return save_checkpoint(path, self.checkpoints.progress({}), self.checkpoints.state, self.state.world.handle)
 
@@ -285,7 +285,7 @@ class Engine:
         Raises:
             CheckpointError: on every rank, for no checkpoint, or another model's.
         """
-        self._begin("load")
+        self._agree_on_call("load")
         config = self.config
         world = self.state.world.handle
         into = LocalState(self.distributed.tensors) if weights_only else self.checkpoints.state
@@ -362,7 +362,7 @@ class Engine:
         # After another error the Engine has ended: an exchange, which is collective, would wait for ever.
         self.step.exchange_average()
 
-    def _begin(self, call: str) -> None:
+    def _agree_on_call(self, call: str) -> None:
         self._require_open()
         # Raises ValueError on every rank where one calls another method.
         gather_in_call(self.state.world.handle, call, None)

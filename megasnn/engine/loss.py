@@ -33,17 +33,17 @@ class MicroBatchLoss:
         self.metrics = torch.zeros(len(task.trained), dtype=torch.float64, device=device)
         self._task = task
         self._counts = counts
-        self._parts = 1
+        self._divisor = 1
         self._windows = config.windows
 
     def begin(self, global_batch_size: int) -> None:
         # By the whole batch on every rank, however many samples it has: gradients are then sums, not means of means.
-        self._parts = global_batch_size * self._windows
+        self._divisor = global_batch_size * self._windows
         self.metrics.zero_()
 
     def __call__(self, output: Bundle, targets: Tensor, again: bool) -> Tensor:
         """For a micro-batch or one of its windows. Adds no metrics when computed `again`."""
-        loss = self.of_samples(output, targets) / self._parts
+        loss = self.of_samples(output, targets) / self._divisor
         if not again:
             whole = output if self.windows is None else self.windows.complete(output)
             if whole is not None:

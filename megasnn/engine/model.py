@@ -125,8 +125,8 @@ class DistributedModel:
         # anything, so the comparison is negated.
         return (~(found <= largest / 2)).sum(0, keepdim=True, dtype=torch.float64)
 
-    def check(self, sums: StepSums) -> StepFigures:
-        """Raises ValueError on every rank for findings on any."""
+    def read(self, sums: StepSums) -> StepFigures:
+        """Reads a step's sums. Raises ValueError on every rank for findings on any."""
         figures = sums.read()
         (self.stop_votes,) = figures.values["stop_votes"]
         if figures.values["findings"][0]:

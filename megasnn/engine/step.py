@@ -90,7 +90,8 @@ class TrainStep:
         with self.timers("optimizer"):
             if updates_unread:
                 self._update(rate, sums.norm, sums.is_void)
-            figures = distributed.check(sums)  # waits for the device
+            # The host waits for the device here, once a step.
+            figures = distributed.read(sums)
             if figures.is_finite:
                 counts = micro_batch_counts(batch.size, self._micro_batch_size, self._replicas, self._windows)
                 distributed.running_statistics.merge(counts.most)

@@ -136,6 +136,7 @@ def _conv(node: nir.Conv2d, options: _Options) -> Make:
     groups = int(node.groups)
     dilation = _pair(node.dilation)
     padding = node.padding
+    # A graph from a file has bytes for text.
     if isinstance(padding, str | bytes):
         is_same = padding in ("same", b"same")  # otherwise "valid"
         if is_same and not all(side % 2 for side in kernel):

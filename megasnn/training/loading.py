@@ -59,10 +59,10 @@ def load_start(
         return LoadedStart()
     if options.finetune and not start.restarted:
         return _load_weights(config, engine, data, start.checkpoint)
-    return _continue(config, engine, data, start, start.checkpoint, lock)
+    return _resume(config, engine, data, start, start.checkpoint, lock)
 
 
-def _continue(
+def _resume(
     config: PretrainConfig,
     engine: Engine,
     data: RunData,
@@ -92,7 +92,7 @@ def _continue(
     best = Best.read(loaded.extra.get("best"))
     continues_there = start.restarted or options.saves_where_it_loads
     if continues_there and engine.state.rank == 0:
-        # By the first rank alone: an error here ends the others as any error does.
+        # By the first rank alone: the folder is one, and an error here ends the others as any error does.
         if checkpoint.by_step:
             go_back(checkpoint.folder, loaded.iteration)
         best_iteration = None if best is None else best.iteration
@@ -124,6 +124,7 @@ def _load_weights(config: PretrainConfig, engine: Engine, data: RunData, checkpo
     first = description.layers[0].name
     last = description.layers[-1].name
     of_last = {name for name in shapes if name.startswith(f"{last}.")}
+    # A model of one layer has its classes there: the layer counts as the last.
     of_first = {name for name in shapes if name.startswith(f"{first}.")} - of_last
 
     def untouched(metadata: Metadata) -> set[str]:

@@ -142,7 +142,8 @@ class TrainingRun:
                 return
             # Replicas that start with other weights would stay different: only gradients are summed.
             self._compare_replicas_if(True)
-            traffic.reset()  # traffic before the first step belongs to no iteration
+            # Traffic before the first step belongs to no iteration.
+            traffic.reset()
             self.reporter.begin()
             trace = StepTrace(self.config, self.state, (self.engine.iteration, self.iterations), self.reporter)
             with closing(self.data.loader(self.engine).batches(self.engine.consumed_samples)) as batches:
@@ -286,7 +287,7 @@ class TrainingRun:
         """Raises ValueError on every rank if any rank would save a tensor that is not finite. Collective."""
         if not self.config.checkpoint.save:
             return
-        found = first_not_finite((entry.name, entry.tensor) for entry in self.engine.checkpoints.entries())
+        found = first_not_finite((entry.name, entry.tensor) for entry in self.engine.checkpoints.whole_entries())
         where = next(filter(None, gather(self.state.world.handle, found)), None)
         if where is not None:
             # A save in the background has copied the finite state before.
@@ -300,9 +301,10 @@ class TrainingRun:
             return
         try:
             with self.engine.step.timers("compare_replicas"):
-                compare_replicas(self.engine.checkpoints.entries(), self.state, self.engine.iteration)
+                compare_replicas(self.engine.checkpoints.whole_entries(), self.state, self.engine.iteration)
         except ReplicaError:
-            self.saves.finish()  # a save in the background began before the replicas differed
+            # A save in the background began before the replicas differed.
+            self.saves.finish()
             raise
 
     def close(self) -> None:

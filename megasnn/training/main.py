@@ -119,12 +119,14 @@ def _join_and_run(
                         run.close()
                 raise
             run.close()
-        gather(state.world.handle, None)  # an error of another rank at its end still ends all
+        # An error of another rank at its end still ends all.
+        gather(state.world.handle, None)
     finally:
         # After an error, nothing that waits for other ranks may run: they are at another place, or gone.
         if is_alone or sys.exc_info()[0] is None:
             leave()
-        handlers.close()  # not before the ranks have left: a rank lost to a signal would break the others' leaving
+        # Not before the ranks have left: a rank lost to a signal would break the others' leaving.
+        handlers.close()
     if config.training.evaluate_only and not run.has_evaluated:
         return stop.status
     if run.has_diverged:

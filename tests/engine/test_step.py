@@ -157,7 +157,7 @@ def trained(flags: dict[str, Any], runs_ahead: bool) -> tuple[list[float], dict[
     with (
         ahead(runs_ahead),
         Engine(between(layers), **FLAGS, **flags) as engine,
-        noting("read", order, DistributedModel, "check"),
+        noting("read", order, DistributedModel, "read"),
         noting("change", order, type(engine.optimizer), "step"),
     ):
         results = [engine.train_on(batch_of(engine, number)) for number in range(3)]

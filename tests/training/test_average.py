@@ -107,7 +107,7 @@ def test_every_door_takes_it_unless_told_otherwise(cache, tmp_path, capsys) -> N
         assert convert(command + ["--names", "megasnn"]) == 0
         taken = read_state_dict(tmp_path / f"{len(more)}.pt")
         assert all(torch.equal(value, taken[name]) for name, value in expected.items())
-    with pytest.raises(ConfigError, match="--no-ema is for --evaluate-only and --finetune"):
+    with pytest.raises(ConfigError, match="--no-ema is for --evaluate-only, --finetune and weight files"):
         train(cache, *COMMON, "--no-ema")
 
 

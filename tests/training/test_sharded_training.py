@@ -168,7 +168,7 @@ def train_with_flip(faulty: int, name: str, cache: str, *flags: str) -> str:
 
     def flipped(self: Engine, batch: GlobalBatch) -> StepResult:
         if self.iteration == 3 and here:
-            (entry,) = [entry for entry in self.checkpoints.entries() if entry.name == name]
+            (entry,) = [entry for entry in self.checkpoints.whole_entries() if entry.name == name]
             flat_in_memory(entry.tensor).view(torch.int32)[-1] ^= 1 << 22
         return step(self, batch)
 
