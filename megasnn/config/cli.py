@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, 
 from megasnn.common.files import in_message, unique
 from megasnn.config.checks import ConfigError, flag, help_texts, registry_of, shown_value
 from megasnn.config.data import PATHS, names_command
+from megasnn.config.training import LENGTHS
 from megasnn.config.values import ABOUT, from_dict
 
 _Config = TypeVar("_Config")
@@ -202,6 +203,10 @@ def _file_values(
         found["data"] = {name: value for name, value in found.get("data", {}).items() if value is not None}
     for part, of_part in found.items():
         values.setdefault(part, {}).update(of_part)
+    if any(getattr(arguments, name, "none").lower() != "none" for name in LENGTHS):
+        # A run has one length: that of a flag replaces that of a recipe, whatever either counts.
+        training = values.get("training", {})
+        values["training"] = {name: value for name, value in training.items() if name not in LENGTHS}
     return values
 
 

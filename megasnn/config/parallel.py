@@ -42,6 +42,8 @@ class ParallelConfig:
     """Shard optimizer state over data-parallel replicas (ZeRO-1)."""
     weight_parallel_size: Size = 1
     """Neighbouring data-parallel replicas that share one copy of the weights, gathered before use (FSDP)."""
+    reshard_after_forward: bool = True
+    """With --weight-parallel-size: free gathered weights between a layer's uses; off: only after its last in a step."""
     weight_gradients: Literal["once", "scattered"] = "once"
     """With --weight-parallel-size: reduce-scatter gradients once a step, or after every micro-batch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -92,6 +94,8 @@ class ParallelConfig:
             wrong.append(f"{budget} decides which forwards are recomputed; leave out --recompute {self.recompute}")
         if self.weight_gradients != "once" and self.weight_parallel_size == 1:
             wrong.append(f"--weight-gradients {self.weight_gradients} needs --weight-parallel-size 2 or more")
+        if not self.reshard_after_forward and self.weight_parallel_size == 1:
+            wrong.append("--no-reshard-after-forward needs --weight-parallel-size 2 or more")
         if self.context_parallel_cut != "auto" and self.context_parallel_size == 1:
             wrong.append(f"--context-parallel-cut {self.context_parallel_cut} needs --context-parallel-size 2 or more")
         wrong += refusal(chunks_of_schedule, self.pipeline_schedule, self.num_virtual_stages_per_pipeline_rank)

@@ -215,5 +215,5 @@ class TrainingConfig:
             if value is not None:
                 lengths.append(f"{flag(name)} {value}")
         if len(lengths) > 1:
-            wrong.append(f"{' and '.join(lengths)} are {len(lengths)} lengths; give one (none unsets another)")
+            wrong.append(f"{' and '.join(lengths)} are {len(lengths)} lengths; give one")
         return wrong

@@ -282,4 +282,6 @@ class MapDataset(SampleSource):
 def _place(error: Exception) -> str:
     """File and line of the innermost call."""
     last = traceback.extract_tb(error.__traceback__)[-1]
+    if last.filename == "<dynamic-code>":  # cloudpickle's name for the script, whose classes were sent
+        return f"line {last.lineno} of the script, in {last.name}"
     return f"{last.filename}:{last.lineno}"

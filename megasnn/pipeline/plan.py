@@ -118,9 +118,14 @@ def plan_pipeline(
     if bounds is None or parallel.memory_budget is not None or decides:
         costs = pipeline_costs(description, built, config, context)
     if state.dp_shard.size > 1:
-        scatters = parallel.weight_gradients == "scattered"
         layers = [each.module for each in built]
-        weights_of = partial(shared_weights, layers, ranks=state.dp_shard.size, scatters=scatters)
+        weights_of = partial(
+            shared_weights,
+            layers,
+            ranks=state.dp_shard.size,
+            scatters=parallel.weight_gradients == "scattered",
+            reshard_after_forward=parallel.reshard_after_forward,
+        )
     if parallel.memory_budget is not None:
         ranks = state.dp_shard.size
         if ranks == 1 and parallel.use_distributed_optimizer:
@@ -222,7 +227,11 @@ def _exchanged_bytes(built: Sequence[Built], spans: Sequence[range], ranks: int,
 
 
 def shared_weights(
-    layers: Sequence[nn.Module], segments: Sequence[range], ranks: int, scatters: bool = False
+    layers: Sequence[nn.Module],
+    segments: Sequence[range],
+    ranks: int,
+    scatters: bool = False,
+    reshard_after_forward: bool = True,
 ) -> SharedWeights:
     """Shared weight bytes in each segment, gathered before use.
 
@@ -236,4 +245,4 @@ def shared_weights(
     scattered = frozenset[int]()
     if scatters:
         scattered = frozenset(number for number, size in enumerate(gathered) if size)
-    return SharedWeights(tuple(gathered), scattered, ranks)
+    return SharedWeights(tuple(gathered), scattered, ranks, reshard_after_forward)

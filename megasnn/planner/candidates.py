@@ -105,6 +105,7 @@ class Layout:
             context_parallel_size=self.grid.cp,
             context_parallel_cut=cut,
             weight_parallel_size=self.grid.dp_shard,
+            reshard_after_forward=base.reshard_after_forward or self.grid.dp_shard == 1,
             pipeline_schedule=schedule,
             num_virtual_stages_per_pipeline_rank=chunks,
             pipeline_model_parallel_layout=sizes,

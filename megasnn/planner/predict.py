@@ -263,11 +263,17 @@ class Predictor:
             sizes = [of_layers[i] for i in chain(*stage.spans) if of_layers[i]]
             seconds = sum(link.exchange(ranks, size / ranks) for size in sizes)
             # The two segments that a pass used last are still gathered when the next pass begins with them.
+            largest = sum(sorted(sizes)[-AT_ONCE:])
             again = max(0, 1 - AT_ONCE / max(1, len(sizes)))
+            resident = largest
+            if not self._config.parallel.reshard_after_forward:
+                again = 0.0
+                resident = sum(sizes)
             forward = seconds * (1 + (count - 1) * again) - count * (stage.seconds - stage.backward)
             backward = seconds * count * again - count * stage.backward
             longest = max(longest, max(0.0, forward) + max(0.0, backward))
-            most = max(most, 2 * sum(sorted(sizes)[-AT_ONCE:]))
+            # Buffers of gathers in flight are at most as large as their weights.
+            most = max(most, resident + largest)
         return longest, most
 
     def _gathered_bytes_of_layers(self, tensor: int) -> list[int]:
@@ -319,5 +325,7 @@ class Predictor:
         if is_sharded:
             of_layers = self._gathered_bytes(layout.grid.tp)
             sizes = [sum(of_layers[span.start : span.stop]) for span in choice.segment_bounds(bounds)]
-            choice = choice.sharing(SharedWeights(tuple(sizes), ranks=layout.grid.dp_shard), counts)
+            reshards = self._config.parallel.reshard_after_forward
+            weights = SharedWeights(tuple(sizes), ranks=layout.grid.dp_shard, reshard_after_forward=reshards)
+            choice = choice.sharing(weights, counts)
         return choice

@@ -200,17 +200,21 @@ class SharedWeights:
         segment_bytes: each segment's gathered size; 0: no weights.
         scattered: segments whose gradients are reduce-scattered after every micro-batch.
         ranks: number of shards.
+        reshard_after_forward: free a segment's weights between its uses; False: only after its last use.
     """
 
     segment_bytes: tuple[int, ...]
     scattered: frozenset[int] = frozenset()
     ranks: int = 2
+    reshard_after_forward: bool = True
 
     def insert(self, schedule: Schedule) -> Schedule:
         """Adds UNSHARD, RESHARD and REDUCE_SCATTER, and validates."""
         if not schedule.forward_only:
             schedule = schedule.with_orders(lambda order: _with_reduce_scatters(order, self.scattered))
         schedule = schedule.with_orders(lambda order: _with_unshards(order, self.segment_bytes))
+        if not self.reshard_after_forward:
+            schedule = schedule.with_orders(_gathered_once)
         validate_weights(schedule, self.segment_bytes, self.scattered)
         return schedule
 
@@ -253,6 +257,19 @@ def _with_unshards(order: Sequence[Action], segment_bytes: Sequence[int]) -> tup
         start = stop
     result += [Action(segment, Kind.RESHARD) for segment in gathered]
     return (*result, *order[start:])
+
+
+def _gathered_once(order: Sequence[Action]) -> tuple[Action, ...]:
+    """Leaves each segment's first UNSHARD and its last RESHARD."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, action in enumerate(order):
+        if action.kind is Kind.UNSHARD:
+            first.setdefault(action.segment, index)
+        elif action.kind is Kind.RESHARD:
+            last[action.segment] = index
+    left = {*first.values(), *last.values()}
+    return tuple(action for index, action in enumerate(order) if action.kind not in SHARDING or index in left)
 
 
 def _following_segments(order: Sequence[Action], indices: Sequence[int]) -> list[int | None]:

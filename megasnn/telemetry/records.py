@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, get_type_hints
@@ -103,6 +103,8 @@ class EvaluationRecord:
         loss: mean over samples.
         metrics: means by name; "top1" in a classification, and "top5" with more than five classes.
         skipped_samples: broken samples, not among `samples`.
+        operations: of a run's evaluation, by TensorBoard name: "validation/effective_macs", "validation/effective_acs"
+            and "validation/energy_mj", means per sample. An Engine does not count them.
     """
 
     iteration: int
@@ -111,6 +113,7 @@ class EvaluationRecord:
     loss: Annotated[float, "validation/loss"]
     metrics: Annotated[Mapping[str, float], "validation"]
     skipped_samples: Annotated[int, "data/skipped_validation_samples"] = 0
+    operations: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def top1(self) -> float:
@@ -130,10 +133,11 @@ class EvaluationRecord:
 
 
 def record_values(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
-    """Flat: metrics are among the values."""
+    """Flat: metrics and operations are among the values."""
     values = dict(vars(record))
     metrics = values.pop("metrics")
-    return {**values, **metrics}
+    operations = values.pop("operations", {})
+    return {**values, **metrics, **operations}
 
 
 def scalars_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
@@ -144,6 +148,8 @@ def scalars_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
     scalars = {card: getattr(record, name) for name, card in cards.items()}
     for name, value in record.metrics.items():
         scalars[f"{group}/{_CARDS.get(name, name)}"] = value
+    if isinstance(record, EvaluationRecord):
+        scalars.update(record.operations)
     return scalars
 
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,10 +176,10 @@ class Reporter:
         self._console.line(format_evaluation(record))
         if operations:
             self._console.line(describe_operations(operations, self.multiply_adds))
-        scalars = operation_scalars(operations)
+        record = replace(record, operations=operation_scalars(operations))
         layers = {each.name: {"macs": each.effective_macs, "acs": each.effective_acs} for each in operations}
-        self.entry("validation", {**record_values(record), **scalars, "layers": layers})
-        self.board.scalars({**scalars_of(record), **scalars}, record.iteration)
+        self.entry("validation", {**record_values(record), "layers": layers})
+        self.board.scalars(scalars_of(record), record.iteration)
         self.board.flush()
         self._call("evaluation", record)
 

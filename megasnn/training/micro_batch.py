@@ -50,7 +50,7 @@ def find_micro_batch(
         if tries:
             found, why = largest_tried(config, sizes, try_step)
         else:
-            found, why = _largest_predicted(config, state, sizes)
+            found, why = _largest_in_free_memory(config, state, sizes)
     resolved = with_micro_batch(config, found)
     validate(resolved, state.world.size)
     return resolved, f"--micro-batch-size auto: {found}, {why}"
@@ -70,18 +70,27 @@ def _engine_of(config: PretrainConfig, size: int) -> Engine:
     return Engine(with_micro_batch(config, size), length=Length(ENDLESS))
 
 
-def _largest_predicted(config: PretrainConfig, state: ParallelState, sizes: Sequence[int]) -> tuple[int, str]:
+def _largest_in_free_memory(config: PretrainConfig, state: ParallelState, sizes: Sequence[int]) -> tuple[int, str]:
     """Collective."""
     ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if state.device.type == "cpu" else 1
     # Weights, gradients and optimizer state are the same for all sizes.
     with _engine_of(config, sizes[0]) as engine:
         own = resident_memory_mb(state.device) + available_memory_mb(state.device) / ranks_of_host
         limit = SHARE * min(gather(state.world.handle, own))
-        for size in reversed(sizes):
-            need = max(gather(state.world.handle, predicted_mb(with_micro_batch(config, size), engine)))
-            if need <= limit:
-                why = f"the largest part of {sizes[-1]} that fits: {need:.0f} MB a rank predicted, of {limit:.0f}"
-                return size, why
+        size, need = largest_predicted(config, engine, sizes, limit)
+    return size, f"the largest part of {sizes[-1]} that fits: {need:.0f} MB a rank predicted, of {limit:.0f}"
+
+
+def largest_predicted(config: PretrainConfig, engine: Engine, sizes: Sequence[int], limit: float) -> tuple[int, float]:
+    """Largest of ascending sizes within `limit` MB, and the MB that the fullest rank needs for it. Collective.
+
+    Raises:
+        ValueError: even the smallest size does not fit.
+    """
+    for size in reversed(sizes):
+        need = max(gather(engine.state.world.handle, predicted_mb(with_micro_batch(config, size), engine)))
+        if need <= limit:
+            return size, need
     raise ValueError(_too_large(sizes[0], f"needs {need:.0f} MB a rank, and {limit:.0f} MB are there"))
 
 

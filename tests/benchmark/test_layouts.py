@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader
 from megasnn.config import DataConfig
 from megasnn.config.checks import ConfigError
 from tests.data.shard_files import as_events, loader, open_datasets, write_shard
-from tests.forking import forking
-from tools.benchmark import ranks as ranks_of_benchmark
 from tools.benchmark.__main__ import main
 from tools.benchmark.data import Samples
 from tools.benchmark.harness import run, table
@@ -26,13 +24,6 @@ from tools.benchmark.steps import Facts, Turn
 
 TINY = ["--dimensions", *"embed_dim=32 num_heads=2 depth=1 image_size=16 time_steps=2".split()]
 SHORT = "--global-batch-size 4 --micro-batches 2 --rounds 1 --steps 1".split()
-
-
-@pytest.fixture
-def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forks ranks from the server of the tests, for tests that look at no figure of a process by itself."""
-    context = forking()
-    monkeypatch.setattr(ranks_of_benchmark.multiprocessing, "get_context", lambda method: context)
 
 
 @pytest.mark.parametrize(

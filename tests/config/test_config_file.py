@@ -72,6 +72,16 @@ def test_flags_win_wherever_they_stand(tmp_path) -> None:
     assert spikformer(path, "--config", "none") == CLASS()
 
 
+@pytest.mark.parametrize("saved", [{"train_epochs": 100}, {"train_iters": 5, "seed": 7}, {}])
+def test_a_length_on_the_command_line_replaces_that_of_a_file(tmp_path, saved: dict[str, int]) -> None:
+    path = written(tmp_path, {"training": saved})
+    training = spikformer(path, "--train-samples", "640").training
+    assert (training.train_iters, training.train_samples, training.train_epochs) == (None, 640, None)
+    assert training.seed == saved.get("seed", CLASS().training.seed)
+    kept = spikformer(path, "--train-samples", "none").training
+    assert (kept.train_iters, kept.train_epochs) == (saved.get("train_iters"), saved.get("train_epochs"))
+
+
 def test_the_values_of_a_checkpoint_come_before_those_of_a_file(tmp_path) -> None:
     path = written(tmp_path, {"model": {"depth": 3}})
     saved = {"model": {"depth": 2, "embed_dim": 64}, "data": {"center_crop": 0.5}}

@@ -97,6 +97,7 @@ REFUSED = [
     ("--weight-parallel-size 3", 4, "--weight-parallel-size 3", "4"),
     ("--weight-parallel-size 2 --global-batch-size 12 --micro-batch-size 2", 4, "-parallel-size 2", "6 are on 4"),
     ("--weight-parallel-size 2 --cuda-graphs on", 2, "--cuda-graphs on", "--weight-parallel-size"),
+    ("--no-reshard-after-forward", 1, "--no-reshard-after-forward", "--weight-parallel-size"),
     ("--weight-gradients scattered", 1, "--weight-gradients scattered", "--weight-parallel-size"),
     ("--pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2", 1, "rank 2", "--pipeline-schedule 1f1b"),
     ("--pipeline-schedule zbv --num-virtual-stages-per-pipeline-rank 3", 1, "rank 3", "--pipeline-schedule zbv"),

@@ -36,13 +36,17 @@ LAYOUTS = {
 STATES = "weights", "gathered", "gradients", "optimizer"
 
 
-def with_lamb() -> PretrainConfig:
+def with_lamb(reshards: bool = True) -> PretrainConfig:
     """An optimizer whose step takes memory of its own."""
-    return replace(config(), optimizer=OptimizerConfig(optimizer="lamb"))
+    return replace(config(reshard_after_forward=reshards), optimizer=OptimizerConfig(optimizer="lamb"))
 
 
 def of_run(
-    layout: Layout, bounds: tuple[range, ...], costs: tuple[ChunkCost, ...], bucket_bytes: int = CPU_BUCKET_BYTES
+    layout: Layout,
+    bounds: tuple[range, ...],
+    costs: tuple[ChunkCost, ...],
+    bucket_bytes: int = CPU_BUCKET_BYTES,
+    reshards: bool = True,
 ) -> tuple[StateBytes, MemoryForecast]:
     """A run's own figures for this rank.
 
@@ -52,7 +56,7 @@ def of_run(
     grid = layout.grid
     state = initialize_model_parallel(tp=grid.tp, pp=grid.pp, dp_shard=grid.dp_shard, cp=grid.cp)
     try:
-        run = with_layout(with_lamb(), layout, bounds)
+        run = with_layout(with_lamb(reshards), layout, bounds)
         small = mock.patch.object(bucket_sizes, "CPU_BUCKET_BYTES", bucket_bytes)
         with small, Engine(run, length=Length(9)) as engine:
             distributed, plan = engine.distributed, engine.plan
@@ -66,13 +70,13 @@ def of_run(
         destroy_model_parallel()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_as_a_run_foresees_it(ranks, name: str) -> None:
+@pytest.mark.parametrize(("name", "reshards"), [*((name, True) for name in LAYOUTS), ("weight", False)])
+def test_as_a_run_foresees_it(ranks, name: str, reshards: bool) -> None:
     layout = LAYOUTS[name]
-    predictor = Predictor(on_cpu(), with_lamb(), cluster(layout.ranks))
+    predictor = Predictor(on_cpu(), with_lamb(reshards), cluster(layout.ranks))
     predicted, states = predictor.predict(layout), predictor.states(layout)
     costs = tuple(predictor.costs(layout).of_chunks(predicted.bounds, layout.placement))
-    found = ranks(layout.ranks, of_run, layout, predicted.bounds, costs)
+    found = ranks(layout.ranks, of_run, layout, predicted.bounds, costs, CPU_BUCKET_BYTES, reshards)
     stages = found[:: len(found) // layout.grid.pp]
     for mine, of_rank, (of_stage, theirs) in zip(predicted.memory, states, stages, strict=True):
         for part in STATES:

@@ -134,6 +134,14 @@ def test_place_of_gathers_and_frees() -> None:
     )
 
 
+def test_weights_stay_gathered_until_their_last_use() -> None:
+    schedule = of_segments("1f1b", 1, 2, 3)
+    assert row(SharedWeights((4, 4, 4), reshard_after_forward=False).insert(schedule)) == (
+        "0UNSHARD 1UNSHARD 0F0 2UNSHARD 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 "
+        "2RESHARD 1B1 1RESHARD 0B1 0RESHARD 2REDUCE_GRAD 1REDUCE_GRAD 0REDUCE_GRAD"
+    )
+
+
 def test_sends_go_first() -> None:
     """Sends, then frees and gathers, then the gradients; computations without weights come after a RESHARD."""
     schedule = SharedWeights((1, 1, 0, 1), frozenset({1, 3})).insert(of_segments("zb1p", 2, 1, 2))
@@ -149,12 +157,14 @@ def test_sends_go_first() -> None:
 def test_evaluation_gathers_the_next_segment() -> None:
     plan = plan_schedule("1f1b", 2).in_segments([range(3), range(3, 5)], "never")
     assert gathers(plan.sharing(SharedWeights((2,) * 5), []).evaluation(5)) == [15, 2]
+    kept = SharedWeights((2,) * 5, reshard_after_forward=False)
+    assert gathers(plan.sharing(kept, []).evaluation(5)) == [3, 2]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_whatever_the_schedule_it_is_only_added_to(data: st.DataObject) -> None:
-    """It is valid, and a rank holds the weights of this computation and of the next segment, no more."""
+    """It is valid. A rank holds the weights of this computation and of the next segment, no more, or gathers once."""
     name = data.draw(st.sampled_from(tuple(SCHEDULES)))
     segments = data.draw(st.integers(1, 4))
     plain = of_segments(
@@ -166,12 +176,16 @@ def test_whatever_the_schedule_it_is_only_added_to(data: st.DataObject) -> None:
     )
     segment_bytes = tuple(data.draw(st.lists(st.integers(0, 9), min_size=plain.segments, max_size=plain.segments)))
     scattered = data.draw(st.frozensets(st.integers(0, plain.segments - 1)))
-    schedule = SharedWeights(segment_bytes, scattered).insert(plain)
+    reshards = data.draw(st.booleans())
+    schedule = SharedWeights(segment_bytes, scattered, reshard_after_forward=reshards).insert(plain)
     validate_schedule(schedule)
     for rank, actions in enumerate(schedule.actions):
         assert tuple(action for action in actions if action.kind not in ADDED) == plain.actions[rank]
         assert resident_weights(schedule, rank, segment_bytes)[-1] == 0
-        _check_live(actions, segment_bytes)
+        if reshards:
+            _check_live(actions, segment_bytes)
+        else:
+            _check_gathered_once(actions, segment_bytes)
     gathered = replace(ONE, unshard=data.draw(st.integers(0, 3)))
     reduced = replace(gathered, reduce_scatter=data.draw(st.integers(0, 3)))
     costs = [reduced if segment in scattered else gathered for segment in range(plain.segments)]
@@ -190,6 +204,23 @@ def _check_live(actions: tuple[Action, ...], segment_bytes: tuple[int, ...]) -> 
                 each.segment for each in actions[index:] if each.kind in USES_WEIGHTS and segment_bytes[each.segment]
             )
             assert set(list(dict.fromkeys(later))[:2]) == live
+
+
+def _check_gathered_once(actions: tuple[Action, ...], segment_bytes: tuple[int, ...]) -> None:
+    """Weights are freed before the computation that follows their last use."""
+    last_used: int | None = None
+    used: set[int] = set()
+    freed: set[int] = set()
+    for segment, kind, _ in actions:
+        if kind is Kind.RESHARD:
+            assert segment == last_used
+            freed.add(segment)
+        elif kind in USES_WEIGHTS and segment_bytes[segment]:
+            assert segment not in freed
+            last_used = segment
+            used.add(segment)
+    assert freed == used
+    assert sum(action.kind is Kind.UNSHARD for action in actions) == len(used)
 
 
 def _check_times(plain: Schedule, shared: Schedule, costs: list[ChunkCost]) -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 import megasnn
+from megasnn.telemetry.operations import LayerOperations
 from megasnn.telemetry.records import EvaluationRecord, RunOutline, StepResult
 from megasnn.telemetry.reporter import Reporter
 from megasnn.telemetry.trackers import Tracker
@@ -45,7 +46,7 @@ def test_a_tracker_is_told_flags_losses_and_the_end(package, capsys, tracker, na
     reporter.flags(FLAGS)
     reporter.step(StepResult(2.0, {"top1": 5}, 10, 1.5, 0.1))
     reporter.log(1, 10, {})
-    reporter.evaluation(EvaluationRecord(1, 10, 5, 1.0, {"top1": 0.5}))
+    reporter.evaluation(EvaluationRecord(1, 10, 5, 1.0, {"top1": 0.5}), [LayerOperations("a", 8.0, 50.0)])
     reporter.close()
     assert "WARNING" not in capsys.readouterr().out
     told = calls.method_calls
@@ -56,6 +57,7 @@ def test_a_tracker_is_told_flags_losses_and_the_end(package, capsys, tracker, na
     assert flags == FLAGS
     assert logged.args[0]["training/loss"] == 2.0 and logged.args[0]["training/accuracy"] == 0.5
     assert evaluated.args[0]["validation/accuracy_top1"] == 0.5
+    assert evaluated.args[0]["validation/effective_acs"] == 50 and evaluated.args[0]["validation/energy_mj"] > 0
     assert logged.kwargs == evaluated.kwargs == {"step": 1}
 
 

@@ -144,6 +144,15 @@ def test_classes_and_lambdas_of_a_script_reach_the_workers() -> None:
         batches(unsendable, num_workers=1)
 
 
+def test_a_broken_sample_of_a_class_that_was_sent_names_its_line() -> None:
+    class OfScript(Noisy):
+        def __getitem__(self, index):
+            raise KeyError(index)
+
+    with pytest.raises(BrokenSample, match=r"sample 0 of OfScript.*KeyError.*line \d+ of the script, in __getitem__"):
+        batches(OfScript(), shuffle=False, num_workers=1)
+
+
 def test_a_broken_sample_ends_the_run_or_is_replaced() -> None:
     broken = Noisy(broken=(3, 7))
     with pytest.raises(BrokenSample, match=r"sample 3 of Noisy.*KeyError.*test_python_datasets.py:\d+.*--skip-broken"):

@@ -27,6 +27,7 @@ from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
 from megasnn.schedule import Kind
 from megasnn.schedule.costs import resident_weights
+from megasnn.schedule.named import SCHEDULES
 from megasnn.telemetry.records import StepResult
 from tests.training.runs import TINY, train
 
@@ -133,6 +134,35 @@ def test_what_a_step_receives_and_a_rank_holds_of_the_weights(ranks, size: int, 
     for each in found:
         assert each["kept"] <= each["allowed"] < each["parameters"]
         assert 0 < each["live"] <= each["limit"] < each["parameters"] and not each["left"]
+
+
+def losses_and_gathered(*flags: str) -> tuple[list[float], int]:
+    """Of two steps, and the bytes that this rank received in their gathers."""
+    traffic.reset()
+    with traffic.counting(), engine("--depth", "3", *flags) as made:
+        losses = [step(made).loss for _ in range(2)]
+    gathered = traffic.by_group["dp_shard"].bytes
+    traffic.reset()
+    return losses, gathered
+
+
+def with_and_without_reshards(*flags: str) -> tuple[tuple[list[float], int], tuple[list[float], int]]:
+    return losses_and_gathered(*flags), losses_and_gathered(*flags, "--no-reshard-after-forward")
+
+
+@pytest.mark.parametrize("schedule", ["", *SCHEDULES])
+def test_weights_that_stay_gathered_train_alike_with_half_the_traffic(ranks, schedule: str) -> None:
+    flags = [*BY_TWO, *SCATTERED]
+    if schedule:
+        flags += ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", schedule]
+    found = ranks(4 if schedule else 2, with_and_without_reshards, *flags)
+    freed = 0
+    kept = 0
+    for (losses, of_freed), (kept_losses, of_kept) in found:
+        assert losses == kept_losses
+        freed += of_freed
+        kept += of_kept
+    assert 0 < kept <= freed / 2
 
 
 def built_by_layers() -> list[tuple[int, int]]:

@@ -1,6 +1,8 @@
 """`python -m tools.benchmark [CASE] [FLAGS]`; `--help` after a case lists its flags.
 
     python -m tools.benchmark                  # training steps of layouts, beside SpikingJelly's own model
+    python -m tools.benchmark --weak           # the same with as many samples for each rank (weak scaling)
+    python -m tools.benchmark --capacity       # the largest micro-batch of a layout within a memory limit
     python -m tools.benchmark --pipeline       # every schedule, beside its simulation and one rank
     python -m tools.benchmark --plans          # layouts, beside the planner's predictions
     python -m tools.benchmark --data           # the loader, beside a plain PyTorch DataLoader
@@ -18,6 +20,8 @@ from importlib import import_module
 from pathlib import Path
 
 CASES = {
+    "--weak": ("regimes", "Weak"),
+    "--capacity": ("regimes", "Capacity"),
     "--pipeline": ("layouts", "Schedules"),
     "--plans": ("plans", "Plans"),
     "--data": ("data", "Loading"),

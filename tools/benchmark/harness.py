@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from megasnn.common.memory import processor_name
 from megasnn.config.checks import ConfigError, at_least
+from tools.benchmark.history import compare, read_log
 
 # The figures of one row by name: numbers, texts, Summary, or None.
 Figures = dict[str, Any]
@@ -44,6 +45,8 @@ class Case(ABC):
 
     columns: ClassVar[Sequence[Column]]
     notes: ClassVar[str] = ""
+    compared: ClassVar[str | None] = None
+    """Figure that is compared with the latest earlier row of the same configuration in the log."""
 
     rounds: int = 5
     """Number of turns of each row."""
@@ -64,12 +67,17 @@ def run(case: Case) -> None:
     problems = case.problems()
     if problems:
         raise ConfigError(problems)
-    rows = case.measure()
+    # Before measuring: a log that cannot be read must not cost the measurement.
+    earlier = read_log(case.output)
+    measured = case.measure()
     about = {**surroundings(), "case": type(case).__name__, "flags": asdict(case)}
+    rows = [{**about, **row} for row in measured]
+    if case.compared:
+        compare(rows, earlier, case.compared)
     case.output.parent.mkdir(parents=True, exist_ok=True)
     with case.output.open("a") as file:
         for row in rows:
-            file.write(json.dumps({**about, **row}, default=_plain) + "\n")
+            file.write(json.dumps(row, default=_plain) + "\n")
     machine = f"{about['cpu']}, {about['cores']} cores, torch {about['versions']['torch']}"
     print("\n".join(["", machine, "", table(case.columns, rows), "", case.notes, f"appended to {case.output}"]))
 

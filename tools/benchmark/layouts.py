@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from statistics import median
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,7 +19,7 @@ from megasnn.models.build import building_problems, describe_model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.schedule.named import AUTO_SCHEDULE, SCHEDULES
-from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, say, summary
+from tools.benchmark.harness import Case, Column, Figures, Summary, ratios, rounds, say, summary
 from tools.benchmark.ranks import RankProcesses, start_ranks
 from tools.benchmark.rows import MEGASNN, Row, parse_row
 from tools.benchmark.steps import SPIKINGJELLY, Dimensions, Facts, StepRank, Turn, Work
@@ -49,13 +49,17 @@ class Layouts(Case):
         ("activations MB", "needed_mb", ".0f"),
         ("calls", "calls", "d"),
         ("MB moved", "moved_mb", ".2f"),
+        ("now/then", "x_earlier", ".3f"),
     )
+    compared: ClassVar[str | None] = "step_ms"
+    regime: ClassVar[str] = "strong"
     notes: ClassVar[str] = """\
 step ms: median and quartiles of all steps, each on its slowest rank
 x: throughput relative to the row megasnn (one rank, one thread) or spikingjelly, median of the rounds' ratios
 peak MB: largest rank, above its memory before the model was built
 activations MB: peak allocations of a step, above weights, gradients and optimizer state
-calls, MB moved: busiest rank in a step: received in collectives, sent in messages"""
+calls, MB moved: busiest rank in a step: received in collectives, sent in messages
+now/then: median step relative to the latest earlier one in the log of the same configuration, processor and torch"""
 
     model: ModelName = "spikformer_cifar10"
     """Model with SpikingJelly's dimensions; images of 64 pixels, 32 for spikformer_cifar10, 48 for vgg_dvs."""
@@ -98,8 +102,10 @@ calls, MB moved: busiest rank in a step: received in collectives, sent in messag
 
     def _row_problems(self, row: Row) -> list[str]:
         pieces = row.replicas * self.pieces(row)
-        if self.global_batch_size % pieces:
+        if self.samples(row) % pieces:
             batch = f"--global-batch-size {self.global_batch_size}"
+            if self.samples(row) != self.global_batch_size:
+                batch = f"a global batch of {self.samples(row)} ({batch} for each rank)"
             return [f"row {row.name}: {batch} is not a multiple of its {pieces} micro-batches"]
         model = self.dimensions_of_model()
         wrong = building_problems(model, model.neuron().spec, Grid(tp=row.sizes.get("tp", 1)))
@@ -137,11 +143,31 @@ calls, MB moved: busiest rank in a step: received in collectives, sent in messag
             return row.pieces
         return self.micro_batches if "pp" in row.sizes else 1
 
+    def samples(self, row: Row) -> int:
+        """Samples per step of a row."""
+        return self.global_batch_size
+
+    def configuration(self, work: Work) -> Figures:
+        """Values that a row and an earlier one must share to be compared, besides its name and machine."""
+        return {
+            "regime": self.regime,
+            "model": self.model,
+            "dimensions": asdict(work.model),
+            "global_batch_size": work.training.global_batch_size,
+            "micro_batch_size": work.training.micro_batch_size,
+            "threads": work.threads,
+            "device": self.device,
+            "precision": self.precision,
+            "sparse_products": self.sparse_products,
+            "neuron_backend": self.neuron_backend,
+            "pipeline_schedule": work.parallel.pipeline_schedule,
+        }
+
     def work(self, row: Row) -> Work:
-        size = self.global_batch_size // (row.replicas * self.pieces(row))
+        size = self.samples(row) // (row.replicas * self.pieces(row))
         training = TrainingConfig(
             micro_batch_size=size,
-            global_batch_size=self.global_batch_size,
+            global_batch_size=self.samples(row),
             precision=self.precision,
             sparse_products=self.sparse_products,
         )
@@ -206,7 +232,11 @@ def measured(case: Layouts, works: Mapping[Row, Work]) -> list[Figures]:
                 say(f"  {row.name} {1e3 * median(_seconds(turns[row][-1])):.0f} ms", end="")
             say("")
         facts = {row: ranks.call("facts", timeout=case.timeout) for row, ranks in started.items()}
-    return figures(works, turns, facts)
+    rows = figures(works, turns, facts)
+    for found, work in zip(rows, works.values(), strict=True):
+        found["regime"] = case.regime
+        found["configuration"] = case.configuration(work)
+    return rows
 
 
 @contextmanager
@@ -249,22 +279,44 @@ def _own_figures(row: Row, work: Work, turns: Sequence[Sequence[Turn]], ranks: S
     for turn in turns:
         steps += [1e3 * value for value in _seconds(turn)]
     busiest = max(ranks, key=lambda each: each.moved_mb)
+    busiest_tp = max(ranks, key=lambda each: each.tp_mb)
+    samples = work.training.global_batch_size
+    throughput = 1e3 * samples / median(steps)
     return {
         "row": row.name,
         "ranks": work.ranks,
         "threads": row.threads,
+        "replicas": row.replicas,
+        "gpu": ranks[0].gpu,
+        "global_batch_size": samples,
+        "rank_batch_size": samples / work.ranks,
         "step_ms": summary(steps),
-        "samples_per_s": 1e3 * work.training.global_batch_size / median(steps),
+        "forward_backward_ms": _part_ms(turns, "forward_backward"),
+        "optimizer_ms": _part_ms(turns, "optimizer"),
+        "samples_per_s": throughput,
+        "samples_per_s_rank": throughput / work.ranks,
         "micro_batch_size": work.training.micro_batch_size,
         "peak_mb": max(each.peak_mb for each in ranks),
         "needed_mb": max((each.needed_mb for each in ranks if each.needed_mb is not None), default=None),
         "calls": busiest.calls,
         "moved_mb": busiest.moved_mb,
+        "tp_calls": busiest_tp.tp_calls,
+        "tp_mb": busiest_tp.tp_mb,
         "packed": busiest.packed,
         "layers": ranks[0].layers,
         "schedule": ranks[0].schedule,
         "idle": ranks[0].idle,
     }
+
+
+def _part_ms(turns: Sequence[Sequence[Turn]], part: str) -> Summary | None:
+    """A part of the step on its slowest rank, over the turns; None where the library has no such timer."""
+    slowest = []
+    for turn in turns:
+        of_ranks = [rank.parts_ms[part] for rank in turn if part in rank.parts_ms]
+        if of_ranks:
+            slowest.append(max(of_ranks))
+    return summary(slowest) if slowest else None
 
 
 def _seconds(turn: Sequence[Turn]) -> list[float]:

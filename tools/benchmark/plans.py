@@ -42,6 +42,7 @@ class Plans(Layouts):
         ("MB", "needed_mb", ".1f"),
         ("predicted", "foreseen_mb", ".1f"),
         ("x predicted", "mb_x_foreseen", ".3f"),
+        ("now/then", "x_earlier", ".3f"),
     )
     notes: ClassVar[str] = """\
 MB: largest rank's allocations in a step, above weights, gradients and optimizer state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -26,7 +26,7 @@ from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs, parse_channels
 from megasnn.parallel.process_group import COMMUNICATION_BACKENDS
-from megasnn.parallel.traffic import traffic
+from megasnn.parallel.traffic import Traffic, traffic
 from megasnn.pipeline.cost_model import layers_per_chunk
 from tools.benchmark.harness import seconds
 from tools.benchmark.ranks import join_ranks
@@ -82,10 +82,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds of each step on a rank, and simulated seconds from costs measured right before."""
+    """Seconds of each step on a rank.
+
+    Attributes:
+        simulated: seconds, from costs measured right before.
+        parts_ms: mean milliseconds of a step's parts, by the names of the Engine's timers.
+    """
 
     seconds: list[float]
     simulated: float | None = None
+    parts_ms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,8 @@ class Facts:
         calls, moved_mb: traffic of one step, received in collectives and sent in messages.
         packed: moved bytes divided by their size without packing.
         layers, schedule, idle: pipeline layout, schedule, and simulated idle share.
+        tp_calls, tp_mb: part of the traffic between tensor-parallel ranks.
+        gpu: name of the GPU; None on a CPU.
     """
 
     peak_mb: float
@@ -108,33 +116,36 @@ class Facts:
     layers: str | None
     schedule: str | None
     idle: float | None
+    tp_calls: int = 0
+    tp_mb: float = 0.0
+    gpu: str | None = None
 
 
 class StepRank:
     """A rank. Construction imports everything and compiles kernels; the first turn builds the model."""
 
     def __init__(self, task: tuple[Work, int, str]) -> None:
-        self._work, self._rank, self._store = task
-        torch.set_num_threads(self._work.threads)
+        self.work, self._rank, self._store = task
+        torch.set_num_threads(self.work.threads)
         os.environ["LOCAL_RANK"] = str(self._rank)
-        self._device = torch.device("cpu")
-        if self._work.device == "cuda":
+        self.device = torch.device("cpu")
+        if self.work.device == "cuda":
             gpus = torch.cuda.device_count()
-            if gpus < self._work.ranks:
+            if gpus < self.work.ranks:
                 raise ValueError(
-                    f"--device cuda: {self._work.name} has {self._work.ranks} rank(s), and this machine {gpus} GPU(s)"
+                    f"--device cuda: {self.work.name} has {self.work.ranks} rank(s), and this machine {gpus} GPU(s)"
                 )
-            self._device = torch.device("cuda", self._rank)
+            self.device = torch.device("cuda", self._rank)
         # Lazy imports and compiled kernels belong to the baseline of the memory.
         for library in (SPIKINGJELLY, "megasnn"):
-            step = _step_of(replace(self._work.tiny(), library=library, compiled=False), self._device)
+            step = _step_of(replace(self.work.tiny(), library=library, compiled=False), self.device)
             step.take()
             step.close()
         del step
         gc.collect()
         release_free_memory()
-        reset_peak_memory(self._device)
-        self._baseline = peak_memory_mb(self._device)
+        reset_peak_memory(self.device)
+        self._baseline = peak_memory_mb(self.device)
         self._step: _Step | None = None
 
     def turn(self, count: int, warmup: int = 1) -> Turn:
@@ -143,33 +154,53 @@ class StepRank:
         # Another row has used the caches last.
         for _ in range(warmup):
             step.take()
-        return Turn([seconds(step.take) for _ in range(count)], step.simulated())
+        step.parts_ms()  # forgets the untimed steps
+        times = [seconds(step.take) for _ in range(count)]
+        return Turn(times, step.simulated(), step.parts_ms())
 
     def facts(self) -> Facts:
         """Figures of the steps so far. Takes some more steps."""
         step = self._built()
-        peak = max(0.0, peak_memory_mb(self._device) - self._baseline)
+        peak = max(0.0, peak_memory_mb(self.device) - self._baseline)
         traffic.reset()
         with traffic.counting():
             step.take()
         moved = traffic.total()
+        between_tp = traffic.by_group.get("tp", Traffic())
         needed: float | None = None
         # SpikingJelly's gradients are freed between steps, so its figure would have another meaning.
-        if self._work.library != SPIKINGJELLY:
+        if self.work.library != SPIKINGJELLY:
             # The least of three: memory freed by a thread of the transport is not always seen.
-            tries = 3 if self._work.ranks > 1 else 1
-            needed = 1e-6 * min(needed_bytes(step.take, self._device) for _ in range(tries))
+            tries = 3 if self.work.ranks > 1 else 1
+            needed = 1e-6 * min(needed_bytes(step.take, self.device) for _ in range(tries))
         packed = moved.bytes / moved.dense_bytes if moved.dense_bytes else None
-        return Facts(peak, needed, moved.calls, 1e-6 * moved.bytes, packed, *step.pipeline())
+        layers, schedule, idle = step.pipeline()
+        return Facts(
+            peak_mb=peak,
+            needed_mb=needed,
+            calls=moved.calls,
+            moved_mb=1e-6 * moved.bytes,
+            packed=packed,
+            layers=layers,
+            schedule=schedule,
+            idle=idle,
+            tp_calls=between_tp.calls,
+            tp_mb=1e-6 * between_tp.bytes,
+            gpu=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
+        )
+
+    def join(self) -> None:
+        """Joins the other ranks of the row, once. Collective."""
+        if self.work.ranks > 1 and not torch.distributed.is_initialized():
+            join_ranks(self._store, self._rank, self.work.ranks, COMMUNICATION_BACKENDS[self.device.type])
 
     def _built(self) -> _Step:
-        if self._step is not None and self._work.anew:
+        if self._step is not None and self.work.anew:
             self._step.close()
             self._step = None
         if self._step is None:
-            if self._work.ranks > 1 and not torch.distributed.is_initialized():
-                join_ranks(self._store, self._rank, self._work.ranks, COMMUNICATION_BACKENDS[self._device.type])
-            self._step = _step_of(self._work, self._device)
+            self.join()
+            self._step = _step_of(self.work, self.device)
         return self._step
 
 
@@ -186,6 +217,10 @@ class _Step:
 
     def close(self) -> None:
         self._engine.close()
+
+    def parts_ms(self) -> dict[str, float]:
+        """Mean milliseconds of a step's parts since the last call."""
+        return self._engine.step.timers.mean_ms()
 
     def simulated(self) -> float | None:
         """Seconds from the first to the last action; None without measured costs."""
@@ -229,6 +264,9 @@ class _SpikingJellyStep(_Step):
 
     def close(self) -> None:
         pass
+
+    def parts_ms(self) -> dict[str, float]:
+        return {}
 
     def simulated(self) -> None:
         return None
