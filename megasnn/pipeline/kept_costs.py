@@ -165,7 +165,7 @@ def _classes(built: Sequence[Built]) -> list[type]:
 
 
 def _digest_of_sources(classes: Sequence[type]) -> str:
-    """Of MegaSNN and of the files with these classes; empty where a class is in no file."""
+    """Hash of MegaSNN's files and the files with these classes; empty where a class is in no file."""
     files = set(_PACKAGE.rglob("*.py"))
     for each in classes:
         try:

@@ -15,7 +15,7 @@ _aten = torch.ops.aten
 
 
 class UncomputedConvolutions(TorchDispatchMode):
-    """Inside, convolutions and their gradients return zeros of the right shape and memory order.
+    """Makes convolutions and their gradients return zeros inside, of the right shape and memory order.
 
     Half of an analysis would be their products, and its bytes do not depend on a value.
     """

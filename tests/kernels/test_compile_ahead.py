@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.queues import Queue
@@ -96,11 +97,9 @@ def compile_once(folder: str, results: Queue, dies: bool = False) -> None:
         time.sleep(SECONDS)
 
     # Numba reads the environment again where it has changed.
-    with mock.patch("numba.config.CACHE_DIR", folder):
-        compiled = kernel(add)
-        if dies:
-            FunctionCache.save_overload = save  # type: ignore[method-assign]
-        run_kernel(compiled, 3, x)
+    saving = mock.patch.object(FunctionCache, "save_overload", save) if dies else nullcontext()
+    with mock.patch("numba.config.CACHE_DIR", folder), saving:
+        run_kernel(kernel(add), 3, x)
     results.put(progress.compiled - before)
 
 

@@ -32,7 +32,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Any:
         calls = mock.Mock()
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)
-        module.__getattr__ = lambda called: getattr(calls, called)  # type: ignore[method-assign]
+        vars(module)["__getattr__"] = lambda called: getattr(calls, called)
         monkeypatch.setitem(sys.modules, name, module)
         return calls
 

@@ -59,13 +59,13 @@ def at_once(time_steps: int) -> int:
 
 
 def chunks_shape(dtype: torch.dtype, time_steps: int, size: int) -> tuple[int, int] | None:
-    """Of a backward's potentials before each chunk but the last; None for a single chunk."""
+    """Shape of the potentials that a backward keeps before each chunk but the last; None for a single chunk."""
     chunks = -(-time_steps // chunk(dtype, time_steps))
     return (chunks - 1, size) if chunks > 1 else None
 
 
 def bytes_of_bits(time_steps: int, size: int) -> int | None:
-    """Of spikes packed while they fire; None where a time step does not fill whole bytes."""
+    """Number of bytes of spikes packed while they fire; None where a time step does not fill whole bytes."""
     return None if size % 8 else time_steps * size // 8
 
 

@@ -186,7 +186,7 @@ def _constructed(module: nn.Module, generator: torch.Generator) -> dict[str, Ten
 
 @contextmanager
 def _nan_in_new_memory() -> Iterator[None]:
-    """Inside, torch.empty and torch.Tensor(size) give NaN, as torch's deterministic mode has it."""
+    """Makes torch.empty and torch.Tensor(size) return NaN inside, by torch's deterministic mode."""
     was_on = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
