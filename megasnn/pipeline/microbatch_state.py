@@ -83,6 +83,7 @@ class MicroBatchInput:
         samples: positions in the whole training, for dropout.
         goes_on: a later window with the previous micro-batch's samples; neurons continue from their state.
         is_padding: an evaluation drops the output; other replicas have one micro-batch more.
+        predicts: targets are the samples' indices, and no layer takes them.
         left_out: sample indices that an evaluation does not count.
     """
 
@@ -93,6 +94,7 @@ class MicroBatchInput:
     # Neurons continue from their state: every schedule runs a segment's forwards in ascending order.
     goes_on: bool = False
     is_padding: bool = False
+    predicts: bool = False
     left_out: frozenset[int] = frozenset()
     whole: int = 0
 

@@ -79,7 +79,8 @@ def profile_layers(
         rounds: timed runs; 0 for bytes only.
     """
     inputs = {name: x.to(device) for name, x in description.task.examples(samples, context.numerics.dtype).items()}
-    micro = MicroBatchInput(inputs, None, samples, range(samples))
+    targets = description.task.example_targets(samples, context.numerics.dtype).to(device)
+    micro = MicroBatchInput(inputs, targets, samples, range(samples))
     bounds = [range(number, number + 1) for number in range(len(description.layers))]
     casts = CastWeights()
     own_context = replace(context, cast_weights=casts, weight_gradients=WeightGradients())
@@ -241,7 +242,7 @@ class _Trial:
     def _forward(self, run: StepState) -> list[Tensor]:
         chunk = self._chunk
         x = self._micro.inputs if chunk.is_first else run.entered(self._key)
-        y = chunk(x, self._micro.samples)
+        y = chunk(x, self._micro.samples, targets=self._micro.targets)
         if not chunk.is_last:
             return [*y]
         entries = entries_of(y)
