@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,7 +15,7 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import trunc_normal
 from megasnn.layers.tensors import declare
 from megasnn.layers.weight_grad import QueueGradient
-from megasnn.parallel.collectives import from_matrix, gather_columns, sum_and_scatter_columns, to_matrix
+from megasnn.parallel.collectives import from_matrix, gather_columns, sum_and_scatter_columns
 from megasnn.parallel.sharding import Initialiser, own_span
 from megasnn.parallel_state import Group
 

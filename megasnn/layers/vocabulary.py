@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megasnn.common.autograd import Function
-from megasnn.common.recompute import cached_collective
 from megasnn.kernels.spike_codec import Content
 from megasnn.kernels.torch_backend import REDUCED
 from megasnn.layers.context import BuildContext, context_for
@@ -25,7 +23,6 @@ from megasnn.layers.tensors import declare
 from megasnn.layers.weight_grad import CastWeights
 from megasnn.parallel.collectives import (
     all_reduce_sum,
-    from_matrix,
     gather_columns,
     sum_and_scatter_columns,
     to_matrix,
@@ -105,8 +102,9 @@ class NextTokenLoss(nn.Module):
 
     def _last_logits(self, x: Tensor) -> Tensor:
         """`[N, words]` after a sample's last token; of ranks that divide tokens, zeros on all but the last."""
-        rows, _ = gather_columns(x[..., -1].mean(0), self._group, Content.DENSE)
-        logits = rows @ self.weight.to(rows.dtype).T
+        # Predictions need no gradients.
+        rows, _ = gather_columns(x.detach()[..., -1].mean(0), self._group, Content.DENSE)
+        logits = rows @ self.weight.detach().to(rows.dtype).T
         if self._tokens is not None and self._tokens.rank < self._tokens.size - 1:
             logits = torch.zeros_like(logits)
         if self._group.size == 1:
@@ -148,7 +146,10 @@ class _CrossEntropy(Function):
             of_logits *= grad[span].unsqueeze(1)
             narrow = of_logits.to(kernel.dtype)
             torch.matmul(narrow, kernel, out=of_rows[span])
-            of_weight += narrow.T @ whole[span]
+            if kernel.dtype == of_weight.dtype:
+                of_weight.addmm_(narrow.T, whole[span])
+            else:
+                of_weight += narrow.T @ whole[span]
         return sum_and_scatter_columns(of_rows, ctx.group)(), None, of_weight, None, None, None
 
 

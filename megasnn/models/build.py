@@ -241,6 +241,8 @@ def _sources_of(layers: Sequence[Layer], task: Task) -> list[tuple[int, ...]]:
             # A layer may have this name, too.
             numbers.setdefault(TARGET, task.target_number)
         for name in layer.takes:
+            if name == TARGET and name not in numbers:
+                raise ValueError(f"{layer.name} takes {name!r}: only the last layer may take what the model learns")
             if name not in numbers:
                 raise ValueError(f"{layer.name} takes {name!r}; inputs and earlier layers are {', '.join(numbers)}")
         if layer.name in input_names.values():

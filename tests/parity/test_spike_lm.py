@@ -86,7 +86,7 @@ MATRIX: dict[str, tuple[int, str, dict[str, Any]]] = {
     "weights 2": (2, "learned", {"weight_parallel_size": 2, "micro_batch_size": 4}),
     "zero 1": (2, "learned", {"use_distributed_optimizer": True}),
     "recompute tp2": (2, "tied", {"tensor_model_parallel_size": 2, "recompute": "always"}),
-    "cp2 samples": (2, "learned", {"context_parallel_size": 2, "context_parallel_cut": "samples", "micro_batch_size": 4}),
+    "cp2 samples": (2, "learned", {"context_parallel_size": 2, "micro_batch_size": 4}),
 }
 
 

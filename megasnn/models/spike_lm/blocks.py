@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasnn.layers import ParallelConv, SpikingNeuron
 from megasnn.layers.attention import own_heads
 from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.conv import Style
 from megasnn.layers.init import trunc_normal, zeros
 from megasnn.layers.layer_norm import ParallelLayerNorm
 from megasnn.layers.neuron import State
@@ -88,7 +88,17 @@ class MLPHalf(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.neuron(self.norm(x)))))
 
 
-def _product(inputs: int, outputs: int, style: str, context: BuildContext, blocks: int = 1) -> ParallelConv:
+def _product(inputs: int, outputs: int, style: Style, context: BuildContext, blocks: int = 1) -> ParallelConv:
     """A linear layer for each token."""
-    options = {"bias": True, "initialise": trunc_normal, "initialise_bias": zeros}
-    return ParallelConv(inputs, outputs, 1, context, dims=1, style=style, blocks=blocks, **options)
+    return ParallelConv(
+        inputs,
+        outputs,
+        1,
+        context,
+        initialise=trunc_normal,
+        style=style,
+        bias=True,
+        dims=1,
+        blocks=blocks,
+        initialise_bias=zeros,
+    )
