@@ -22,6 +22,7 @@ from megasnn.common.recompute import Cache, recording
 from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.context import BuildContext
 from megasnn.layers.tensors import materialise
+from megasnn.layers.token_context import own_tokens
 from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.models.description import ModelDescription
 from megasnn.parallel.agreement import broadcast_result
@@ -80,6 +81,8 @@ def profile_layers(
     """
     inputs = {name: x.to(device) for name, x in description.task.examples(samples, context.numerics.dtype).items()}
     targets = description.task.example_targets(samples, context.numerics.dtype).to(device)
+    if context.token_group is not None:
+        targets = own_tokens(targets, context.token_group)
     micro = MicroBatchInput(inputs, targets, samples, range(samples))
     bounds = [range(number, number + 1) for number in range(len(description.layers))]
     casts = CastWeights()

@@ -47,13 +47,13 @@ class SpikeLM(Model):
     def inputs(self) -> Mapping[str, ArraySpec]:
         from megasnn.models.arrays import ArraySpec
 
-        return {"tokens": ArraySpec((self.seq_length,), "int", below=self.vocab_size)}
+        return {"tokens": ArraySpec((self.seq_length,), "int", below=self.vocab_size, over_tokens=True)}
 
     @property
     def target(self) -> ArraySpec:
         from megasnn.models.arrays import ArraySpec
 
-        return ArraySpec((self.seq_length,), "int", below=self.vocab_size)
+        return ArraySpec((self.seq_length,), "int", below=self.vocab_size, over_tokens=True)
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
         loss: Tensor = output["loss"][0]
