@@ -136,3 +136,9 @@ def test_a_prediction_is_the_mean_logits_behind_the_last_token(name: str) -> Non
     with Engine(model, **FLAGS, lr=1e-2, train_iters=1) as engine:
         logits = plain.stream(model, engine.state_dict(), tokens)[:, :, -1].mean(0)
         torch.testing.assert_close(engine.predict(tokens), logits, rtol=1e-12, atol=1e-14)
+
+
+def test_a_last_chunk_without_layers_cannot_take_the_targets() -> None:
+    flags = {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_model_parallel_layout": "7|0"}
+    with pytest.raises(ValueError, match="head takes the targets"):
+        Engine(LEARNED, **FLAGS, lr=1e-2, train_iters=1, **flags)
