@@ -136,6 +136,8 @@ class ParallelConv(WeightedLayer):
         self.groups = groups
         self.padding_mode = padding_mode
         self._kernel = torch.Size(kernel)
+        takes_each_pixel = max(*kernel, *geometry.stride, pool) == 1 and self.edges is None
+        self.mixes_tokens = not takes_each_pixel or any(geometry.padding)
         # `options.products` may have another geometry, without padding rows.
         self._geometry = geometry
         self._rows = context.row_group

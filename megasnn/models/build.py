@@ -20,9 +20,10 @@ from megasnn.layers.neuron import NeuronLayer, ParallelNeuron
 from megasnn.layers.plain.by_channel import ChannelWatch, cuts_by_shape, may_be_cut
 from megasnn.layers.plain.initial_values import without_memory
 from megasnn.layers.plain.network import convert_network, why_whole
-from megasnn.layers.plain.refusals import is_plain, refuse_mixed_rows, require_supported
+from megasnn.layers.plain.refusals import is_plain, refuse_mixed_rows, refuse_mixed_tokens, require_supported
 from megasnn.layers.plain.replicated import plain_layer
 from megasnn.layers.tensors import described_tensors, initialise_further, sharded_tensors
+from megasnn.layers.token_context import shared_tokens
 from megasnn.models.description import (
     DRY_SAMPLES,
     Built,
@@ -151,12 +152,14 @@ def build(
         ValueError: names a layer that cannot be computed alike on this layout.
     """
     context = replace(context, neuron=neuron, time_steps=model.time_steps)
+    task = task_of(model)
+    if context.token_group is not None:
+        shared_tokens(task.tokens, context.token_group.size)
     layers, ties = _separated(model, context)
     if single_rank_layers is not None:
         _refuse_made_before(single_rank_layers, layers)
     # A layer that cannot be cut is made a second time, for one rank.
     whole_layers = cache(lambda: _separated(model, context.replicated())[0])
-    task = task_of(model)
     outputs: dict[int, _Output] = {}
     for number, name in task.input_names.items():
         spec = task.inputs[name]
@@ -317,6 +320,7 @@ def _made(layer: Layer, context: BuildContext) -> nn.Module:
             else:
                 require_supported(module, "inside")
             refuse_mixed_rows(module, context)
+            refuse_mixed_tokens(module, context)
         except (ValueError, RuntimeError) as error:
             # torch raises RuntimeError for modules without sizes.
             raise ValueError(f"{layer.name}: {error}") from error

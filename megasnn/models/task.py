@@ -52,6 +52,21 @@ class Task:
     def target_spec(self) -> ArraySpec:
         return self.inputs[self.target] if isinstance(self.target, str) else self.target
 
+    @property
+    def tokens(self) -> int:
+        """Tokens in each sample's inputs and target. Raises ValueError without them, or for different numbers."""
+        lengths = []
+        for name, spec in {**self.inputs, "target": self.target_spec}.items():
+            if not spec.over_tokens:
+                raise ValueError(
+                    f"--context-parallel-cut tokens needs tokens in every input and in the target, and {name} "
+                    f"{[*spec.shape]} has none: use samples, or declare ArraySpec(..., over_tokens=True)"
+                )
+            lengths.append(spec.shape[-1])
+        if len(set(lengths)) > 1:
+            raise ValueError(f"--context-parallel-cut tokens needs equally many tokens in all arrays, got {lengths}")
+        return lengths[0]
+
     def examples(self, samples: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Random inputs to measure layers with, equal in every call."""
         draws = torch.Generator().manual_seed(0)

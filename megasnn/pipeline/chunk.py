@@ -22,6 +22,7 @@ from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.row_context import own_pixel_rows
 from megasnn.layers.shape_inference import to_channels_last
 from megasnn.layers.tensors import described_tensors, materialise, sharded_tensors
+from megasnn.layers.token_context import own_tokens
 from megasnn.models.description import Built, Carried, ModelDescription
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.pipeline.graphs import Capture, ChunkGraphs, why_not
@@ -122,6 +123,7 @@ class PipelineChunk(nn.Module):
             self.without_spikes = last.graph_only
         self._context = context
         self._rows = context.row_group
+        self._tokens = context.token_group
 
     def capture_graphs(self, capture: Capture) -> None:
         """Runs training steps as CUDA graphs from now on. Raises ValueError for an unsupported layer."""
@@ -164,7 +166,11 @@ class PipelineChunk(nn.Module):
             for carried in self.receives:
                 name = self._input_names[carried.layer]
                 frames = self._input_specs[name].frames(named_inputs[name])
-                x.append(frames if self._rows is None else own_pixel_rows(frames, self._rows))
+                if self._rows is not None:
+                    frames = own_pixel_rows(frames, self._rows)
+                elif self._tokens is not None:
+                    frames = own_tokens(frames, self._tokens)
+                x.append(frames)
         if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
             y = self.graphs.apply(x, samples, micro_batch)
             x.clear()

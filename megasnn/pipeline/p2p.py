@@ -98,6 +98,7 @@ class Boundaries:
         learns: dict[int, bool] = {}  # by number of the layer; -1, -2, ... are the inputs of the model
         by_rows: dict[int, bool] = {}  # images that context-parallel ranks divide by rows
         task = description.task
+        self._length = 0 if context.token_group is None else task.tokens
         for number, name in task.input_names.items():
             spec = task.inputs[name]
             frames = spec.frames(spec.empty(DRY_SAMPLES, context.numerics.dtype))
@@ -117,9 +118,14 @@ class Boundaries:
                 self._add(number, key, TensorSpec(tuple(entry.shape), entry.dtype, content, learning), by_rows[number])
 
     def _add(self, number: int, key: EntryKey, spec: TensorSpec, by_rows: bool) -> None:
-        """Adds this rank's part: a dry-run tensor has whole images."""
+        """Adds this rank's part: a dry-run tensor has whole images or sequences."""
         rows = self._context.row_group
+        tokens = self._context.token_group
         shape = spec.shape
+        if tokens is not None:
+            if len(shape) < 3 or shape[-1] != self._length:
+                return
+            shape = (*shape[:-1], len(own_span(self._length, tokens.sizes, tokens.rank)))
         if rows is not None and len(shape) >= 4:
             if not by_rows or len(shape) != self._image_dims:
                 return
