@@ -1,4 +1,4 @@
-"""Transfers between pipeline ranks: spikes as bits, counts as bytes, all other tensors dense.
+"""Transfers between pipeline ranks: spikes as bits, ternary ones as two, counts as bytes, all other tensors dense.
 
 Both ends know every boundary tensor's shape, type, content and gradient from the dry run. So receives are posted
 early, and no host waits for another. Channels are last on the wire, too (megasnn/layers/shape_inference.py), so a
@@ -43,7 +43,7 @@ class TensorSpec:
     """A tensor between two stages.
 
     Attributes:
-        content: packing: bits, bytes, or dense values.
+        content: packing: one bit, two bits, bytes, or dense values.
         learns: the receiver returns a gradient.
     """
 
@@ -61,8 +61,8 @@ class TensorSpec:
 
         Raises ValueError for values that do not fit; a step notes them instead.
         """
-        if self.content is Content.SPIKES and is_channels_last(tensor):
-            bits = bits_of(tensor)
+        if self.content.is_bits and is_channels_last(tensor):
+            bits = bits_of(tensor, self.content)
             if bits is not None:
                 return bits
         values = tensor.detach()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megasnn.common.bundle import entries_of
 from megasnn.common.memory import AllocationCounter
 from megasnn.common.recompute import Cache, recording
-from megasnn.kernels.spike_codec import bits_of, remember_bits
+from megasnn.kernels.spike_codec import share_bits
 from megasnn.layers.context import BuildContext
 from megasnn.layers.tensors import materialise
 from megasnn.layers.token_context import own_tokens
@@ -253,9 +253,7 @@ class _Trial:
 
 
 def _copied(x: Tensor) -> Tensor:
-    bits = bits_of(x)
-    copy = x.detach().clone().requires_grad_(x.requires_grad)
-    return remember_bits(copy, None if bits is None else bits.clone())
+    return share_bits(x, x.detach().clone().requires_grad_(x.requires_grad), own_memory=True)
 
 
 def now(device: torch.device) -> float:
