@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megasnn.kernels.spike_codec import COUNTS as COUNTS
     from megasnn.kernels.spike_codec import DENSE as DENSE
     from megasnn.kernels.spike_codec import SPIKES as SPIKES
+    from megasnn.kernels.spike_codec import TERNARY as TERNARY
     from megasnn.kernels.spike_codec import Content as Content
     from megasnn.layers import BuildContext as BuildContext
     from megasnn.layers import CausalAttention as CausalAttention
@@ -84,7 +85,7 @@ _NAMES = {
     "megasnn.common.files": "CheckpointError",
     "megasnn.export.trained_model": "TrainedModel load_model",
     "megasnn.kernels": "NeuronSpec",
-    "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES Content",
+    "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES TERNARY Content",
     "megasnn.layers": (
         "BuildContext CausalAttention CausalSpikingAttention ConvNormNeuron DropPath MaxPool MeanLinear "
         "MeanOverSpace NeuronConvNorm "

@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,8 @@ class Engine:
             indices = torch.arange(samples)
             with self._averaged_weights():
                 for batch in self.batches.for_evaluation(named, indices, samples):
-                    distributed.evaluate(self.batches.micro_batches(batch, trains=False), fill)
+                    micro_batches = self.batches.micro_batches(batch, trains=False)
+                    distributed.evaluate([replace(each, predicts=True) for each in micro_batches], fill)
             # Each row is an answer on one rank and zeros on all others, so that the sum joins them. Of ranks that
             # divide tokens, each has its part of the answer.
             return distributed.sum_over_replicas(answers).cpu()

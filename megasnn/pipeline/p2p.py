@@ -1,4 +1,4 @@
-"""Transfers between pipeline ranks: spikes as bits, counts as bytes, all other tensors dense.
+"""Transfers between pipeline ranks: spikes as bits, ternary ones as two, counts as bytes, all other tensors dense.
 
 Both ends know every boundary tensor's shape, type, content and gradient from the dry run. So receives are posted
 early, and no host waits for another. Channels are last on the wire, too (megasnn/layers/shape_inference.py), so a
@@ -43,7 +43,7 @@ class TensorSpec:
     """A tensor between two stages.
 
     Attributes:
-        content: packing: bits, bytes, or dense values.
+        content: packing: one bit, two bits, bytes, or dense values.
         learns: the receiver returns a gradient.
     """
 
@@ -61,8 +61,8 @@ class TensorSpec:
 
         Raises ValueError for values that do not fit; a step notes them instead.
         """
-        if self.content is Content.SPIKES and is_channels_last(tensor):
-            bits = bits_of(tensor)
+        if self.content.is_bits and is_channels_last(tensor):
+            bits = bits_of(tensor, self.content)
             if bits is not None:
                 return bits
         values = tensor.detach()
@@ -107,6 +107,8 @@ class Boundaries:
             learns[number] = False
             by_rows[number] = True
             self._add(number, None, TensorSpec(tuple(frames.shape), frames.dtype), True)
+        learns[task.target_number] = False
+        by_rows[task.target_number] = True
         for number, (layer, described) in enumerate(zip(built, description.layers, strict=True)):
             has_gradient = any(tensor.requires_grad for tensor in tensors_of(layer.module))
             learns[number] = has_gradient or any(learns[source] for source in described.inputs)
