@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megasnn.kernels.numba.coefficients import repeated
 from megasnn.kernels.numba.jit import kernel, part
 from megasnn.kernels.numba.loops import fold
 from megasnn.kernels.numba.time_loop import LANES, back, fire_run
@@ -141,14 +142,14 @@ def pool_row_backward(g, tap, middle, columns, g_image):
 
 
 @kernel
-def fire_pooled(x, above, norm, spikes, bits, p, first, last):
+def fire_pooled(x, above, coefficients, spikes, bits, p, width, first, last):
     """Spikes `[T, N * Ho * Wo * C]` of `x [X, N, H, W, C]`; a work slice is one output row in one sample.
 
-    `norm [3, Wo * C]`; `above` is the image row in the first windows' middle.
+    `width`: Wo * C; `above` is the image row in the first windows' middle.
     """
     input_steps = x.shape[0]
     channels = x.shape[4]
-    width = norm.shape[1]
+    norm = repeated(coefficients, 2, width, x)
     rows = (x.shape[2] - above + 1) // 2
     y = np.empty((input_steps, width), x.dtype)
     columns = np.empty((2, width // channels, channels), x.dtype)
@@ -161,12 +162,12 @@ def fire_pooled(x, above, norm, spikes, bits, p, first, last):
 
 
 @kernel
-def pooled_backward(x, above, g_spikes, norm, g_y, sums, p, first, last):
+def pooled_backward(x, above, g_spikes, coefficients, g_y, sums, p, width, first, last):
     """As `loops.block_backward`, with `g_y` shaped like `x [X, N, H, W, C]`."""
     # A slice of work is one sample, because the windows of neighbouring output rows share inputs.
     input_steps = x.shape[0]
     channels = x.shape[4]
-    width = norm.shape[1]
+    norm = repeated(coefficients, 3, width, x)
     rows = (x.shape[2] - above + 1) // 2
     scratch = np.empty((2 * g_spikes.shape[0], LANES), x.dtype)
     g_pooled = np.empty((input_steps, width), x.dtype)
