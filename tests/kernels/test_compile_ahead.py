@@ -28,7 +28,8 @@ from megasnn.models.model import Model
 from tests.forking import forking
 
 KERNELS = (
-    coefficients.fold_slices, coefficients.norm_coefficients, loops.slice_statistics, loops.merge, loops.fire_block, loops.block_backward, loops.norm_input_gradient,
+    coefficients.fold_slices, coefficients.norm_coefficients, loops.slice_statistics, loops.merge,
+    loops.fire_block, loops.block_backward, loops.norm_input_gradient,
     pool.fire_pooled, pool.pooled_backward,
 )  # fmt: skip
 SECONDS = 30
