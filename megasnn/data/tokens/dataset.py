@@ -112,10 +112,10 @@ def open_token_datasets(config: DataConfig, shape: TokenShape, evaluates: bool =
     tokenizer = open_tokenizer(config.tokenizer)
     valid_path = config.valid_data_path or (SAMPLE if config.data_path == SAMPLE else None)
     found: dict[str, PreparedTokens] = {}
-    if valid_path:
-        found["valid"] = open_tokens(valid_path, "--valid-data-path", tokenizer, is_held_out=True)
     if not (evaluates and config.valid_data_path):
         found["train"] = open_tokens(config.data_path, "--data-path", tokenizer)
+    if valid_path:
+        found["valid"] = open_tokens(valid_path, "--valid-data-path", tokenizer, is_held_out=True)
     _require_one_tokenizer(list(found.values()))
     datasets = {name: TokenDataset(each, shape) for name, each in found.items()}
     units = {name: TextUnits(shape.length, each.bytes_per_token) for name, each in found.items()}
