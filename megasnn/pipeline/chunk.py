@@ -130,7 +130,7 @@ class PipelineChunk(nn.Module):
             if reason:
                 raise ValueError(f"{name} cannot have CUDA graphs: {reason}; use --cuda-graphs off")
         if len(self.layers):
-            self.graphs = ChunkGraphs(self.layers, self._run, self.weight_gradients, capture)
+            self.graphs = ChunkGraphs(self.layers, self.forward, self.weight_gradients, capture)
 
     def part(self, bounds: Sequence[range], index: int) -> PipelineChunk:
         """Chunk from a finer division, inside this chunk. Shares its layers."""
@@ -143,7 +143,7 @@ class PipelineChunk(nn.Module):
         x: Tensor | Mapping[str, Tensor] | list[Tensor],
         samples: range | None = None,
         goes_on: bool = False,
-        micro_batch: int = 0,
+        micro_batch: int | None = None,
     ) -> Any:
         """Computes the layers for one micro-batch.
 
@@ -152,33 +152,25 @@ class PipelineChunk(nn.Module):
                 name, or a single input.
             samples: positions in the whole training, for dropout.
             goes_on: a later window with the last forward's samples (--bptt-steps).
-            micro_batch: number in the step.
+            micro_batch: number in the step; None runs without CUDA graphs.
         Returns:
             Tensors for `hands_on`; the last chunk returns the model's output.
         """
         if not goes_on and self._stateful:
             self.forget()
-        if not isinstance(x, list):
-            named_inputs = {self._input_names[-1]: x} if isinstance(x, Tensor) else x
-            x = []
-            for carried in self.receives:
-                name = self._input_names[carried.layer]
-                frames = self._input_specs[name].frames(named_inputs[name])
-                x.append(frames if self._rows is None else own_pixel_rows(frames, self._rows))
-        if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
-            y = self.graphs.apply(x, samples, micro_batch)
-            x.clear()
-            return y
-        return self._run(x, samples, goes_on)
-
-    def _run(self, received: list[Tensor], samples: range | None, goes_on: bool = False) -> Any:
+        received = x if isinstance(x, list) else self._frames_of(x)
+        if self.graphs is not None and micro_batch is not None and torch.is_grad_enabled():
+            if self.graphs.has(micro_batch):
+                y = self.graphs.apply(received, samples, micro_batch)
+                received.clear()
+                return y
         call = self._called_in_trace if is_traced() else self._called
         with self._explained_layer, self._drawing(samples):
             if self._is_chain:
-                x: Bundle = received.pop()
+                output: Bundle = received.pop()
                 for each in self._calls:
-                    x = call(each, [x], samples, goes_on)
-                return x if self.is_last else [x]
+                    output = call(each, [output], samples, goes_on)
+                return output if self.is_last else [output]
             outputs = _unpacked(self.receives, received)
             received.clear()
             for each in self._calls:
@@ -191,6 +183,16 @@ class PipelineChunk(nn.Module):
             (output,) = outputs.values()
             return output
         return [entries_of(outputs[each.layer])[each.key] for each in self.hands_on]
+
+    def _frames_of(self, inputs: Tensor | Mapping[str, Tensor]) -> list[Tensor]:
+        """The model's inputs as layers take them; on ranks that divide rows, this rank's."""
+        named_inputs = {self._input_names[-1]: inputs} if isinstance(inputs, Tensor) else inputs
+        found = []
+        for carried in self.receives:
+            name = self._input_names[carried.layer]
+            frames = self._input_specs[name].frames(named_inputs[name])
+            found.append(frames if self._rows is None else own_pixel_rows(frames, self._rows))
+        return found
 
     def _called(self, each: _LayerCall, inputs: list[Bundle], samples: range | None, goes_on: bool) -> Bundle:
         """A layer's output in the order of its dry run, with channels last in memory."""
