@@ -243,9 +243,9 @@ class PipelineChunk(nn.Module):
     def sharded_tensors(self) -> list[ShardedTensor]:
         return list(sharded_tensors(self.named_layers()))
 
-    def copied_tensors(self) -> list[ShardedTensor]:
-        """Tied tensors with an owner in another layer."""
-        return [entry for entry in described_tensors(self.named_layers()) if entry.is_copy]
+    def described_tensors(self) -> list[ShardedTensor]:
+        """Own tensors, then copies: tied tensors with an owner in another layer."""
+        return sorted(described_tensors(self.named_layers()), key=lambda entry: entry.is_copy)
 
 
 def _unpacked(carried: Sequence[Carried], tensors: Sequence[Tensor]) -> dict[int, Bundle]:
