@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megasnn.kernels.spike_codec import COUNTS as COUNTS
     from megasnn.kernels.spike_codec import DENSE as DENSE
     from megasnn.kernels.spike_codec import SPIKES as SPIKES
+    from megasnn.kernels.spike_codec import TERNARY as TERNARY
     from megasnn.kernels.spike_codec import Content as Content
     from megasnn.layers import BuildContext as BuildContext
     from megasnn.layers import ConvNormNeuron as ConvNormNeuron
@@ -82,7 +83,7 @@ _NAMES = {
     "megasnn.common.files": "CheckpointError",
     "megasnn.export.trained_model": "TrainedModel load_model",
     "megasnn.kernels": "NeuronSpec",
-    "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES Content",
+    "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES TERNARY Content",
     "megasnn.layers": (
         "BuildContext ConvNormNeuron DropPath MaxPool MeanLinear MeanOverSpace NeuronConvNorm "
         "ParallelBatchNorm ParallelConv ParallelDropout ParallelLinear "

@@ -188,12 +188,13 @@ class PipelineExecutor:
         step = self._step
         micro = step.micro_batches[key[1]]
         x = step.begin_graph(key)
+        targets = None if micro.predicts else micro.targets
         # `segment.forward`, not `segment`: a call of the module would look for hooks, and a segment has none.
         if micro.is_padding:
             with not_counting():
-                y = segment.forward(x, micro.samples, micro.goes_on, key[1])
+                y = segment.forward(x, micro.samples, micro.goes_on, key[1], targets)
         else:
-            y = segment.forward(x, micro.samples, micro.goes_on, key[1])
+            y = segment.forward(x, micro.samples, micro.goes_on, key[1], targets)
         if not segment.is_last:
             step.await_gradients(key, y)
             step.hand_on(key, y, key[0] + 1 in self._segments)
@@ -212,7 +213,7 @@ class PipelineExecutor:
         step.stashed[key] = stashed
         micro = step.micro_batches[key[1]]
         with recording(stashed.collected):
-            y = segment.forward(step.begin_graph(key), micro.samples, micro.goes_on)
+            y = segment.forward(step.begin_graph(key), micro.samples, micro.goes_on, targets=micro.targets)
         if segment.is_last:
             step.losses.append(self._loss(y, micro.targets, False).detach())
         else:
@@ -227,7 +228,7 @@ class PipelineExecutor:
         micro = step.micro_batches[key[1]]
         # The last neurons need not fire: their spikes have left the segment.
         with segment.explained, segment.without_spikes(), replaying(stashed.collected):
-            y = segment.forward(step.begin_graph(key), micro.samples, micro.goes_on)
+            y = segment.forward(step.begin_graph(key), micro.samples, micro.goes_on, targets=micro.targets)
             if segment.is_last:
                 step.ends[key] = self._loss(y, micro.targets, True)
             else:
