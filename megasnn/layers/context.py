@@ -119,6 +119,7 @@ class BuildContext:
         dim: int | None = None,
         blocks: int = 1,
         *,
+        even: bool = True,
         initialise: Initialiser,
         partial_gradient: bool = False,
     ) -> Shard:
@@ -126,12 +127,12 @@ class BuildContext:
 
         Args:
             dim: dimension that tensor parallelism divides; None for none.
-            blocks: see `megasnn.parallel.sharding.Cut`.
+            blocks, even: see `megasnn.parallel.sharding.Cut`.
             partial_gradient: a tensor-parallel rank's gradient is from its own channels only.
         """
         cuts: tuple[tuple[Axis, Cut], ...] = ()
         if dim is not None and not self.is_whole:
-            cuts = (("tp", Cut(dim, blocks)),)
+            cuts = (("tp", Cut(dim, blocks, even)),)
         is_partial = partial_gradient and self.tp.size > 1
         return Shard(global_shape, cuts, self.state.coordinates, is_partial, initialise)
 

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from megasnn.common.bundle import Bundle, EntryKey
 from megasnn.kernels.neuron_spec import NeuronSpec
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers.context import BuildContext
-from megasnn.layers.shape_inference import content_of
 from megasnn.parallel.sharding import ShardedTensor
 
 if TYPE_CHECKING:
@@ -51,10 +50,6 @@ class EntryDescription:
     content: Content
     shape: tuple[int, ...]
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> EntryDescription:
-        return cls(content_of(tensor), tuple(tensor.shape))
-
 
 @dataclass(frozen=True)
 class LayerDescription:
@@ -63,7 +58,7 @@ class LayerDescription:
     Attributes:
         layer_group: see `megasnn.layers.layer.Layer`.
         entries: output tensors; the key None means a single tensor.
-        inputs: its sources' numbers; -1, -2 and so on are the model's inputs.
+        inputs: its sources' numbers; -1, -2 and so on are the model's inputs, and the number behind them the target.
         parameters: number of elements.
         operations: multiply-adds per sample in convolutions, linear layers and matrix products. An image shown at all
             time steps counts once.
@@ -176,6 +171,8 @@ class ModelDescription:
         needed: set[int] = set()
         for each in self.layers[stop:]:
             needed.update(source for source in each.inputs if source < stop)
+        # The last stage has the targets itself.
+        needed.discard(self.task.target_number)
         # After the last layer, the loss needs its output.
         return sorted(needed) or [len(self.layers) - 1]
 

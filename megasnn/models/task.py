@@ -19,6 +19,8 @@ from megasnn.models.losses import correct_predictions
 
 _TOP = {"top1": 1, "top5": 5}
 _REDUCED = (torch.bfloat16, torch.float16)
+TARGET = "target"
+"""In a layer's `takes`, the target that is no input. Only the last layer may take it, because the last stage has it."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class Task:
         return {-1 - position: name for position, name in enumerate(self.inputs)}
 
     @property
+    def target_number(self) -> int:
+        """The target's number among a layer's sources, behind the inputs'."""
+        return -1 - len(self.inputs)
+
+    @property
     def target_spec(self) -> ArraySpec:
         return self.inputs[self.target] if isinstance(self.target, str) else self.target
 
@@ -71,6 +78,11 @@ class Task:
         """Random inputs to measure layers with, equal in every call."""
         draws = torch.Generator().manual_seed(0)
         return {name: each.examples(samples, draws).to(each.type_for(dtype)) for name, each in self.inputs.items()}
+
+    def example_targets(self, samples: int, dtype: torch.dtype) -> Tensor:
+        """Random targets, equal in every call."""
+        draws = torch.Generator().manual_seed(1)
+        return self.target_spec.examples(samples, draws).to(self.target_spec.type_for(dtype))
 
     def summed_loss(self, named: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
         """(output, target) -> the samples' summed loss. `named` is --loss, used without a loss in the model."""

@@ -83,6 +83,7 @@ class MicroBatchInput:
         samples: positions in the whole training, for dropout.
         goes_on: a later window with the previous micro-batch's samples; neurons continue from their state.
         is_padding: an evaluation drops the output; other replicas have one micro-batch more.
+        predicts: targets are the samples' indices, and no layer takes them.
         left_out: sample indices that an evaluation does not count.
     """
 
@@ -93,6 +94,7 @@ class MicroBatchInput:
     # Neurons continue from their state: every schedule runs a segment's forwards in ascending order.
     goes_on: bool = False
     is_padding: bool = False
+    predicts: bool = False
     left_out: frozenset[int] = frozenset()
     whole: int = 0
 
@@ -142,8 +144,10 @@ class StepState:
         self.weight_gradients.clear()
         self.losses.clear()
 
-    def entered(self, key: ActionKey) -> list[Tensor]:
-        """Takes inputs of a segment after the first, and begins its graph with them."""
+    def begin_graph(self, key: ActionKey) -> Any:
+        """A segment's inputs, with which its graph begins: the micro-batch's, or a list for a later segment."""
+        if key[0] == 0:
+            return self.micro_batches[key[1]].inputs
         xs = self.inputs.pop(key)
         before = key[0] - 1, key[1]
         learning = [index for index, x in enumerate(xs) if x.requires_grad]

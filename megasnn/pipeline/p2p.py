@@ -107,6 +107,8 @@ class Boundaries:
             learns[number] = False
             by_rows[number] = True
             self._add(number, None, TensorSpec(tuple(frames.shape), frames.dtype), True)
+        learns[task.target_number] = False
+        by_rows[task.target_number] = True
         for number, (layer, described) in enumerate(zip(built, description.layers, strict=True)):
             has_gradient = any(tensor.requires_grad for tensor in tensors_of(layer.module))
             learns[number] = has_gradient or any(learns[source] for source in described.inputs)
