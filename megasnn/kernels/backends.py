@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from megasnn.common.registry import Registry, later
 from megasnn.kernels.neuron_spec import (
     COMPILED_NEURONS,
-    FUSED_CHARGES,
     FUSED_SURROGATES,
     NEURONS,
     SURROGATES,
@@ -77,10 +76,10 @@ BACKENDS: Registry[NeuronBackend] = Registry(
         ),
         "triton": NeuronBackend(
             "kernels compiled for NVIDIA GPUs",
-            FUSED_CHARGES,
+            COMPILED_NEURONS,
             FUSED_SURROGATES,
             later("megasnn.kernels.triton.norm_neuron:TritonNormNeuron"),
-            later("megasnn.kernels.triton.neuron:TritonNeuron"),
+            later("megasnn.kernels.triton.neuron:neuron_kernels"),
             later("megasnn.kernels.triton.available:why_unusable"),
         ),
     },
