@@ -5,30 +5,14 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.layers import ParallelConv, SpikingNeuron
+from megasnn.layers import NeuronLayer, ParallelConv
 from megasnn.layers.attention import own_heads
+from megasnn.layers.bispike import ParallelBiSpike
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import Style
 from megasnn.layers.init import trunc_normal, zeros
 from megasnn.layers.layer_norm import ParallelLayerNorm
-from megasnn.layers.neuron import State
-
-
-class _BiSpike(SpikingNeuron):
-    """Stand-in."""
-
-    def __init__(self, channels: int, context: BuildContext | None = None) -> None:
-        super().__init__(channels, context, largest=None)
-
-    def charge(self, x: Tensor, state: State) -> Tensor:
-        return state["v"] + x
-
-    def fire(self, h: Tensor, state: State) -> Tensor:
-        scaled = h.clamp(-1.0, 1.0)
-        return (scaled.round() - scaled).detach() + scaled
-
-    def reset(self, h: Tensor, spikes: Tensor, state: State) -> State:
-        return {"v": 0.25 * h * (1.0 - spikes.detach())}
+from megasnn.layers.neuron import make_neuron
 
 
 class _Attention(nn.Module):
@@ -60,13 +44,13 @@ class AttentionHalf(nn.Module):
         context = context_for(context)
         local_heads = own_heads(dim, num_heads, context.tp.size)
         self.norm = ParallelLayerNorm(dim, context)
-        self.neuron = _BiSpike(dim, context)
+        self.neuron = make_neuron(None, context)
         self.qkv = _product(dim, 3 * dim, "column", context, blocks=3)
         self.attention = _Attention(local_heads)
         self.projection = _product(dim, dim, "row", context)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.projection(self.attention(self.qkv(self.neuron(self.norm(x)))))
+        return x + self.projection(self.attention(_product_of_spikes(self.neuron, self.qkv, self.norm(x))))
 
 
 class MLPHalf(nn.Module):
@@ -80,12 +64,12 @@ class MLPHalf(nn.Module):
         super().__init__()
         context = context_for(context)
         self.norm = ParallelLayerNorm(dim, context)
-        self.neuron = _BiSpike(dim, context)
+        self.neuron = make_neuron(None, context)
         self.fc1 = _product(dim, hidden, "column", context)
         self.fc2 = _product(hidden, dim, "row", context)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.fc2(F.gelu(self.fc1(self.neuron(self.norm(x)))))
+        return x + self.fc2(F.gelu(_product_of_spikes(self.neuron, self.fc1, self.norm(x))))
 
 
 def _product(inputs: int, outputs: int, style: Style, context: BuildContext, blocks: int = 1) -> ParallelConv:
@@ -102,3 +86,13 @@ def _product(inputs: int, outputs: int, style: Style, context: BuildContext, blo
         blocks=blocks,
         initialise_bias=zeros,
     )
+
+
+def _product_of_spikes(neuron: NeuronLayer, product: ParallelConv, x: Tensor) -> Tensor:
+    """The product of a neuron's spikes, which stay without amplitude until they are multiplied, plus the bias."""
+    spikes = neuron(x)
+    if not isinstance(neuron, ParallelBiSpike):
+        return product(spikes)
+    y = neuron.scaled(product(spikes, add_bias=False))
+    assert product.bias is not None
+    return y + product.bias.to(y.dtype).view(-1, 1)

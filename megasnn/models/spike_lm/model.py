@@ -7,9 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from megasnn.config.checks import Positive, Size
+from pydantic.dataclasses import dataclass as config_dataclass
+
+from megasnn.common.files import STRICT
+from megasnn.config.checks import Positive, Size, flag
+from megasnn.config.neuron import NeuronConfig
+from megasnn.kernels import NEURONS
 from megasnn.models.model import Model
 
 if TYPE_CHECKING:
@@ -19,12 +24,20 @@ if TYPE_CHECKING:
     from megasnn.models.arrays import ArraySpec
 
 
+@config_dataclass(frozen=True, config=STRICT)
+class SpikeLMNeuronConfig(NeuronConfig):
+    """Defaults of SpikeLM's neuron."""
+
+    neuron: Annotated[str, NEURONS] = "bispike"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpikeLM(Model):
     """SpikeLM's dimensions; the defaults are a small model for a byte-level tokenizer."""
 
     name = "spike_lm"
     marker = "blocks.0.attention.qkv.bias"
+    neuron: ClassVar[type[NeuronConfig]] = SpikeLMNeuronConfig
 
     embed_dim: Size = 256
     """Channels of the stream."""
@@ -64,6 +77,10 @@ class SpikeLM(Model):
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
+        for field in ("image_size", "in_channels", "num_classes"):
+            value = getattr(self, field)
+            if value != getattr(Model, field):
+                wrong.append(f"{flag(field)} {value}: {self.name} takes tokens and gives words; leave it out")
         if self.embed_dim % self.num_heads:
             wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of --num-heads {self.num_heads}")
         return wrong
