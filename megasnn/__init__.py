@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from megasnn.kernels.spike_codec import TERNARY as TERNARY
     from megasnn.kernels.spike_codec import Content as Content
     from megasnn.layers import BuildContext as BuildContext
+    from megasnn.layers import CausalAttention as CausalAttention
+    from megasnn.layers import CausalSpikingAttention as CausalSpikingAttention
     from megasnn.layers import ConvNormNeuron as ConvNormNeuron
     from megasnn.layers import DropPath as DropPath
     from megasnn.layers import MaxPool as MaxPool
@@ -85,7 +87,8 @@ _NAMES = {
     "megasnn.kernels": "NeuronSpec",
     "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES TERNARY Content",
     "megasnn.layers": (
-        "BuildContext ConvNormNeuron DropPath MaxPool MeanLinear MeanOverSpace NeuronConvNorm "
+        "BuildContext CausalAttention CausalSpikingAttention ConvNormNeuron DropPath MaxPool MeanLinear "
+        "MeanOverSpace NeuronConvNorm "
         "ParallelBatchNorm ParallelConv ParallelDropout ParallelLinear "
         "ParallelIF ParallelLIF ParallelNeuron ParallelPLIF ParallelPSN ParallelSlidingPSN SpikeDrivenAttention "
         "SpikingNeuron SpikingSelfAttention TokenAttention WholeImages"
