@@ -33,7 +33,7 @@ LEARNED = SpikeLM(
 )
 MODELS: dict[str, tuple[SpikeLM, dict[str, Any]]] = {
     "learned": (LEARNED, {}),
-    "tied": (replace(LEARNED, tied=True), {"v_threshold": 0.7}),
+    "tied": (replace(LEARNED, tied=True, positions="rotary"), {"v_threshold": 0.7}),
 }
 """With their neuron's flags."""
 FLAGS = {"micro_batch_size": MICRO, "global_batch_size": SAMPLES, "precision": "fp64", "weight_decay": 0.0}
@@ -81,11 +81,18 @@ def one(name: str) -> Found:
 
 
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "dp2": (2, "learned", {}),
+    "cp2 tokens": (2, "learned", {"context_parallel_size": 2, "context_parallel_cut": "tokens"}),
     "tp2": (2, "learned", {"tensor_model_parallel_size": 2}),
     "pp2 zbv tied": (2, "tied", {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}),
 }
 MATRIX: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "dp2": (2, "learned", {}),
+    "cp5 tokens": (5, "tied", {"context_parallel_size": 5, "context_parallel_cut": "tokens"}),
+    "cp2 tokens tp2": (
+        4,
+        "tied",
+        {"context_parallel_size": 2, "context_parallel_cut": "tokens", "tensor_model_parallel_size": 2},
+    ),
     "tp4": (4, "tied", {"tensor_model_parallel_size": 4}),
     "pp3 interleaved": (3, "learned", {"pipeline_model_parallel_size": 3, "pipeline_schedule": "interleaved"}),
     "weights 2": (2, "learned", {"weight_parallel_size": 2, "micro_batch_size": 4}),

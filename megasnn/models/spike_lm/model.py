@@ -19,6 +19,7 @@ from megasnn.models.model import Model
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
     from megasnn.layers.layer import Layer
     from megasnn.models.arrays import ArraySpec
@@ -53,7 +54,9 @@ class SpikeLM(Model):
     """Number of tokens in the vocabulary; tensor-parallel ranks divide them as evenly as possible, without padding."""
     tied: bool = False
     """The output layer has the weights of the embedding."""
-    positions: Literal["rotary", "learned"] = "learned"
+    attention: Literal["softmax", "spiking"] = "softmax"
+    """Softmax attention; or attention on spikes without softmax, whose cost is linear in the length."""
+    positions: Literal["rotary", "learned"] = "rotary"
     """Positions of tokens: rotary embeddings in the attention, or a learned vector for each, added to the words."""
 
     @property
@@ -83,6 +86,8 @@ class SpikeLM(Model):
                 wrong.append(f"{flag(field)} {value}: {self.name} takes tokens and gives words; leave it out")
         if self.embed_dim % self.num_heads:
             wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of --num-heads {self.num_heads}")
+        if self.attention == "spiking" and self.positions == "rotary":
+            wrong.append("--attention spiking has spikes, which do not rotate: give it --positions learned")
         return wrong
 
     def layers(self) -> Iterable[Layer]:
@@ -90,7 +95,7 @@ class SpikeLM(Model):
         from megasnn.layers.layer import layer
         from megasnn.layers.layer_norm import ParallelLayerNorm
         from megasnn.layers.vocabulary import NextTokenLoss
-        from megasnn.models.spike_lm.blocks import AttentionHalf, MLPHalf
+        from megasnn.models.spike_lm.blocks import AttentionHalf, MLPHalf, SpikingAttentionHalf
 
         dim = self.embed_dim
         length = self.seq_length if self.positions == "learned" else 0
@@ -98,7 +103,12 @@ class SpikeLM(Model):
         yield layer("embedding", embedding)
         for block in range(self.depth):
             name = f"blocks.{block}"
-            yield layer(f"{name}.attention", AttentionHalf(dim, self.num_heads), layer_group=name)
+            attention: Module
+            if self.attention == "spiking":
+                attention = SpikingAttentionHalf(dim, self.num_heads)
+            else:
+                attention = AttentionHalf(dim, self.num_heads, rotary=self.positions == "rotary")
+            yield layer(f"{name}.attention", attention, layer_group=name)
             yield layer(f"{name}.mlp", MLPHalf(dim, int(dim * self.mlp_ratio)), layer_group=name)
         yield layer("norm", ParallelLayerNorm(dim), layer_group="head")
         head = NextTokenLoss(dim, self.vocab_size)
