@@ -25,7 +25,7 @@ from megasnn.common.files import (
 )
 from megasnn.config.data import SAMPLE
 from megasnn.data.tokens.indexed import DATA, INDEX, IndexedTokens, IndexedWriter, with_ending
-from megasnn.data.tokens.text import documents_of, split_texts, text_files
+from megasnn.data.tokens.text import documents_of, text_files, texts_of_part
 from megasnn.data.tokens.tokenizer import Tokenizer
 
 FACTS = ".json"
@@ -178,8 +178,7 @@ def _from_files(files: Sequence[Path], tokenizer: Tokenizer) -> Path:
 def _sample(tokenizer: Tokenizer, is_held_out: bool) -> Path:
     split = "valid" if is_held_out else "train"
     name = name_in_cache(f"python-{split}", "", platform.python_version(), tokenizer.identity, split, _VERSION)
-    texts = (part.text for part in split_texts(sample_documents, _HELD_OUT) if part.is_held_out == is_held_out)
-    return _built(name, texts, tokenizer)
+    return _built(name, texts_of_part(sample_documents, _HELD_OUT, is_held_out), tokenizer)
 
 
 def sample_documents() -> Iterator[str]:

@@ -108,3 +108,10 @@ def split_texts(documents: Documents, held_out: float) -> Iterator[Part]:
         else:
             yield Part(True, text)
         remaining -= len(content)
+
+
+def texts_of_part(documents: Documents, held_out: float, is_held_out: bool) -> Iterator[str]:
+    """Yields one part's texts of `split_texts`."""
+    for part in split_texts(documents, held_out):
+        if part.is_held_out == is_held_out:
+            yield part.text
