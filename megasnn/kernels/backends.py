@@ -71,7 +71,7 @@ BACKENDS: Registry[NeuronBackend] = Registry(
             COMPILED_NEURONS,
             FUSED_SURROGATES,
             later("megasnn.kernels.numba.norm_neuron:NumbaNormNeuron"),
-            later("megasnn.kernels.numba.neuron:neuron_kernels"),
+            later("megasnn.kernels.numba.neuron:numba_neuron_kernels"),
             later("megasnn.kernels.numba.available:why_unusable"),
         ),
         "triton": NeuronBackend(
@@ -79,7 +79,7 @@ BACKENDS: Registry[NeuronBackend] = Registry(
             COMPILED_NEURONS,
             FUSED_SURROGATES,
             later("megasnn.kernels.triton.norm_neuron:TritonNormNeuron"),
-            later("megasnn.kernels.triton.neuron:neuron_kernels"),
+            later("megasnn.kernels.triton.neuron:triton_neuron_kernels"),
             later("megasnn.kernels.triton.available:why_unusable"),
         ),
     },

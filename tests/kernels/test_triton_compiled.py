@@ -170,11 +170,11 @@ def test_codec_and_generator_compile() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_bispike_compiles_and_fuses_nothing(dtype: torch.dtype) -> None:
     """Loads are wide, nothing is divided, and registers suffice."""
-    from megasnn.kernels.triton.neuron import neuron_kernels
+    from megasnn.kernels.triton.neuron import triton_neuron_kernels
 
     x = torch.empty(4, 8, 32, 32, 64, dtype=dtype, device="meta").movedim(-1, 2).requires_grad_()
     with compiling_for(90) as found:
-        spikes, _ = neuron_kernels(x.shape, dtype, NeuronSpec("bispike")).multi_step(x, None, None)
+        spikes, _ = triton_neuron_kernels(x.shape, dtype, NeuronSpec("bispike")).multi_step(x, None, None)
         spikes.backward(spikes.detach())
     assert [code.kernel for code in found] == ["fire_ternary_kernel", "ternary_gradient_kernel"]
     for code in found:

@@ -46,5 +46,5 @@ class TritonNeuron(CompiledNeuron):
         return g_x, g_first, None if totals is None else totals.sum()
 
 
-def neuron_kernels(shape: torch.Size, dtype: torch.dtype, spec: NeuronSpec) -> NeuronKernels:
+def triton_neuron_kernels(shape: torch.Size, dtype: torch.dtype, spec: NeuronSpec) -> NeuronKernels:
     return (TritonBiSpike if NEURONS[spec.kind].ternary else TritonNeuron)(shape, dtype, spec)
