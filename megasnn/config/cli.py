@@ -52,6 +52,7 @@ def parse(
             the shell into several words.
     """
     plain: Any = config_class()
+    # Unknown flags are collected here: the error names each with its nearest neighbour.
     arguments, unknown = _parser(plain, recipes).parse_known_args(argv)
     values = _file_values(config_class, arguments, recipes, checkpoint_values)
     if arguments.help:

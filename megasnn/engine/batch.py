@@ -270,6 +270,7 @@ class Batches:
             samples = range(first, first + micro.size)
             if trains and self._mixing is not None:
                 inputs, targets, samples = self._mixed(self._mixing, inputs, targets, samples)
+            # On all ranks that share the micro-batch, which replay the same CUDA graphs.
             size = sizes[micro.start // sizes[0]]
             whole.append(MicroBatchInput(inputs, targets, len(samples), samples, left_out=micro.left_out, whole=size))
         if not trains:

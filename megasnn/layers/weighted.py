@@ -125,6 +125,7 @@ class WeightedLayer(nn.Module):
         self._time_steps = context.time_steps
         # Indexing, because .view would give a single channel other strides.
         self._kernel_index = (..., *[None] * (4 - len(weight.local_shape)))
+        # All ranks compute a whole layer, and its operations count once.
         self._is_counted = not context.is_whole or context.state.tp.rank == 0
 
     def tell_observer(self, x: Tensor) -> None:

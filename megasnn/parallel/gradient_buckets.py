@@ -68,6 +68,7 @@ class Bucket:
             self.is_late = scattered and parameters[0] in weights.multiplied
             self.local_parts = list(shards)
             gradients = self.fsdp_shards.sums
+        # Shards of FSDP are divided once more, among the ranks with the same shards.
         if owners is not None:
             self.zero_shards = ParameterShards(self.local_parts, gradients, owners)
         self.shards_of_rank = [shards for shards in (self.fsdp_shards, self.zero_shards) if shards is not None]
