@@ -212,7 +212,6 @@ def _file_values(
 
 
 def _read_value_file(config_class: type[Any], name: str, recipes: Mapping[str, Path]) -> dict[str, Any]:
-    """A file's values, checked against this configuration's fields and model."""
     path = recipes.get(name, Path(name))
     shown = f"--config {in_message(str(path))}"
     try:

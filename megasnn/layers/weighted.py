@@ -298,6 +298,5 @@ def _add_weight_gradient(
 
 
 def _unpooled(matrix: Tensor, shape: torch.Size, pool: int) -> Tensor:
-    """Input gradient of this shape, from the pooled one as a matrix."""
     images = from_matrix(matrix, (*shape[:3], *pooled_space(shape[3:], pool))).flatten(0, 1)
     return average_pool_gradient(images, pool, shape[3:]).unflatten(0, shape[:2])

@@ -152,7 +152,6 @@ class PipelineExecutor:
         return order
 
     def _work(self, action: Action) -> Work:
-        """The call that performs an action."""
         match action.kind:
             case Kind.FORWARD:
                 return partial(self._forward, self._segments[action.segment], action.key)
@@ -210,7 +209,7 @@ class PipelineExecutor:
             step.consume(*micro.counted(y))
 
     def _first_forward(self, segment: PipelineChunk, key: ActionKey) -> None:
-        """A forward that a later action recomputes: its graph is freed."""
+        # A later action recomputes this forward: its graph is freed.
         step = self._step
         # The first segment's input stays in the batch.
         stashed = PackedInput([], ()) if segment.is_first else PackedInput(step.inputs[key], segment.receives)

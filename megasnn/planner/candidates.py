@@ -190,7 +190,6 @@ def layouts(
 
 
 def _cuts(analysis: Analysis) -> tuple[ContextCut, ...]:
-    """How context-parallel ranks may share a micro-batch; by tokens where the model has them."""
     return ("samples", "rows", "tokens") if "tokens" in analysis.possible else ("samples", "rows")
 
 

@@ -208,7 +208,6 @@ class Predictor:
         return machine.program + tensors * (1 + machine.rest)
 
     def _update(self, states: Sequence[PlannedStates]) -> float:
-        """The optimizer step's seconds."""
         return max(each.updated for each in states) * self._cluster.machine.update
 
     def _share(self, layout: Layout) -> tuple[LayerShare, LinkCost]:

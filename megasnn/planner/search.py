@@ -162,7 +162,6 @@ class Search:
         return found
 
     def _preferred(self, each: Candidate) -> float:
-        """Quantity to minimise before a step's time."""
         if self._prefer == "memory":
             return each.bytes
         if self._prefer == "capacity":
