@@ -292,11 +292,13 @@ class GradientBuckets:
 def _weak(method: Callable[..., None]) -> Callable[..., None]:
     """Calls a method without keeping its object alive; does nothing afterwards."""
     reference = WeakMethod(method)
-    return lambda *arguments: (reference() or _ignore)(*arguments)
 
+    def call(*arguments: object) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*arguments)
 
-def _ignore(*_: object) -> None:
-    pass
+    return call
 
 
 def _groups(entries: list[ShardedTensor], late: set[Tensor]) -> list[tuple[list[Tensor], bool]]:
