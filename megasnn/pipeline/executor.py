@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from megasnn.pipeline.p2p import Transfers
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, SHARDING, USES_WEIGHTS, ActionKey
 from megasnn.telemetry.operations import not_counting
-from megasnn.telemetry.timers import is_traced, named
+from megasnn.telemetry.timers import Timers, is_traced, named
 
 LossFunction = Callable[[Bundle, Any, bool], Tensor]
 """(output of the model, targets, is a recomputation) -> this micro-batch's share of the global batch's mean loss."""
@@ -37,6 +37,12 @@ _PHASES = {
     **dict.fromkeys(SHARDING, "weights"),
 }
 """Phase for counted traffic; all other actions are part of the backward."""
+_TIMED = {
+    Kind.FORWARD: "forward",
+    **dict.fromkeys((Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT), "backward"),
+    Kind.RECOMPUTE: "recompute",
+}
+"""Part of a step that an action's time counts to; all other actions are transfers between ranks."""
 _BACKWARDS = PROPAGATING | FINISHING
 MOST_GRAPHED = 2
 """Number of step sizes with CUDA graphs, which take memory: the usual one, and a smaller last step of an epoch."""
@@ -78,6 +84,7 @@ class PipelineExecutor:
         # A schedule is known before its first action, so each action's work is looked up once. The last schedule of
         # training and the last one of evaluation stay prepared.
         self._prepared: dict[bool, tuple[Schedule, PreparedOrder]] = {}
+        self._timers: Timers | None = None
         self._preparers: dict[Kind, Callable[[Action], Work]] = {
             Kind.FORWARD: lambda action: partial(self._forward, segments[action.segment], action.key),
             Kind.BACKWARD: lambda action: partial(self._step.backward, action.key),
@@ -115,7 +122,8 @@ class PipelineExecutor:
         graphs = [segment.graphs for segment in self._segments.values() if segment.graphs is not None]
         if graphs and consume is None:
             self._begin_graphs(graphs, tuple(micro.whole or micro.size for micro in micro_batches))
-        perform = self._perform_in_trace if is_traced() else self.perform
+        watched = is_traced() or self._timers is not None
+        perform = self._perform_watched if watched else self.perform
         with error_context("") as context, nullcontext() if consume is None else torch.no_grad():
             perform(order, context)
         traffic.phase = "step"
@@ -174,10 +182,22 @@ class PipelineExecutor:
             for work in works:
                 work()
 
-    def _perform_in_trace(self, order: PreparedOrder, context: ErrorContext) -> None:
+    def _perform_watched(self, order: PreparedOrder, context: ErrorContext) -> None:
+        """Performs prepared actions one by one, named in a trace and timed by kind."""
         for prepared in order:
-            with named(prepared[0]):
+            action, _ = prepared
+            timed = nullcontext() if self._timers is None else self._timers(_TIMED.get(action.kind, "transfers"))
+            with named(action), timed:
                 self.perform([prepared], context)
+
+    @contextmanager
+    def timed_by(self, timers: Timers) -> Iterator[None]:
+        """Times the actions inside, as forward, backward, recompute or transfers."""
+        self._timers = timers
+        try:
+            yield
+        finally:
+            self._timers = None
 
     def _begin_graphs(self, graphs: Sequence[ChunkGraphs], sizes: tuple[int, ...]) -> None:
         is_observed = any(neuron.is_observed for neuron in self._neurons)
