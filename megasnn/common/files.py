@@ -90,8 +90,12 @@ def in_message(value: object) -> str:
 
 def quantity(number: int, noun: str) -> str:
     """Number and noun of a sentence, such as "1 micro-batch" and "2 micro-batches"."""
-    ending = "es" if noun.endswith(("ch", "s", "x")) else "s"
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{ending}"
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith("y"):
+        return f"{number} {noun[:-1]}ies"
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
 
 
 @lru_cache

@@ -169,8 +169,8 @@ def layout_to_bounds(layout: Sequence[int], group_of_layer: Sequence[str], chunk
     """
     if chunks is not None and len(layout) != chunks:
         raise ValueError(
-            f"{LAYOUT_FLAG} {layout_text(layout)} has {len(layout)} entries, and there must be {chunks} "
-            f"(--pipeline-model-parallel-size x --num-virtual-stages-per-pipeline-rank)"
+            f"{LAYOUT_FLAG} {layout_text(layout)} has {quantity(len(layout), 'entry')} for "
+            f"{quantity(chunks, 'chunk')} (--pipeline-model-parallel-size x --num-virtual-stages-per-pipeline-rank)"
         )
     groups = []
     group_sizes = []

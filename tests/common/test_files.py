@@ -222,8 +222,8 @@ def added(function: Any, dtype: str) -> float:
 
 
 def test_a_number_and_its_noun() -> None:
-    assert [quantity(number, "micro-batch") for number in (0, 1, 2)] == ["0 micro-batches", "1 micro-batch", "2 micro-batches"]
-    assert quantity(2, "rank") == "2 ranks"
+    assert [quantity(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert quantity(2, "micro-batch") == "2 micro-batches" and quantity(2, "entry") == "2 entries"
 
 
 def test_no_message_leaves_the_plural_to_the_reader() -> None:

@@ -157,5 +157,5 @@ def test_a_layout_counts_groups_or_layers() -> None:
 def test_a_layout_of_another_sum_or_length_is_refused() -> None:
     with pytest.raises(ValueError, match=r'"2\|3" sums to 5; the model has 4 layer groups .* of together 8 layers'):
         layout_to_bounds((2, 3), GROUPS)
-    with pytest.raises(ValueError, match="has 2 entries, and there must be 4"):
+    with pytest.raises(ValueError, match="has 2 entries for 4 chunks"):
         layout_to_bounds((1, 3), GROUPS, chunks=4)
