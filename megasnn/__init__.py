@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from megasnn.kernels.spike_codec import COUNTS as COUNTS
     from megasnn.kernels.spike_codec import DENSE as DENSE
     from megasnn.kernels.spike_codec import SPIKES as SPIKES
+    from megasnn.kernels.spike_codec import TERNARY as TERNARY
     from megasnn.kernels.spike_codec import Content as Content
     from megasnn.layers import BuildContext as BuildContext
+    from megasnn.layers import CausalAttention as CausalAttention
+    from megasnn.layers import CausalSpikingAttention as CausalSpikingAttention
     from megasnn.layers import ConvNormNeuron as ConvNormNeuron
     from megasnn.layers import DropPath as DropPath
     from megasnn.layers import MaxPool as MaxPool
@@ -82,9 +85,10 @@ _NAMES = {
     "megasnn.common.files": "CheckpointError",
     "megasnn.export.trained_model": "TrainedModel load_model",
     "megasnn.kernels": "NeuronSpec",
-    "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES Content",
+    "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES TERNARY Content",
     "megasnn.layers": (
-        "BuildContext ConvNormNeuron DropPath MaxPool MeanLinear MeanOverSpace NeuronConvNorm "
+        "BuildContext CausalAttention CausalSpikingAttention ConvNormNeuron DropPath MaxPool MeanLinear "
+        "MeanOverSpace NeuronConvNorm "
         "ParallelBatchNorm ParallelConv ParallelDropout ParallelLinear "
         "ParallelIF ParallelLIF ParallelNeuron ParallelPLIF ParallelPSN ParallelSlidingPSN SpikeDrivenAttention "
         "SpikingNeuron SpikingSelfAttention TokenAttention WholeImages"

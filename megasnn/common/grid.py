@@ -24,10 +24,10 @@ HOLDING_AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "cp", "tp")
 REPLICA_AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard")
 """Axes along which ranks compute different micro-batches."""
 SUMMED_AXES: tuple[Axis, ...] = (*REPLICA_AXES, "cp")
-"""Axes along which ranks compute the same channels on different samples or rows: gradients are summed over them."""
+"""Axes along which ranks compute the same channels on different samples, rows or tokens: gradients are summed."""
 
-ContextCut = Literal["samples", "rows"]
-"""How ranks share a micro-batch: by samples, or by pixel rows of every sample."""
+ContextCut = Literal["samples", "rows", "tokens"]
+"""How ranks share a micro-batch: by samples, by pixel rows of every image, or by tokens of every sequence."""
 
 FLAG_OF_AXIS: dict[Axis, str] = {
     "pp": "--pipeline-model-parallel-size",

@@ -19,11 +19,11 @@ class NeuronConfig:
     """Defaults are those of SpikingJelly's Spikformer."""
 
     neuron: Annotated[str, NEURONS] = "lif"
-    """Kind of neuron; ilif4 fires up to 4 spikes a step."""
+    """Kind of neuron; ilif4 fires up to 4 spikes a step, bispike -1, 0 or 1."""
     tau: Positive = 2.0
     """Membrane time constant of lif and ilif in time steps; initial value for plif."""
     v_threshold: Positive = 1.0
-    """Firing threshold of the membrane potential. Spikformer's neuron behind attention always has 0.5."""
+    """Firing threshold of the potential; bispike's amplitude. Spikformer's neuron behind attention always has 0.5."""
     v_reset: float | None = 0.0
     """Potential after a spike; "none" is a soft reset, which subtracts the threshold."""
     decay_input: bool = True

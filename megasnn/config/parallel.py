@@ -26,8 +26,9 @@ class ParallelConfig:
     """Ranks that share the depth of the model."""
     context_parallel_size: Size = 1
     """Ranks that share every micro-batch; norms use statistics over the whole micro-batch."""
-    context_parallel_cut: Literal["auto", "samples", "rows"] = "auto"
-    """Share by samples, or by pixel rows of every sample; auto takes samples if every rank gets one."""
+    context_parallel_cut: Literal["auto", "samples", "rows", "tokens"] = "auto"
+    """Share by samples, by pixel rows of every image, or by tokens of every sequence; auto takes samples if every rank
+    gets one, otherwise rows."""
     num_virtual_stages_per_pipeline_rank: Size | None = None
     """Chunks of layers on each pipeline rank; by default the schedule's number."""
     pipeline_model_parallel_layout: str | None = None

@@ -145,7 +145,7 @@ def _grid_problems(config: PretrainConfig, world_size: int) -> Iterator[str]:
         yield _replicas_without_work(config, grid)
         return
     yield from _unequal_replicas(config, grid)
-    # By rows, layers with too few of them are found when they are built.
+    # By rows and tokens, too few of them are found when layers are built.
     if grid.cp > 1 and config.context_cut == "samples":
         yield from _ranks_without_samples(config)
 
@@ -221,11 +221,21 @@ def _task_problems(config: PretrainConfig) -> Iterator[str]:
     if {"target", "metrics"} & {*task} and config.checkpoint.keep_best:
         yield f"--keep-best compares class accuracy, which {model.name} does not have; leave it out"
     own = [name for name in task if name in ("inputs", "target", "loss")]
+    cut = config.context_cut if config.parallel.context_parallel_size > 1 else "samples"
+    if cut == "tokens" and not {"inputs", "target"} <= {*own}:
+        # Arrays of the model's own are looked at when it is built.
+        yield (
+            f"--context-parallel-cut tokens cuts sequences of tokens, and {model.name} takes images or gives classes; "
+            "use samples or rows"
+        )
     if not own:
         return
     why = f"{model.name} has its own {' and '.join(own)}"
-    if config.parallel.context_parallel_size > 1 and config.context_cut == "rows":
-        yield f"--context-parallel-size by rows cuts images and logits, and {why}; use --context-parallel-cut samples"
+    if cut == "rows":
+        yield (
+            f"--context-parallel-size by rows cuts images and logits, and {why}; use --context-parallel-cut samples, "
+            "or tokens for sequences"
+        )
     if config.windows > 1:
         yield f"--bptt-steps {training.bptt_steps} cuts images and logits in time, and {why}; leave it out"
     if mixing := config.data.changed("mixup_alpha", "cutmix_alpha"):

@@ -17,6 +17,7 @@ from megasnn.data import BatchShare, GlobalBatch, MicroBatch
 from megasnn.engine.model import DistributedModel
 from megasnn.engine.share import SampleShare, share_problem
 from megasnn.engine.windows import windows_of
+from megasnn.layers.token_context import own_tokens
 from megasnn.models.arrays import not_finite
 from megasnn.models.build import task_of
 from megasnn.parallel.agreement import gather_in_call, sum_over_ranks
@@ -49,6 +50,7 @@ class Batches:
         self._task = task_of(config.model)
         self._takes_soft = self._task.loss is None and LOSSES[config.training.loss].mixes and mixing is None
         self._samples = samples = distributed.context.sample_group
+        self._tokens = distributed.context.token_group
         self.evaluated_share = BatchShare(
             config.training.global_batch_size,
             config.training.micro_batch_size,
@@ -273,6 +275,9 @@ class Batches:
                 targets = without_waiting(micro.targets, device)
                 if targets.is_floating_point() and not self._task.classes:
                     targets = targets.to(self._dtype)
+                # A prediction has each sample's index in place of its target.
+                if self._tokens is not None and targets.ndim > 1:
+                    targets = own_tokens(targets, self._tokens)
             first = begin + micro.start
             samples = range(first, first + micro.size)
             if trains and self._mixing is not None:

@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,8 @@ class Engine:
 
         def count(output: Bundle, targets: Tensor) -> None:
             totals[0] += distributed.loss.of_evaluation(output, targets)
-            totals[1] += len(targets)
+            if distributed.context.counts_samples:
+                totals[1] += len(targets)
             totals[2:] += task.sums(output, targets, task.evaluated)
 
         with self._running(), self._averaged_weights():
@@ -231,14 +233,22 @@ class Engine:
             answers = torch.zeros_like(empty, device=self.state.device)
 
             def fill(output: Bundle, indices: Tensor) -> None:
-                answers[indices] = task.answers_of(output).to(answers.dtype)
+                found = task.answers_of(output)
+                if found.shape[1:] != answers.shape[1:]:
+                    raise ValueError(
+                        f"a rank's answers are {[*found.shape]} and the whole ones [N, ...] of {[*answers.shape[1:]]}: "
+                        "an answer for each token needs --context-parallel-cut samples"
+                    )
+                answers[indices] = found.to(answers.dtype)
 
             # Each sample's index takes the place of its target, and says which row its answer fills.
             indices = torch.arange(samples)
             with self._averaged_weights():
                 for batch in self.batches.for_evaluation(named, indices, samples):
-                    distributed.evaluate(self.batches.micro_batches(batch, trains=False), fill)
-            # Each row is an answer on one rank and zeros on all others, so that the sum joins them.
+                    micro_batches = self.batches.micro_batches(batch, trains=False)
+                    distributed.evaluate([replace(each, predicts=True) for each in micro_batches], fill)
+            # Each row is an answer on one rank and zeros on all others, so that the sum joins them. Of ranks that
+            # divide tokens, each has its part of the answer.
             return distributed.sum_over_replicas(answers).cpu()
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ class _CompiledNeuron(Function):
         ctx.set_materialize_grads(False)
         ctx.kernels = kernels
         ctx.save_for_backward(x, v0, w)
-        inputs = NeuronInput(_channels_fastest(x, 2), None if v0 is None else _channels_fastest(v0, 1), w)
+        inputs = NeuronInput(channels_fastest(x, 2), None if v0 is None else channels_fastest(v0, 1), w)
         spikes, last, bits = kernels.fire(inputs, packed)
         if packed and bits is None:
             bits = pack_bits(spikes)
@@ -54,10 +54,10 @@ class _CompiledNeuron(Function):
         _, need_v0, need_w, *_ = ctx.needs_input_grad
         if g_spikes is None:
             g_spikes = torch.zeros_like(x)
-        inputs = NeuronInput(_channels_fastest(x, 2), None if v0 is None else _channels_fastest(v0, 1), w)
+        inputs = NeuronInput(channels_fastest(x, 2), None if v0 is None else channels_fastest(v0, 1), w)
         if g_last is not None:
-            g_last = _channels_fastest(g_last, 1)
-        g_x, g_v, total = kernels.backward(inputs, _channels_fastest(g_spikes, 2), g_last, need_w)
+            g_last = channels_fastest(g_last, 1)
+        g_x, g_v, total = kernels.backward(inputs, channels_fastest(g_spikes, 2), g_last, need_w)
         g_x = g_x.movedim(-1, min(2, x.ndim - 1))
         g_v0 = None
         if need_v0:
@@ -70,6 +70,6 @@ class _CompiledNeuron(Function):
         return g_x, g_v0, g_w, None, None
 
 
-def _channels_fastest(x: Tensor, dim: int) -> Tensor:
+def channels_fastest(x: Tensor, dim: int) -> Tensor:
     """Moves dimension `dim`, or the last one, to the end of a contiguous tensor."""
     return x.detach().movedim(min(dim, x.ndim - 1), -1).contiguous()

@@ -21,13 +21,15 @@ def neuron_multi_step(
     Args:
         x: input current ``[T, N, ...]``, in any memory order. On the meta device only shapes are computed.
         v0: membrane potential before the first step ``[N, ...]``; None for ``v_reset``, or 0 with a soft reset.
-        w: a plif neuron's scalar parameter.
+        w: a plif neuron's scalar parameter. A bispike neuron's amplitudes ``[T]``, without gradient; None for
+            ``v_threshold``.
 
     Returns:
         Spikes, shaped and typed like ``x``, and the membrane potential ``[N, ...]`` after the last step.
 
     Raises:
-        ValueError: an unknown backend, a plif neuron without ``w`` (or another with it), or an unusable backend.
+        ValueError: an unknown backend, a plif neuron without ``w`` (or another with it), amplitudes for another number
+            of time steps, or an unusable backend.
     """
     check_neuron(x, spec, w)
     if x.is_meta:
@@ -39,6 +41,6 @@ def check_neuron(x: Tensor, spec: NeuronSpec, w: Tensor | None) -> None:
     """Raises ValueError for an input that is not floating-point, a missing `w`, or one too many."""
     if not x.is_floating_point():
         raise ValueError(f"a neuron takes floating-point input [T, N, ...], got {x.dtype} {tuple(x.shape)}")
-    if (w is not None) != NEURONS[spec.kind].learns:
+    if (w is not None) != NEURONS[spec.kind].learns and not NEURONS[spec.kind].ternary:
         learning = ", ".join(name for name, neuron in NEURONS.items() if neuron.learns)
         raise ValueError(f"w is the parameter of a {learning} neuron and of no other; got kind {spec.kind!r} and w={w}")

@@ -20,6 +20,7 @@ LARGEST_LEVEL = 8
 """Of integer LIF neurons."""
 _OF_COUNTS = {"v_reset": None, "decay_input": False, "surrogate": "sigmoid", "alpha": None}
 _WITHOUT_RECURRENCE = {"tau": 2.0, "v_reset": 0.0, "decay_input": True, "detach_reset": True}
+_TERNARY = {**_WITHOUT_RECURRENCE, "surrogate": "sigmoid", "alpha": None}
 # Layers are a higher room. The table only names a layer of theirs, which is imported when it is first built.
 _LAYERS = "megasnn.layers.psn"
 
@@ -35,6 +36,7 @@ class Neuron:
         learns: the time constant is learned, by a parameter `w` that starts at `tau`.
         constant: (input of all steps, description) -> q, computed once for all steps.
         levels: D, if the neuron fires whole numbers from 0 to D; None for spikes.
+        ternary: it fires -1, 0 and 1, by rules of its own: see `megasnn.kernels.bispike`.
         fixed: required field values in the description.
         layer: (description, context) -> layer, for neurons without recurrence.
     """
@@ -45,6 +47,7 @@ class Neuron:
     learns: bool = False
     constant: Callable[[Tensor, NeuronSpec], Any] = lambda inputs, spec: None
     levels: int | None = None
+    ternary: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
     layer: Callable[..., Any] | None = None
 
@@ -105,6 +108,14 @@ NEURONS: Registry[Neuron] = Registry(
             leaks=False,
             fixed=_WITHOUT_RECURRENCE,
             layer=later(f"{_LAYERS}:ParallelSlidingPSN"),
+        ),
+        "bispike": Neuron(
+            "elastic bi-spiking, fires -1, 0 or 1, with a decay of its own",
+            _integrate,
+            leaks=False,
+            ternary=True,
+            fixed=_TERNARY,
+            layer=later("megasnn.layers.bispike:ParallelBiSpike"),
         ),
     },
 )
@@ -169,18 +180,21 @@ class NeuronSpec:
         fire    s = 1 where h >= v_threshold;  ilif4  s = h / v_threshold, clipped to 0 to 4, rounded half to even
         reset   v = v_reset where s = 1;  with v_reset None  v = h - s * v_threshold
 
-    `psn` and `sliding_psn` (arXiv 2304.12760) are products over all time steps, in `megasnn.layers`.
+    `psn` and `sliding_psn` (arXiv 2304.12760) are products over all time steps, in `megasnn.layers`. `bispike` (arXiv
+    2406.03287) is in `megasnn.kernels.bispike`.
 
     Attributes:
         kind: name in `megasnn.kernels.NEURONS`.
         tau: in time steps, above 1; plif's initial one.
-        v_threshold: psn's and sliding_psn's initial one.
+        v_threshold: psn's and sliding_psn's initial one; bispike's amplitude.
         v_reset: potential after a spike; None: soft reset.
         detach_reset: no gradient through the spike in the reset.
-        surrogate: name in `megasnn.kernels.SURROGATES`; ilif has the gradient of h / v_threshold from 0 to 4 instead.
+        surrogate: name in `megasnn.kernels.SURROGATES`; ilif has the gradient of h / v_threshold from 0 to 4 instead,
+            bispike from -1 to 1.
         alpha: surrogate sharpness; None for SpikingJelly's default.
     Raises:
-        ValueError: unknown kind or surrogate, tau <= 1 with a leak, or a value that the kind does not allow.
+        ValueError: unknown kind or surrogate, tau <= 1 with a leak, an amplitude that is not positive, or a value that
+            the kind does not allow.
     """
 
     kind: str = "lif"
@@ -202,7 +216,9 @@ class NeuronSpec:
             got = ", ".join(_flag(name, getattr(self, name)) for name in wrong)
             needed = ", ".join(_flag(name, neuron.fixed[name]) for name in wrong)
             raise ValueError(f"--neuron {self.kind} with {got}: it needs {needed}")
-        if self.alpha is None and neuron.levels is None:
+        if neuron.ternary and not 0 < self.v_threshold < math.inf:
+            raise ValueError(f"--v-threshold {self.v_threshold} must be a positive number for --neuron {self.kind}")
+        if self.alpha is None and neuron.levels is None and not neuron.ternary:
             object.__setattr__(self, "alpha", surrogate.alpha)
 
     @property
@@ -210,8 +226,12 @@ class NeuronSpec:
         return NEURONS[self.kind].levels or 1
 
     @property
+    def lowest(self) -> int:
+        return -1 if NEURONS[self.kind].ternary else 0
+
+    @property
     def surrogate_alpha(self) -> float:
-        """Not for ilif4, whose gradient has no sharpness."""
+        """Not for ilif4 and bispike, whose gradients have no sharpness."""
         assert self.alpha is not None
         return float(self.alpha)
 

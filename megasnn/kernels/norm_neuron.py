@@ -13,6 +13,7 @@ from megasnn.common.recompute import cached_collective
 from megasnn.kernels.backends import AUTO_BACKEND, norm_neuron_kernels
 from megasnn.kernels.layout import channels_last
 from megasnn.kernels.neuron import check_neuron
+from megasnn.kernels.neuron_spec import NEURONS
 from megasnn.kernels.norm_neuron_kernels import (
     BatchNorm,
     NormNeuron,
@@ -67,6 +68,10 @@ def norm_pool_neuron(
     spec = norm_neuron.spec
     own_values = x.numel() // x.shape[2]
     check_neuron(x, spec, w)
+    if NEURONS[spec.kind].layer is not None:
+        raise ValueError(
+            f"a {spec.kind} neuron is no part of a norm's call: call its layer (make_neuron) after the norm"
+        )
     if x.shape[0] not in (1, norm_neuron.time_steps):
         raise ValueError(
             f"input has {x.shape[0]} time steps; it must have 1 or {norm_neuron.time_steps} (--time-steps)"

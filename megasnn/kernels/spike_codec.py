@@ -1,7 +1,8 @@
 """Exact small formats: a tensor's known content decides how it travels and is stashed.
 
-A spike, 0 or 1, takes one bit. A small count, as in Spikformer's residual stream, takes one byte. Everything else
-(images, averages, gradients) is dense. A value that does not fit raises; nothing is truncated.
+A spike, 0 or 1, takes one bit. A ternary spike, -1, 0 or 1, takes two. A small count, as in Spikformer's residual
+stream, takes one byte. Everything else (images, averages, gradients) is dense. A value that does not fit raises;
+nothing is truncated.
 
 Packed values are flat, in their tensor's memory order. numpy packs on the CPU, Triton kernels on a GPU, and plain
 tensor operations elsewhere, with equal results.
@@ -26,21 +27,34 @@ from megasnn.kernels.triton.available import MOST_VALUES, usable_on
 
 
 class Content(Enum):
-    """A tensor's content: anything, zeros and ones, or whole numbers from 0 to 255."""
+    """A tensor's content: anything; 0 and 1; -1, 0 and 1; or whole numbers from 0 to 255."""
 
     DENSE = "dense"
     SPIKES = "spikes"
+    TERNARY = "ternary"
     COUNTS = "counts"
 
+    @property
+    def is_bits(self) -> bool:
+        """Whether a value takes less than a byte. Such values may be stored packed beside their tensor."""
+        return self in (Content.SPIKES, Content.TERNARY)
 
-DENSE, SPIKES, COUNTS = Content
+
+DENSE, SPIKES, TERNARY, COUNTS = Content
+
+
+def content_of_both(one: Content, other: Content) -> Content:
+    """The narrowest content that includes two."""
+    if one is other or other is Content.SPIKES:
+        return one
+    return other if one is Content.SPIKES else Content.DENSE
 
 
 def may_be_sparse(content: Content, pool: int = 1) -> bool:
-    """True for spikes, counts, or their averages over 2, 4, ... pixels square."""
+    """True for spikes, ternary spikes, counts, or their averages over 2, 4, ... pixels square."""
     if content is Content.DENSE:
         return False
-    largest = 1 if content is Content.SPIKES else 255
+    largest = 255 if content is Content.COUNTS else 1
     # TF32 holds values of up to 11 bits exactly.
     return pool & (pool - 1) == 0 and largest * pool**2 <= 2**11
 
@@ -48,7 +62,7 @@ def may_be_sparse(content: Content, pool: int = 1) -> bool:
 def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:
     """Packs a contiguous 1-d tensor.
 
-    Returns uint8 [ceil(n/8)] for SPIKES, uint8 [n] for COUNTS, the tensor itself for DENSE.
+    Returns uint8 [ceil(n/8)] for SPIKES, [2 ceil(n/8)] for TERNARY, [n] for COUNTS, the tensor itself for DENSE.
 
     Raises:
         ValueError: with `check`, a value that the format cannot hold exactly. Inside a step it is noted
@@ -58,7 +72,7 @@ def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:
         return encoded_like(flat.numel(), content, flat.dtype, flat.device)
     if content is Content.DENSE:
         return flat
-    pack = pack_bits if content is Content.SPIKES else pack_counts
+    pack = _PACKERS[content]
     if not check:
         return pack(flat)
     with _EXPLAINED[content]:
@@ -68,7 +82,7 @@ def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:
 def _explain_content(content: Content, text: str) -> str:
     return (
         f"{text}; the layers before declared {content.value}. Your own neuron declares other values by "
-        "SpikingNeuron(..., largest=...), and your own forward by mark_spikes(..., largest)"
+        "SpikingNeuron(..., largest=..., lowest=...), and your own forward by mark_spikes(..., largest, lowest)"
     )
 
 
@@ -77,17 +91,24 @@ _EXPLAINED = {content: explained(partial(_explain_content, content)) for content
 
 def encoded_like(count: int, content: Content, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An empty buffer for `count` encoded values."""
-    if content is Content.SPIKES:
-        return torch.empty(packed_size(count), dtype=torch.uint8, device=device)
+    if content is Content.DENSE:
+        return torch.empty(count, dtype=dtype, device=device)
+    return torch.empty(encoded_size(count, content), dtype=torch.uint8, device=device)
+
+
+def encoded_size(count: int, content: Content) -> int:
+    """Bytes for `count` values that are not dense."""
     if content is Content.COUNTS:
-        return torch.empty(count, dtype=torch.uint8, device=device)
-    return torch.empty(count, dtype=dtype, device=device)
+        return count
+    return packed_size(count) * (2 if content is Content.TERNARY else 1)
 
 
 def decode_into(payload: Tensor, content: Content, rows: Tensor) -> None:
     """Unpacks into a 2-d tensor with unit column stride: a dense [R, C], or some columns of a wider one."""
     if content is Content.SPIKES:
         unpack_bits_into(payload, rows)
+    elif content is Content.TERNARY:
+        unpack_ternary_into(payload, rows)
     else:
         rows.copy_(payload.view(rows.shape))
 
@@ -98,21 +119,34 @@ def wants_bits(x: Tensor) -> bool:
     return torch.is_grad_enabled() and x.ndim > 2 and not torch.compiler.is_exporting()
 
 
-def remember_bits(spikes: Tensor, bits: Tensor | None) -> Tensor:
-    """Stores the result of `pack_bits` with the spikes, valid until torch changes them in place."""
+def remember_bits(spikes: Tensor, bits: Tensor | None, content: Content = Content.SPIKES) -> Tensor:
+    """Stores packed spikes with the spikes, valid until torch changes them in place.
+
+    Args:
+        bits: the result of `pack_bits` for SPIKES, of `pack_ternary` for TERNARY.
+    """
     # In `torch.inference_mode` torch does not count such changes, so nothing is stored. Neither does a receive of
     # torch.distributed raise the version (findings/gloo_version_counter.sh): messages arrive in new tensors only.
     if bits is not None and not spikes.is_inference():
-        spikes._bits = bits, spikes._version  # type: ignore[attr-defined]
+        spikes._bits = bits, content, spikes._version  # type: ignore[attr-defined]
     return spikes
 
 
-def bits_of(x: Tensor) -> Tensor | None:
-    """Spikes' bits, as `remember_bits` stored them; None for all other tensors."""
-    bits, version = getattr(x, "_bits", (None, 0))
+def bits_of(x: Tensor, content: Content = Content.SPIKES) -> Tensor | None:
+    """Packed spikes of this content, as `remember_bits` stored them; None for all other tensors."""
+    bits, stored, version = getattr(x, "_bits", (None, content, 0))
     if bits is None or x.is_inference():  # a copy made in `torch.inference_mode` takes the stored bits along
         return None
-    return bits if x._version == version else None
+    return bits if stored is content and x._version == version else None
+
+
+def share_bits(original: Tensor, copy: Tensor, own_memory: bool = False) -> Tensor:
+    """Stores the original's packed spikes, if any, with a tensor of equal values; returns that."""
+    for content in (Content.SPIKES, Content.TERNARY):
+        bits = bits_of(original, content)
+        if bits is not None:
+            return remember_bits(copy, bits.clone() if own_memory else bits, content)
+    return copy
 
 
 def packed_size(numel: int) -> int:
@@ -174,6 +208,60 @@ def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
         out.copy_(_unpack_bits_plain(packed, out.numel()).view(out.shape))
 
 
+def pack_ternary(x: Tensor, check: bool = False) -> Tensor:
+    """Packs -1, 0 and 1 in any signed dtype, as uint8 ``[2 * ceil(numel / 8)]``: two halves as from `pack_bits`.
+
+    The first half has the places of 1, the second those of -1.
+
+    Raises:
+        ValueError: with ``check``, another value (-0 is one: it would come back as 0); inside a step it is noted.
+            Without ``check`` a positive value is packed as 1 and a negative one as -1.
+    """
+    flat = flat_in_memory(x.detach())
+    on_gpu = _on_gpu(flat)
+    strange: Tensor | bool | None = None
+    if on_gpu is not None:
+        packed, strange = on_gpu.launch_pack_ternary(flat, check)
+    elif _by_numpy(flat):
+        values = _values(flat)
+        above = counted_array(values > 0)
+        below = counted_array(values < 0)
+        halves = [np.packbits(above, bitorder="little"), np.packbits(below, bitorder="little")]
+        packed = torch.from_numpy(counted_array(np.concatenate(halves)))
+        strange = check and _differ(above.view(np.int8) - below.view(np.int8), values)
+    else:
+        packed = torch.cat([_pack_bits_plain(flat > 0), _pack_bits_plain(flat < 0)])
+        if check:
+            is_zero = (flat == 0) & ~torch.signbit(flat)
+            is_one = (flat == 1) | ((flat < 0) & (flat == -1))
+            strange = ~(is_zero | is_one).all()
+    if check and strange is not None:
+        check_value(strange, "pack_ternary takes -1, 0 and 1", partial(_span, flat))
+    return packed
+
+
+def unpack_ternary_into(packed: Tensor, out: Tensor) -> None:
+    """Writes ``rows * columns`` values, row after row, into ``out [rows, columns]``, maybe a strided view.
+
+    Raises:
+        ValueError: ``packed`` does not have ``2 * ceil(rows * columns / 8)`` bytes.
+    """
+    half = packed_size(out.numel())
+    if packed.numel() != 2 * half:
+        raise ValueError(f"{out.numel()} ternary spikes take {2 * half} bytes, got {packed.numel()}")
+    halves = packed.view(2, half)
+    on_gpu = _on_gpu(out)
+    if on_gpu is not None and (out.shape[1] <= 1 or out.stride(1) == 1):
+        on_gpu.launch_unpack_ternary(packed, out)
+    elif _by_numpy(packed):
+        bits = np.unpackbits(halves.numpy(), axis=1, count=out.numel(), bitorder="little").view(np.int8)
+        out.copy_(torch.from_numpy(counted_array(bits[0] - bits[1])).view(out.shape))
+    else:
+        above = _unpack_bits_plain(halves[0], out.numel()).to(torch.int8)
+        below = _unpack_bits_plain(halves[1], out.numel()).to(torch.int8)
+        out.copy_((above - below).view(out.shape))
+
+
 def pack_counts(x: Tensor, check: bool = False) -> Tensor:
     """Packs integers 0 to 255, in any dtype, as uint8 ``[numel]`` in memory order.
 
@@ -200,6 +288,9 @@ def pack_counts(x: Tensor, check: bool = False) -> Tensor:
     if check and strange is not None:
         check_value(strange, "pack_counts takes integers from 0 to 255", partial(_span, flat))
     return packed
+
+
+_PACKERS = {Content.SPIKES: pack_bits, Content.TERNARY: pack_ternary, Content.COUNTS: pack_counts}
 
 
 def _span(flat: Tensor) -> str:

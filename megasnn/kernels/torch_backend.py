@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megasnn.kernels.layout import channels_last
+from megasnn.kernels.bispike import DECAY, amplitudes_of
+from megasnn.kernels.layout import channels_last, flat_in_memory
 from megasnn.kernels.neuron_spec import NEURONS, SURROGATES, NeuronSpec
 from megasnn.kernels.norm_neuron_kernels import (
     BackwardSums,
@@ -26,7 +27,7 @@ from megasnn.kernels.norm_neuron_kernels import (
     Statistics,
     parameter_gradients,
 )
-from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
+from megasnn.kernels.spike_codec import Content, encode, pack_bits, remember_bits, wants_bits
 
 REDUCED = (torch.bfloat16, torch.float16)
 """Types whose arithmetic is done in float32."""
@@ -132,8 +133,42 @@ def _steps(inputs: Tensor, v0: Tensor | None, q: Tensor | None, spec: NeuronSpec
         spike = fire(h)
         v = reset(h, spike, spec)
         spikes.append(spike)
-    channels = min(1, v.ndim - 1)
-    return torch.stack([each.movedim(channels, -1) for each in spikes]).movedim(-1, 1 + channels), v
+    return _stacked(spikes), v
+
+
+def _stacked(spikes: list[Tensor]) -> Tensor:
+    """`[T, N, C, ...]`, channels last in memory, from the time steps' spikes."""
+    channels = min(1, spikes[0].ndim - 1)
+    return torch.stack([each.movedim(channels, -1) for each in spikes]).movedim(-1, 1 + channels)
+
+
+def _bispike_multi_step(x: Tensor, v0: Tensor | None, w: Tensor | None, spec: NeuronSpec) -> tuple[Tensor, Tensor]:
+    """See `megasnn.kernels.bispike`. Args: w: amplitudes `[T]`."""
+    dtype = computed_in(x)
+    inputs = x.to(dtype)
+    v = torch.zeros_like(inputs[0]) if v0 is None else v0.to(dtype)
+    spikes = []
+    for current, a in zip(inputs, amplitudes_of(w, spec, x, dtype), strict=True):
+        m = v + current
+        spike = _Ternary.apply(m, a)
+        v = m * DECAY * (a - a * spike.detach())
+        spikes.append(spike)
+    return _stacked(spikes).to(x.dtype), v
+
+
+class _Ternary(torch.autograd.Function):
+    """1 above a / 2, -1 below -a / 2, else 0; backward divides by a, the amplitude, where |m| <= a."""
+
+    # The same as rounding m / a half to even, clipped to -1 ... 1, in every rounding of the quotient. There is no -0.
+    @staticmethod
+    def forward(ctx: Any, m: Tensor, a: Tensor) -> Tensor:
+        ctx.save_for_backward(m.abs() <= a, a.reciprocal())
+        return (m > 0.5 * a).to(m.dtype) - (m < -0.5 * a).to(m.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        inside, inverse = ctx.saved_tensors
+        return torch.where(inside, grad * inverse, 0.0), None
 
 
 def recompute_in_backward(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor | None) -> tuple[Tensor, ...]:
@@ -250,12 +285,16 @@ class TorchNormNeuron(NormNeuronKernels[Tensor]):
 
 class TorchNeuron(NeuronKernels):
     def multi_step(self, x: Tensor, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
+        is_ternary = NEURONS[self.spec.kind].ternary
+        compute = partial(_bispike_multi_step if is_ternary else _neuron_multi_step, spec=self.spec)
         if x.dtype in REDUCED:
-            spikes, v = recompute_in_backward(partial(_neuron_multi_step, spec=self.spec), x, v0, w)
+            spikes, v = recompute_in_backward(compute, x, v0, w)
         else:
-            spikes, v = _neuron_multi_step(x, v0, w, self.spec)
-        are_bits = self.spec.largest == 1 and wants_bits(spikes)
-        return remember_bits(spikes, pack_bits(spikes) if are_bits else None), v
+            spikes, v = compute(x, v0, w)
+        if self.spec.largest > 1 or not wants_bits(spikes):
+            return spikes, v
+        content = Content.TERNARY if is_ternary else Content.SPIKES
+        return remember_bits(spikes, encode(flat_in_memory(spikes.detach()), content), content), v
 
 
 def _normalised(inputs: NormNeuronInput, eps: float) -> Tensor:

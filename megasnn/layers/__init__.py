@@ -8,6 +8,8 @@ from megasnn.layers.blocks import ConvNormNeuron as ConvNormNeuron
 from megasnn.layers.blocks import NeuronConvNorm as NeuronConvNorm
 from megasnn.layers.blocks import Residual as Residual
 from megasnn.layers.blocks import ResidualMLP as ResidualMLP
+from megasnn.layers.causal_attention import CausalAttention as CausalAttention
+from megasnn.layers.causal_spiking_attention import CausalSpikingAttention as CausalSpikingAttention
 from megasnn.layers.context import BuildContext as BuildContext
 from megasnn.layers.context import Numerics as Numerics
 from megasnn.layers.conv import ParallelConv as ParallelConv

@@ -160,10 +160,10 @@ def own_heads(dim: int, num_heads: int, ranks: int) -> int:
 
 
 def _require_spikes(attention: nn.Module, neuron: NeuronSpec) -> None:
-    if neuron.largest > 1:
+    if neuron.largest > 1 or neuron.lowest < 0:
         raise ValueError(
-            f"--neuron {neuron.kind} fires up to {neuron.largest} in a step, and {type(attention).__name__} takes "
-            "spikes; choose a neuron that fires 0 or 1"
+            f"--neuron {neuron.kind} fires from {neuron.lowest} to {neuron.largest} in a step, and "
+            f"{type(attention).__name__} takes spikes; choose a neuron that fires 0 or 1"
         )
 
 

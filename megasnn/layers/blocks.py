@@ -33,6 +33,8 @@ class ConvNormNeuron(nn.Module):
         blocks, conv_options: as in ParallelConv.
     """
 
+    mixes_tokens = False
+
     def __init__(
         self,
         in_channels: int,
@@ -156,6 +158,8 @@ def neuron_uses(layers: Iterable[nn.Module]) -> set[NeuronUse]:
 class NeuronConvNorm(nn.Module):
     """neuron -> conv -> norm on potentials: `[T, N, C_in/size, H, W]` -> `[T, N, C_out/size, H, W]`."""
 
+    mixes_tokens = False
+
     def __init__(
         self,
         in_channels: int,
@@ -180,6 +184,8 @@ class NeuronConvNorm(nn.Module):
 class ResidualMLP(nn.Module):
     """x + fc2(fc1(x)) for each token: second half of a Spikformer or QKFormer block."""
 
+    mixes_tokens = False
+
     def __init__(self, dim: int, hidden: int, **conv_options: Any) -> None:
         super().__init__()
         self.fc1 = ConvNormNeuron(dim, hidden, dims=1, **conv_options)
@@ -191,6 +197,8 @@ class ResidualMLP(nn.Module):
 
 class Residual(nn.Module):
     """x + inner(x)."""
+
+    mixes_tokens = False
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ class BuildContext:
 
     Attributes:
         state: one rank by default.
-        cut: context-parallel ranks divide a micro-batch by samples or by pixel rows.
+        cut: context-parallel ranks divide a micro-batch by samples, by pixel rows or by tokens.
         neuron: default neuron.
         time_steps: T. Neurons repeat a single time step T times.
         stateful: keep potentials between calls, until a reset (truncated backpropagation through time).
@@ -93,8 +93,18 @@ class BuildContext:
         return self.state.cp if self.cut == "rows" and self.state.cp.size > 1 else None
 
     @property
+    def token_group(self) -> Group | None:
+        """Ranks that divide sequences by tokens; None for whole sequences."""
+        return self.state.cp if self.cut == "tokens" and self.state.cp.size > 1 else None
+
+    @property
     def counts_logits(self) -> bool:
-        # Ranks that divide rows have equal logits, which count once.
+        # Ranks that divide rows have equal logits, which count once. Ranks that divide tokens have their own.
+        return self.cut != "rows" or self.state.cp.rank == 0
+
+    @property
+    def counts_samples(self) -> bool:
+        """True on one of the ranks with the same samples."""
         return self.cut == "samples" or self.state.cp.rank == 0
 
     def largest_share(self, samples: int) -> int:
@@ -109,6 +119,7 @@ class BuildContext:
         dim: int | None = None,
         blocks: int = 1,
         *,
+        even: bool = True,
         initialise: Initialiser,
         partial_gradient: bool = False,
     ) -> Shard:
@@ -116,12 +127,12 @@ class BuildContext:
 
         Args:
             dim: dimension that tensor parallelism divides; None for none.
-            blocks: see `megasnn.parallel.sharding.Cut`.
+            blocks, even: see `megasnn.parallel.sharding.Cut`.
             partial_gradient: a tensor-parallel rank's gradient is from its own channels only.
         """
         cuts: tuple[tuple[Axis, Cut], ...] = ()
         if dim is not None and not self.is_whole:
-            cuts = (("tp", Cut(dim, blocks)),)
+            cuts = (("tp", Cut(dim, blocks, even)),)
         is_partial = partial_gradient and self.tp.size > 1
         return Shard(global_shape, cuts, self.state.coordinates, is_partial, initialise)
 

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasnn.kernels.convolution import Geometry, output_space, pooled_space
+from megasnn.kernels.layout import flat_in_memory
 from megasnn.kernels.products import Products
-from megasnn.kernels.spike_codec import Content, bits_of, pack_bits
+from megasnn.kernels.spike_codec import bits_of, encode
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import uniform
 from megasnn.layers.row_context import (
@@ -135,6 +136,8 @@ class ParallelConv(WeightedLayer):
         self.groups = groups
         self.padding_mode = padding_mode
         self._kernel = torch.Size(kernel)
+        takes_each_pixel = max(*kernel, *geometry.stride, pool) == 1 and self.edges is None
+        self.mixes_tokens = not takes_each_pixel or any(geometry.padding)
         # `options.products` may have another geometry, without padding rows.
         self._geometry = geometry
         self._rows = context.row_group
@@ -147,18 +150,19 @@ class ParallelConv(WeightedLayer):
             self._sparse = False
 
     def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
+        content = self.options.content
+        # A view has none of its tensor's bits.
+        bits = bits_of(x, content) if content.is_bits else None
         is_signal = x.ndim == 4
         if is_signal:
             x = x.unsqueeze(-1)  # an image of width 1
         if x.is_meta:
             y = self._dry_run(x, is_signal)
             return y.squeeze(-1) if is_signal else y
-        holds_spikes = self.options.content is Content.SPIKES
-        bits = bits_of(x) if holds_spikes else None
         if self._rows is not None and self._move is not None:
             # The bits of the input have none of the rows from other ranks.
-            x = move_rows(x, self._move, self._rows, self.options.content)
-            bits = pack_bits(x) if holds_spikes else None
+            x = move_rows(x, self._move, self._rows, content)
+            bits = encode(flat_in_memory(x.detach()), content) if content.is_bits else None
         if self.observer is not None:
             self.tell_observer(x)
         if self.edges is not None:

@@ -14,7 +14,7 @@ from megasnn.common.random import WORD_MASK, philox_key
 from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.facts import refuse_second_call
-from megasnn.layers.row_context import shared_rows
+from megasnn.parallel.sharding import own_span
 
 Positions = range | Tensor | None
 
@@ -53,6 +53,7 @@ class _Drop(nn.Module):
     Raises ValueError for p outside [0, 1); in training, for no positions, or another number than samples.
     """
 
+    mixes_tokens = False
     purpose: ClassVar[str]
 
     def __init__(self, p: float, name: str, context: BuildContext) -> None:
@@ -107,15 +108,15 @@ class ParallelDropout(_Drop):
         self.same_at_all_steps = same_at_all_steps
         self.group = context.tp
         self.stateful = context.stateful
-        self._rows = context.row_group
-        # Height of whole images, and time steps in one call and in earlier calls on the same samples.
-        self._height = 0
+        self._parts = context.row_group or context.token_group
+        # Rows or tokens of whole samples, and time steps in one call and in earlier calls on the same samples.
+        self._whole = 0
         self._steps = context.time_steps
         self._steps_before = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta:
-            self._height = x.shape[3] if x.ndim > 3 else 0
+            self._whole = x.shape[3] if x.ndim > 3 else 0
         return super().forward(x)
 
     def forget(self) -> None:
@@ -125,11 +126,11 @@ class ParallelDropout(_Drop):
     def kept(self, x: Tensor, keys: Tensor) -> Tensor:
         time, _, channels, *space = x.shape
         own = slice(None)
-        if self._rows is not None and self._height and space:
-            # Draws for whole images, and takes this rank's rows.
-            rows = shared_rows(self._height, self._rows.size)[self._rows.rank]
-            own = slice(rows.start, rows.stop)
-            space[0] = self._height
+        if self._parts is not None and self._whole and space:
+            # Draws for whole samples, and takes this rank's rows or tokens.
+            part = own_span(self._whole, self._parts.sizes, self._parts.rank)
+            own = slice(part.start, part.stop)
+            space[0] = self._whole
         if self.same_at_all_steps:
             time = 1
         steps_before = self._steps_before

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasnn.kernels.products import Products
-from megasnn.kernels.spike_codec import Content, bits_of
+from megasnn.kernels.spike_codec import bits_of
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import uniform
 from megasnn.layers.row_context import MeanOverSpace
@@ -80,8 +80,8 @@ class ParallelLinear(WeightedLayer):
             self.tell_observer(x.reshape(len(x), -1, x.shape[-1], 1, 1))
         bits = None
         # Bits are in the order of memory, which is that of the rows for a contiguous tensor only.
-        if self.options.content is Content.SPIKES and x.is_contiguous():
-            bits = bits_of(x)
+        if self.options.content.is_bits and x.is_contiguous():
+            bits = bits_of(x, self.options.content)
         y = self.product(images, bits).view(*x.shape[:-1], -1)
         # Style "row" adds the bias after the sum over ranks, so once.
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -35,10 +35,12 @@ class NeuronLayer(nn.Module):
         time_steps: T.
         stateful: truncated backpropagation through time.
         observer: called with every forward's spikes, if set.
-        largest: largest output, if all are integers from 0; None otherwise.
+        lowest, largest: bounds of the outputs, if all are integers; `largest` is None otherwise. Ternary spikes have
+            -1 and 1.
         once_because: why one forward may call the layer only once, or None.
     """
 
+    lowest: int = 0
     largest: int | None = 1
     once_because: str | None = None
 
@@ -75,7 +77,7 @@ class NeuronLayer(nn.Module):
         if self.observer is not None and not is_replaying():
             self.observer(spikes.detach())
         if spikes.is_meta and self.largest is not None:
-            return mark_spikes(spikes, self.largest)
+            return mark_spikes(spikes, self.largest, self.lowest)
         return spikes
 
 
@@ -158,9 +160,10 @@ class SpikingNeuron(NeuronLayer):
     Args:
         channels: global.
         surrogate, alpha: a name in megasnn.kernels.SURROGATES, and its sharpness; None for its default.
-        largest: 1 for spikes, up to 255 for counts, sent as bytes; None for negative values (ternary) or fractions.
+        largest: 1 for spikes, up to 255 for counts, sent as bytes; None for fractions or other negative values.
+        lowest: -1, with `largest` 1, for ternary spikes, sent as two bits.
     Raises:
-        ValueError: an unknown surrogate; in forward, spikes with another shape than the input.
+        ValueError: an unknown surrogate, another `lowest`; in forward, spikes with another shape than the input.
     """
 
     def __init__(
@@ -171,11 +174,15 @@ class SpikingNeuron(NeuronLayer):
         surrogate: str = "sigmoid",
         alpha: float | None = None,
         largest: int | None = 1,
+        lowest: int = 0,
     ) -> None:
         context = context_for(context)
         super().__init__(context)
+        if (lowest, largest) != (-1, 1) and lowest != 0:
+            raise ValueError(f"lowest={lowest} with largest={largest}: give lowest=-1 with largest=1, or lowest=0")
         self.channels = channels
         self.largest = largest
+        self.lowest = lowest
         self.left: State | None = None  # after the last call of stateful neurons
         self._context = context
         sharpness = SURROGATES.of_argument("surrogate", surrogate).alpha if alpha is None else alpha
@@ -223,6 +230,8 @@ class SpikingNeuron(NeuronLayer):
             spikes.append(self.fire(h, state))
             state = self.reset(h, spikes[-1], state)
         together = torch.stack(spikes).to(x.dtype)
+        if self.lowest < 0:
+            together = together + 0.0  # rounding gives -0, which no packing holds
         if together.shape != inputs.shape:
             raise ValueError(f"neurons give spikes of shape {list(together.shape)} for {list(inputs.shape)}")
         if self.stateful and not x.is_meta:

@@ -36,6 +36,7 @@ class ParallelBatchNorm(nn.Module):
         pending: this step's records.
     """
 
+    mixes_tokens = False  # ranks that divide tokens exchange their statistics
     weight: Tensor | None
     bias: Tensor | None
     running_mean: Tensor | None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megasnn.layers.shape_inference import mark_spikes, max_of
+from megasnn.layers.shape_inference import bounds_of, mark_spikes
 from megasnn.parallel.collectives import gather_alike, own_channels
 from megasnn.parallel_state import Group
 
@@ -35,10 +35,10 @@ class PlainCall:
 
     def prepare_input(self, x: Tensor, is_cut: bool) -> Tensor:
         if self.group is not None and is_cut:
-            largest = max_of(x)
+            bounds = bounds_of(x)
             x = gather_alike(x, self.group)
-            if largest is not None:
-                mark_spikes(x, largest)
+            if bounds is not None:
+                mark_spikes(x, bounds.largest, bounds.lowest)
         if self.dtype is not None and x.is_floating_point():
             x = x.to(self.dtype)
         if x.ndim < 3:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,8 @@ from megasnn.kernels.spike_codec import Content
 LARGEST_COUNT = 255
 """Largest value of a byte."""
 
-# Sums, products, max pooling and views of spikes are integers with a known largest value, sent and stored as bits or
-# bytes. Every packing checks the values.
+# Sums, products, max pooling and views of spikes are integers with known bounds, sent and stored as bits or bytes.
+# Every packing checks the values.
 # Names of torch's functions and methods whose results are values of their inputs.
 _REARRANGE = {
     *("view", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "t", "mT", "contiguous"),
@@ -29,36 +30,53 @@ _MULTIPLY = {"mul", "__mul__", "__rmul__", "__imul__", "mul_", "multiply", "logi
 _SUBTRACT_FROM = {"rsub", "__rsub__"}
 
 
-def mark_spikes(tensor: Tensor, largest: int = 1) -> Tensor:
-    """Marks a dry-run tensor as integers from 0 to `largest`, to be packed. Your own forward may do so."""
+class Bounds(NamedTuple):
+    """Whole numbers from `lowest` to `largest`."""
+
+    lowest: int
+    largest: int
+
+
+def mark_spikes(tensor: Tensor, largest: int = 1, lowest: int = 0) -> Tensor:
+    """Marks a dry-run tensor as integers from `lowest` to `largest`, to be packed. Your own forward may do so.
+
+    -1 to 1 are ternary spikes. Other values below 0 are not packed.
+    """
     if tensor.is_meta:
-        tensor._largest = largest  # type: ignore[attr-defined]
+        tensor._bounds = Bounds(lowest, largest)  # type: ignore[attr-defined]
     return tensor
 
 
-def max_of(value: Any) -> int | None:
-    """A number's value or a dry-run tensor's known largest value; None if unknown."""
+def bounds_of(value: Any) -> Bounds | None:
+    """A number's value or a dry-run tensor's known bounds; None if unknown."""
     if isinstance(value, Tensor):
-        return getattr(value, "_largest", None)
+        return getattr(value, "_bounds", None)
     if isinstance(value, (int, float)) and value >= 0 and value == int(value):
-        return int(value)
+        return Bounds(int(value), int(value))
     return None
 
 
 def content_of(tensor: Tensor) -> Content:
-    largest = 1 if tensor.dtype == torch.bool else max_of(tensor)
-    if largest is None or largest > LARGEST_COUNT:
+    bounds = Bounds(0, 1) if tensor.dtype == torch.bool else bounds_of(tensor)
+    if bounds is None or bounds.largest > LARGEST_COUNT or bounds.lowest < -1:
         return Content.DENSE
-    return Content.SPIKES if largest <= 1 else Content.COUNTS
+    if bounds.lowest < 0:
+        return Content.TERNARY if bounds.largest <= 1 else Content.DENSE
+    return Content.SPIKES if bounds.largest <= 1 else Content.COUNTS
 
 
 def mark_both(tensor: Tensor, other: Tensor) -> None:
-    """Marks a dry-run tensor with the larger bound of two; unknown if either is."""
+    """Marks a dry-run tensor with the wider bounds of two; unknown if either is."""
     # Either tensor may stand in the other's place.
     if Content.DENSE in (content_of(tensor), content_of(other)):
-        tensor._largest = None  # type: ignore[attr-defined]
-    elif content_of(other) is Content.COUNTS:
-        mark_spikes(tensor, max(max_of(tensor) or 1, max_of(other) or 1))
+        tensor._bounds = None  # type: ignore[attr-defined]
+        return
+    together = _union([bounds_of(tensor) or Bounds(0, 1), bounds_of(other) or Bounds(0, 1)])
+    mark_spikes(tensor, together.largest, together.lowest)
+
+
+def _union(bounds: Sequence[Bounds]) -> Bounds:
+    return Bounds(min(each.lowest for each in bounds), max(each.largest for each in bounds))
 
 
 def said_of_values(error: Exception) -> str | None:
@@ -75,15 +93,15 @@ def said_of_values(error: Exception) -> str | None:
 
 
 class MaxInference(TorchFunctionMode):
-    """Marks torch functions' results with the largest value, inferred from the arguments."""
+    """Marks torch functions' results with bounds, inferred from the arguments."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        largest = _max_of_result(getattr(function, "__name__", ""), args)
+        bounds = _bounds_of_result(getattr(function, "__name__", ""), args)
         results = result if isinstance(result, (tuple, list)) else (result,)
         for each in results:
-            if isinstance(each, Tensor) and largest is not None:
-                mark_spikes(each, largest)
+            if isinstance(each, Tensor) and bounds is not None:
+                mark_spikes(each, bounds.largest, bounds.lowest)
         return result
 
 
@@ -100,24 +118,25 @@ class RefuseRandom(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _max_of_result(name: str, args: tuple[Any, ...]) -> int | None:
+def _bounds_of_result(name: str, args: tuple[Any, ...]) -> Bounds | None:
     if name in _REARRANGE:
         first = args[0] if args else None
         inputs = first if isinstance(first, (tuple, list)) else (first,)
-        known = [max_of(each) for each in inputs]
-        return None if None in known else max(each for each in known if each is not None)
+        known = [bounds for bounds in map(bounds_of, inputs) if bounds is not None]
+        return _union(known) if known and len(known) == len(inputs) else None
     if len(args) < 2:
         return None
-    a = max_of(args[0])
-    b = max_of(args[1])
+    a = bounds_of(args[0])
+    b = bounds_of(args[1])
     if a is None or b is None:
         return None
     if name in _ADD:
-        return a + b
+        return Bounds(a.lowest + b.lowest, a.largest + b.largest)
     if name in _MULTIPLY:
-        return a * b
+        # A product of a negative value and 0 is -0, which no packing holds.
+        return None if min(a.lowest, b.lowest) < 0 else Bounds(a.lowest * b.lowest, a.largest * b.largest)
     # 1 - x are spikes again, if x are spikes.
-    return b if name in _SUBTRACT_FROM and args[1] == 1 and a <= 1 else None
+    return Bounds(b.lowest - a.largest, b.largest - a.lowest) if name in _SUBTRACT_FROM else None
 
 
 def is_channels_last(x: Tensor) -> bool:

@@ -25,7 +25,7 @@ from megasnn.kernels.convolution import (
     pooled_space,
 )
 from megasnn.kernels.products import Products
-from megasnn.kernels.spike_codec import Content, encode, may_be_sparse, remember_bits
+from megasnn.kernels.spike_codec import Content, content_of_both, encode, may_be_sparse, remember_bits
 from megasnn.layers.context import BuildContext
 from megasnn.layers.facts import facts
 from megasnn.layers.shape_inference import content_of
@@ -45,9 +45,6 @@ from megasnn.telemetry.operations import times_used
 
 ProductObserver = Callable[[Tensor, int], None]
 """Receives the images of a product, `[frames, C, H, W]`, and the number of time steps that each frame stands for."""
-
-_CONTENTS = (Content.SPIKES, Content.COUNTS, Content.DENSE)
-"""Each includes the ones before: an input with spikes in one call and counts in another holds counts."""
 
 
 class Communication(Enum):
@@ -190,8 +187,8 @@ class WeightedLayer(nn.Module):
             raise ValueError(f"a layer of {channels} input channels is given {have}")
         content = content_of(x)
         if is_again:
-            # One packing serves all calls, so it is the widest.
-            content = max(self.options.content, content, key=_CONTENTS.index)
+            # One packing serves all calls: an input with spikes in one call and counts in another holds counts.
+            content = content_of_both(self.options.content, content)
         communication = self._sharded_communication
         if is_whole and communication is Communication.GATHER:
             communication = Communication.WHOLE_INPUT

@@ -19,6 +19,8 @@ class ArraySpec:
         below: upper bound for integers from 0, checked in every batch; None for any integer.
         void: integer without a class, such as 255 in Cityscapes; ignored by loss and metrics.
         over_time: True if the first dimension is T.
+        over_tokens: True if the last dimension is tokens, which --context-parallel-cut tokens divides over ranks. Loss
+            and metrics then take a rank's own tokens, and their values are summed over these ranks.
         file: ending in shards, "npy", "mask.npy" or "seg.png". Default: the sample's image or class.
     """
 
@@ -28,6 +30,7 @@ class ArraySpec:
     over_time: bool = False
     file: str = ""
     void: int | None = None
+    over_tokens: bool = False
 
     def type_for(self, floating: torch.dtype) -> torch.dtype:
         """`floating` for "float", int64 for "int"."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -20,9 +20,10 @@ from megasnn.layers.neuron import NeuronLayer, ParallelNeuron
 from megasnn.layers.plain.by_channel import ChannelWatch, cuts_by_shape, may_be_cut
 from megasnn.layers.plain.initial_values import without_memory
 from megasnn.layers.plain.network import convert_network, why_whole
-from megasnn.layers.plain.refusals import is_plain, refuse_mixed_rows, require_supported
+from megasnn.layers.plain.refusals import is_plain, refuse_mixed_rows, refuse_mixed_tokens, require_supported
 from megasnn.layers.plain.replicated import plain_layer
 from megasnn.layers.tensors import described_tensors, initialise_further, sharded_tensors
+from megasnn.layers.token_context import shared_tokens
 from megasnn.models.description import (
     DRY_SAMPLES,
     Built,
@@ -33,7 +34,7 @@ from megasnn.models.description import (
 )
 from megasnn.models.dry_run import dry_run
 from megasnn.models.model import Model
-from megasnn.models.task import Task, mean_over_time
+from megasnn.models.task import TARGET, Task, mean_over_time
 from megasnn.models.ties import TiedTensors, has_state, separate, tie_all
 from megasnn.parallel.sharding import parameter_count
 from megasnn.parallel_state import ParallelState
@@ -151,19 +152,24 @@ def build(
         ValueError: names a layer that cannot be computed alike on this layout.
     """
     context = replace(context, neuron=neuron, time_steps=model.time_steps)
+    task = task_of(model)
+    if context.token_group is not None:
+        shared_tokens(task.tokens, context.token_group.size)
     layers, ties = _separated(model, context)
     if single_rank_layers is not None:
         _refuse_made_before(single_rank_layers, layers)
     # A layer that cannot be cut is made a second time, for one rank.
     whole_layers = cache(lambda: _separated(model, context.replicated())[0])
-    task = task_of(model)
     outputs: dict[int, _Output] = {}
     for number, name in task.input_names.items():
         spec = task.inputs[name]
         frames = spec.frames(spec.empty(DRY_SAMPLES, context.numerics.compute_dtype))
         outputs[number] = _Output(frames, [False])
+    if not isinstance(task.target, str):
+        targets = task.target.empty(DRY_SAMPLES, context.numerics.compute_dtype)
+        outputs[task.target_number] = _Output(task.target.frames(targets), [False])
     built: list[Built] = []
-    for number, sources in enumerate(_sources_of(layers, task.input_names)):
+    for number, sources in enumerate(_sources_of(layers, task)):
         layer = layers[number]
         inputs = [outputs[source] for source in sources]
         is_last = layer is layers[-1]
@@ -221,20 +227,25 @@ def _refuse_made_before(single_rank_layers: Sequence[Built], layers: Sequence[La
             raise ValueError(f"{layer.name}: made outside `layers`; make every module where it is yielded")
 
 
-def _sources_of(layers: Sequence[Layer], input_names: Mapping[int, str]) -> list[tuple[int, ...]]:
+def _sources_of(layers: Sequence[Layer], task: Task) -> list[tuple[int, ...]]:
     """By layer, its sources' numbers.
 
-    Args:
-        input_names: see `Task.input_names`.
     Raises:
-        ValueError: an unknown or ambiguous name, or an unused output or input.
+        ValueError: an unknown or ambiguous name, an unused output or input, or a layer before the last one that takes
+            the target.
     """
+    input_names = task.input_names
     numbers = {name: number for number, name in input_names.items()}
     sources_of_layers: list[tuple[int, ...]] = []
     # The loss takes the last layer's output.
     used = {len(layers) - 1}
     for number, layer in enumerate(layers):
+        if layer is layers[-1] and not isinstance(task.target, str):
+            # A layer may have this name, too.
+            numbers.setdefault(TARGET, task.target_number)
         for name in layer.takes:
+            if name == TARGET and name not in numbers:
+                raise ValueError(f"{layer.name} takes {name!r}: only the last layer may take what the model learns")
             if name not in numbers:
                 raise ValueError(f"{layer.name} takes {name!r}; inputs and earlier layers are {', '.join(numbers)}")
         if layer.name in input_names.values():
@@ -244,7 +255,7 @@ def _sources_of(layers: Sequence[Layer], input_names: Mapping[int, str]) -> list
         used.update(sources)
         numbers[layer.name] = number
     for name, number in numbers.items():
-        if number not in used:
+        if number not in used and number != task.target_number:
             raise ValueError(f"{name}: no later layer takes it; name it in `takes`, or leave it out")
     return sources_of_layers
 
@@ -317,6 +328,7 @@ def _made(layer: Layer, context: BuildContext) -> nn.Module:
             else:
                 require_supported(module, "inside")
             refuse_mixed_rows(module, context)
+            refuse_mixed_tokens(module, context)
         except (ValueError, RuntimeError) as error:
             # torch raises RuntimeError for modules without sizes.
             raise ValueError(f"{layer.name}: {error}") from error

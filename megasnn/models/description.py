@@ -63,7 +63,7 @@ class LayerDescription:
     Attributes:
         layer_group: see `megasnn.layers.layer.Layer`.
         entries: output tensors; the key None means a single tensor.
-        inputs: its sources' numbers; -1, -2 and so on are the model's inputs.
+        inputs: its sources' numbers; -1, -2 and so on are the model's inputs, and the number behind them the target.
         parameters: number of elements.
         operations: multiply-adds per sample in convolutions, linear layers and matrix products. An image shown at all
             time steps counts once.
@@ -176,6 +176,8 @@ class ModelDescription:
         needed: set[int] = set()
         for each in self.layers[stop:]:
             needed.update(source for source in each.inputs if source < stop)
+        # The last stage has the targets itself.
+        needed.discard(self.task.target_number)
         # After the last layer, the loss needs its output.
         return sorted(needed) or [len(self.layers) - 1]
 

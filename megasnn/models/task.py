@@ -19,6 +19,8 @@ from megasnn.models.losses import correct_predictions
 
 _TOP = {"top1": 1, "top5": 5}
 _REDUCED = (torch.bfloat16, torch.float16)
+TARGET = "target"
+"""In a layer's `takes`, the target that is no input. Only the last layer may take it, because the last stage has it."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,38 @@ class Task:
         return {-1 - position: name for position, name in enumerate(self.inputs)}
 
     @property
+    def target_number(self) -> int:
+        """The target's number among a layer's sources, behind the inputs'."""
+        return -1 - len(self.inputs)
+
+    @property
     def target_spec(self) -> ArraySpec:
         return self.inputs[self.target] if isinstance(self.target, str) else self.target
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in each sample's inputs and target. Raises ValueError without them, or for different numbers."""
+        lengths = []
+        for name, spec in {**self.inputs, "target": self.target_spec}.items():
+            if not spec.over_tokens:
+                raise ValueError(
+                    f"--context-parallel-cut tokens needs tokens in every input and in the target, and {name} "
+                    f"{[*spec.shape]} has none: use samples, or declare ArraySpec(..., over_tokens=True)"
+                )
+            lengths.append(spec.shape[-1])
+        if len(set(lengths)) > 1:
+            raise ValueError(f"--context-parallel-cut tokens needs equally many tokens in all arrays, got {lengths}")
+        return lengths[0]
 
     def examples(self, samples: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Random inputs to measure layers with, equal in every call."""
         draws = torch.Generator().manual_seed(0)
         return {name: each.examples(samples, draws).to(each.type_for(dtype)) for name, each in self.inputs.items()}
+
+    def example_targets(self, samples: int, dtype: torch.dtype) -> Tensor:
+        """Random targets, equal in every call."""
+        draws = torch.Generator().manual_seed(1)
+        return self.target_spec.examples(samples, draws).to(self.target_spec.type_for(dtype))
 
     def summed_loss(self, named: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
         """(output, target) -> the samples' summed loss. `named` is --loss, used without a loss in the model."""

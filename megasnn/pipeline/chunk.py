@@ -22,6 +22,7 @@ from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.row_context import own_pixel_rows
 from megasnn.layers.shape_inference import to_channels_last
 from megasnn.layers.tensors import described_tensors, materialise, sharded_tensors
+from megasnn.layers.token_context import own_tokens
 from megasnn.models.description import Built, Carried, ModelDescription
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.pipeline.graphs import Capture, ChunkGraphs, why_not
@@ -91,6 +92,14 @@ class PipelineChunk(nn.Module):
         self._is_chain = description.is_chain
         self._input_names = description.task.input_names
         self._input_specs = description.task.inputs
+        self._target = description.task.target_number
+        self._target_spec = description.task.target_spec
+        self.takes_targets = any(self._target in description.layers[number].inputs for number in span)
+        if self.takes_targets and not self.is_last:
+            raise ValueError(
+                f"{self.names[-1]} takes the targets, and a chunk without layers follows it: give the last chunk of "
+                "--pipeline-model-parallel-layout a layer"
+            )
         self._stateful: list[NeuronLayer | ParallelDropout] = []
         self._drawing: Callable[[range | None], AbstractContextManager[object]] = nullcontext
         for module in self.layers.modules():
@@ -122,6 +131,7 @@ class PipelineChunk(nn.Module):
             self.without_spikes = last.graph_only
         self._context = context
         self._rows = context.row_group
+        self._tokens = context.token_group
 
     def capture_graphs(self, capture: Capture) -> None:
         """Runs training steps as CUDA graphs from now on. Raises ValueError for an unsupported layer."""
@@ -144,6 +154,7 @@ class PipelineChunk(nn.Module):
         samples: range | None = None,
         goes_on: bool = False,
         micro_batch: int = 0,
+        targets: Tensor | None = None,
     ) -> Any:
         """Computes the layers for one micro-batch.
 
@@ -153,6 +164,7 @@ class PipelineChunk(nn.Module):
             samples: positions in the whole training, for dropout.
             goes_on: a later window with the last forward's samples (--bptt-steps).
             micro_batch: number in the step.
+            targets: for a chunk that takes them (`takes_targets`); None in a prediction.
         Returns:
             Tensors for `hands_on`; the last chunk returns the model's output.
         """
@@ -164,7 +176,14 @@ class PipelineChunk(nn.Module):
             for carried in self.receives:
                 name = self._input_names[carried.layer]
                 frames = self._input_specs[name].frames(named_inputs[name])
-                x.append(frames if self._rows is None else own_pixel_rows(frames, self._rows))
+                if self._rows is not None:
+                    frames = own_pixel_rows(frames, self._rows)
+                elif self._tokens is not None:
+                    frames = own_tokens(frames, self._tokens)
+                x.append(frames)
+        if self.takes_targets and targets is not None:
+            # CUDA graphs copy it in, like all that a chunk receives.
+            x.append(self._target_spec.frames(targets))
         if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
             y = self.graphs.apply(x, samples, micro_batch)
             x.clear()
@@ -179,13 +198,17 @@ class PipelineChunk(nn.Module):
                 for each in self._calls:
                     x = call(each, [x], samples, goes_on)
                 return x if self.is_last else [x]
+            targets = received.pop() if len(received) > len(self.receives) else None
             outputs = _unpacked(self.receives, received)
+            if targets is not None:
+                outputs[self._target] = targets
             received.clear()
             for each in self._calls:
-                inputs = [outputs[source] for source in each.inputs]
+                # A prediction has no targets.
+                inputs = [outputs[source] for source in each.inputs if source in outputs]
                 # `inputs` holds the last reference: a tensor is freed after its last use.
                 for source in each.last_uses:
-                    del outputs[source]
+                    outputs.pop(source, None)
                 outputs[each.number] = _with_own_edges(call(each, inputs, samples, goes_on), inputs)
         if self.is_last:
             (output,) = outputs.values()

@@ -259,8 +259,9 @@ class PipelineExecutor:
     def _output(self, segment: PipelineChunk, key: ActionKey) -> Any:
         micro = self._step.micro_batches[key[1]]
         x: Any = micro.inputs if segment.is_first else self._step.entered(key)
+        targets = micro.targets if segment.takes_targets and not micro.predicts else None
         # Not by a call of the module, which looks for hooks: a segment has none.
-        return segment.forward(x, micro.samples, micro.goes_on, key[1])
+        return segment.forward(x, micro.samples, micro.goes_on, key[1], targets)
 
     def _input_gradient(self, segment: PipelineChunk, key: ActionKey) -> None:
         with segment.weight_gradients.deferred() as tasks:

@@ -27,7 +27,7 @@ from torch.func import functional_call
 
 from megasnn.common.bundle import entries_of, map_entries
 from megasnn.common.checks import DeviceChecks, check_value
-from megasnn.kernels.spike_codec import bits_of, remember_bits
+from megasnn.kernels.spike_codec import share_bits
 from megasnn.layers.dropout import drawing_for
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.weight_grad import WeightGradients
@@ -234,8 +234,7 @@ class _SlotGraphs:
         copies = iter(_Replayed.apply(self, self._owner.anchor, *inputs))
 
         def copied(y: Tensor) -> Tensor:
-            bits = bits_of(y)
-            return remember_bits(next(copies), None if bits is None else bits.clone())
+            return share_bits(y, next(copies), own_memory=True)
 
         if isinstance(self._output, list):
             return [copied(y) for y in self._output]

@@ -15,7 +15,7 @@ from megasnn.common.autograd import Function
 from megasnn.common.bundle import Bundle, map_entries
 from megasnn.common.checks import explained
 from megasnn.common.recompute import Cache
-from megasnn.kernels.spike_codec import Content, bits_of, remember_bits
+from megasnn.kernels.spike_codec import Content, remember_bits, share_bits
 from megasnn.layers.shape_inference import is_channels_last
 from megasnn.layers.weight_grad import WeightGradientTask
 from megasnn.models.description import Carried
@@ -27,7 +27,7 @@ OutputConsumer = Callable[[Any, Any], None]
 
 
 class PackedInput:
-    """A chunk's inputs, packed as between stages: spikes as bits, counts as bytes.
+    """A chunk's inputs, packed as between stages: spikes as bits, ternary ones as two, counts as bytes.
 
     Args:
         tensors: one for each in `carried`.
@@ -66,9 +66,9 @@ def _packed(tensor: Tensor, carried: Carried) -> Tensor | tuple[TensorSpec, Tens
 
 
 def _with_bits(tensor: Tensor, spec: TensorSpec, message: Tensor) -> Tensor:
-    is_same = spec.content is Content.SPIKES and tensor.ndim > 2 and tensor.movedim(2, -1).is_contiguous()
+    is_same = spec.content.is_bits and tensor.ndim > 2 and tensor.movedim(2, -1).is_contiguous()
     # Only if layers would pack in the same order.
-    return remember_bits(tensor, message) if is_same else tensor
+    return remember_bits(tensor, message, spec.content) if is_same else tensor
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class MicroBatchInput:
         samples: positions in the whole training, for dropout.
         goes_on: a later window with the previous micro-batch's samples; neurons continue from their state.
         is_padding: an evaluation drops the output; other replicas have one micro-batch more.
+        predicts: targets are the samples' indices, and no layer takes them.
         left_out: sample indices that an evaluation does not count.
     """
 
@@ -93,6 +94,7 @@ class MicroBatchInput:
     # Neurons continue from their state: every schedule runs a segment's forwards in ascending order.
     goes_on: bool = False
     is_padding: bool = False
+    predicts: bool = False
     left_out: frozenset[int] = frozenset()
     whole: int = 0
 
@@ -155,7 +157,7 @@ class StepState:
         deliver = partial(self.gradients.__setitem__, before)
         entered = _Entry.apply(self._anchor, deliver, *[xs[index].detach() for index in learning])
         for index, x in zip(learning, entered, strict=True):
-            xs[index] = remember_bits(x, bits_of(xs[index]))
+            xs[index] = share_bits(xs[index], x)
         return xs
 
     def hand_on(self, key: ActionKey, y: Sequence[Tensor], is_here: bool) -> None:
@@ -191,7 +193,7 @@ class StepState:
 
 def without_graph(y: Tensor) -> Tensor:
     """The output on the same memory, with its bits and `requires_grad`, outside the graph."""
-    return remember_bits(y.detach().requires_grad_(y.requires_grad), bits_of(y))
+    return share_bits(y, y.detach().requires_grad_(y.requires_grad))
 
 
 class _Entry(Function):

@@ -1,4 +1,4 @@
-"""Transfers between pipeline ranks: spikes as bits, counts as bytes, all other tensors dense.
+"""Transfers between pipeline ranks: spikes as bits, ternary ones as two, counts as bytes, all other tensors dense.
 
 Both ends know every boundary tensor's shape, type, content and gradient from the dry run. So receives are posted
 early, and no host waits for another. Channels are last on the wire, too (megasnn/layers/shape_inference.py), so a
@@ -43,7 +43,7 @@ class TensorSpec:
     """A tensor between two stages.
 
     Attributes:
-        content: packing: bits, bytes, or dense values.
+        content: packing: one bit, two bits, bytes, or dense values.
         learns: the receiver returns a gradient.
     """
 
@@ -61,8 +61,8 @@ class TensorSpec:
 
         Raises ValueError for values that do not fit; a step notes them instead.
         """
-        if self.content is Content.SPIKES and is_channels_last(tensor):
-            bits = bits_of(tensor)
+        if self.content.is_bits and is_channels_last(tensor):
+            bits = bits_of(tensor, self.content)
             if bits is not None:
                 return bits
         values = tensor.detach()
@@ -98,6 +98,7 @@ class Boundaries:
         learns: dict[int, bool] = {}  # by number of the layer; -1, -2, ... are the inputs of the model
         by_rows: dict[int, bool] = {}  # images that context-parallel ranks divide by rows
         task = description.task
+        self._length = 0 if context.token_group is None else task.tokens
         for number, name in task.input_names.items():
             spec = task.inputs[name]
             frames = spec.frames(spec.empty(DRY_SAMPLES, context.numerics.dtype))
@@ -106,6 +107,8 @@ class Boundaries:
             learns[number] = False
             by_rows[number] = True
             self._add(number, None, TensorSpec(tuple(frames.shape), frames.dtype), True)
+        learns[task.target_number] = False
+        by_rows[task.target_number] = True
         for number, (layer, described) in enumerate(zip(built, description.layers, strict=True)):
             has_gradient = any(tensor.requires_grad for tensor in tensors_of(layer.module))
             learns[number] = has_gradient or any(learns[source] for source in described.inputs)
@@ -117,9 +120,14 @@ class Boundaries:
                 self._add(number, key, TensorSpec(tuple(entry.shape), entry.dtype, content, learning), by_rows[number])
 
     def _add(self, number: int, key: EntryKey, spec: TensorSpec, by_rows: bool) -> None:
-        """Adds this rank's part: a dry-run tensor has whole images."""
+        """Adds this rank's part: a dry-run tensor has whole images or sequences."""
         rows = self._context.row_group
+        tokens = self._context.token_group
         shape = spec.shape
+        if tokens is not None:
+            if len(shape) < 3 or shape[-1] != self._length:
+                return
+            shape = (*shape[:-1], len(own_span(self._length, tokens.sizes, tokens.rank)))
         if rows is not None and len(shape) >= 4:
             if not by_rows or len(shape) != self._image_dims:
                 return

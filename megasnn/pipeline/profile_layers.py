@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from megasnn.common.bundle import entries_of
 from megasnn.common.memory import AllocationCounter
 from megasnn.common.recompute import Cache, recording
-from megasnn.kernels.spike_codec import bits_of, remember_bits
+from megasnn.kernels.spike_codec import share_bits
 from megasnn.layers.context import BuildContext
 from megasnn.layers.tensors import materialise
+from megasnn.layers.token_context import own_tokens
 from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.models.description import ModelDescription
 from megasnn.parallel.agreement import broadcast_result
@@ -79,7 +80,10 @@ def profile_layers(
         rounds: timed runs; 0 for bytes only.
     """
     inputs = {name: x.to(device) for name, x in description.task.examples(samples, context.numerics.dtype).items()}
-    micro = MicroBatchInput(inputs, None, samples, range(samples))
+    targets = description.task.example_targets(samples, context.numerics.dtype).to(device)
+    if context.token_group is not None:
+        targets = own_tokens(targets, context.token_group)
+    micro = MicroBatchInput(inputs, targets, samples, range(samples))
     bounds = [range(number, number + 1) for number in range(len(description.layers))]
     casts = CastWeights()
     own_context = replace(context, cast_weights=casts, weight_gradients=WeightGradients())
@@ -241,7 +245,7 @@ class _Trial:
     def _forward(self, run: StepState) -> list[Tensor]:
         chunk = self._chunk
         x = self._micro.inputs if chunk.is_first else run.entered(self._key)
-        y = chunk(x, self._micro.samples)
+        y = chunk(x, self._micro.samples, targets=self._micro.targets)
         if not chunk.is_last:
             return [*y]
         entries = entries_of(y)
@@ -249,9 +253,7 @@ class _Trial:
 
 
 def _copied(x: Tensor) -> Tensor:
-    bits = bits_of(x)
-    copy = x.detach().clone().requires_grad_(x.requires_grad)
-    return remember_bits(copy, None if bits is None else bits.clone())
+    return share_bits(x, x.detach().clone().requires_grad_(x.requires_grad), own_memory=True)
 
 
 def now(device: torch.device) -> float:

@@ -91,6 +91,8 @@ def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu:
         "samples": dict.fromkeys(context_sizes, samples),
         "rows": {size: _refusal(config, 1, size, "rows") for size in context_sizes},
     }
+    if any(spec.over_tokens for spec in config.model.inputs.values()):
+        possible["tokens"] = {size: _refusal(config, 1, size, "tokens") for size in context_sizes}
     shared: dict[CutAxis, LayoutBytes] = {}
     for axis, sizes in possible.items():
         able = [size for size, refused in sizes.items() if size > 1 and refused is None]
@@ -98,7 +100,7 @@ def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu:
             continue
         tensor = able[0] if axis == "tensor" else 1
         context = 1 if axis == "tensor" else able[0]
-        cut: ContextCut = "rows" if axis == "rows" else "samples"
+        cut: ContextCut = "samples" if axis == "tensor" else axis
         shared[axis] = count_layers(description, config, tensor, context, cut, on_cpu)
     return Analysis(
         model=config.model.name,

@@ -76,7 +76,7 @@ class Layout:
     @property
     def own_samples(self) -> int:
         """Largest number from a micro-batch on a rank."""
-        if self.cut == "rows":
+        if self.cut != "samples":
             return self.micro_batch_size
         return -(-self.micro_batch_size // self.grid.cp)
 
@@ -87,7 +87,7 @@ class Layout:
             base: all other flags.
             bounds: layers by chunk; None leaves the choice to the run.
         """
-        cut: Literal["auto", "samples", "rows"] = "auto"
+        cut: Literal["auto", "samples", "rows", "tokens"] = "auto"
         if self.grid.cp > 1:
             cut = self.cut
         schedule = "auto"
@@ -182,10 +182,15 @@ def layouts(
     contexts = sorted({1, *analysis.possible["samples"]})
     for size, count in product(sizes, reversed(counts)):
         for grid in _grids(count, tensors, contexts, len(analysis.layers)):
-            cuts: tuple[ContextCut, ...] = ("samples", "rows") if grid.cp > 1 else ("samples",)
+            cuts = _cuts(analysis) if grid.cp > 1 else ("samples",)
             for cut, has_graphs in product(cuts, graphs):
                 plain = Layout(grid, size, cut, has_graphs=has_graphs)
                 yield from _of_grid(analysis, config, plain, may_be_best)
+
+
+def _cuts(analysis: Analysis) -> tuple[ContextCut, ...]:
+    """How context-parallel ranks may share a micro-batch; by tokens where the model has them."""
+    return ("samples", "rows", "tokens") if "tokens" in analysis.possible else ("samples", "rows")
 
 
 def _grids(ranks: int, tensor: list[int], context: list[int], layers: int) -> Iterator[Grid]:

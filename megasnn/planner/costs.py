@@ -24,7 +24,7 @@ from megasnn.planner.machines import Machine
 
 BYTE_FIELDS = "held", "message", "gradient", "output", "deferred", "found", "cast"
 _ADVICE = "make it anew with `analyze`"
-CutAxis = Literal["tensor", "samples", "rows"]
+CutAxis = Literal["tensor", "samples", "rows", "tokens"]
 """Axis along which ranks share layers."""
 Seconds = tuple[float, float, float]
 """One layer's forward, input gradient and weight gradient for one micro-batch."""
@@ -128,7 +128,7 @@ class Analysis:
         sizes: numbers of samples with counted bytes, ascending.
         alone: bytes on a rank that shares no layer.
         shared: bytes at each axis' smallest possible size.
-        possible: by axis and size, the reason against this size; None for a possible size.
+        possible: by axis and size, the reason against this size; None for a possible size. No tokens: no axis "tokens".
         machine: None without a measurement.
     """
 
@@ -189,8 +189,9 @@ def _computed(analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], 
     found = []
     rate = machine.operations.get(analysis.precision, machine.operations["fp32"])
     for number, (layer, cost) in enumerate(zip(analysis.layers, costs, strict=True)):
-        rows = share.context if share.cut == "rows" and layer.rows > 1 else 1
-        product = layer.operations * share.samples / share.tensor / rows / rate
+        is_cut = share.cut == "tokens" or (share.cut == "rows" and layer.rows > 1)
+        parts = share.context if is_cut else 1
+        product = layer.operations * share.samples / share.tensor / parts / rate
         # The first layer needs no gradient of its input.
         product_of_inputs = product if number else 0.0
         moved = (3 * cost.held + cost.output) / machine.moved
@@ -224,8 +225,8 @@ def counted_costs(analysis: Analysis, share: LayerShare) -> list[LayerCost]:
         return alone
     if len(shared) == 1:
         return shared[0]
-    # Tensor parallel exchanges were counted for the rank's own samples, and for all rows.
-    parts = share.context if share.cut == "rows" else 1
+    # Tensor parallel exchanges were counted for the rank's own samples, and for all rows or tokens.
+    parts = share.context if share.cut != "samples" else 1
     found = []
     for whole, tensor, context in zip(alone, *shared, strict=True):
         both = _each(_of_both_cuts, whole, tensor, context)
@@ -250,6 +251,7 @@ def _shared(
 
     - by channels, whole + cut / n bytes;
     - by rows, cut / n bytes and the neighbours' rows;
+    - by tokens, cut / n bytes and the exchanged states;
     - by samples, its samples' bytes, and the norms' statistics and exchanges at any number of samples.
     """
     counted = _counted(analysis, axis, size)
@@ -261,7 +263,7 @@ def _shared(
         cut = (one - some) / (1 - 1 / at)
         return max(0, round(one - cut + cut / size))
 
-    def of_rows(one: int, some: int) -> int:
+    def of_parts(one: int, some: int) -> int:
         return round(max(some - one / at, 0) + one / size)
 
     found = []
@@ -271,9 +273,9 @@ def _shared(
             found.append(
                 replace(one, held=some.held, found=some.found, exchanged=exchanged, collectives=some.collectives)
             )
-        elif axis == "rows":
+        elif axis in ("rows", "tokens"):
             # Weights are not cut, nor are their copies.
-            found.append(replace(some, **_each(of_rows, one, some) | {"cast": one.cast}))
+            found.append(replace(some, **_each(of_parts, one, some) | {"cast": one.cast}))
         else:
             found.append(replace(some, exchanged=round(some.exchanged * received), **_each(of_channels, one, some)))
     return found

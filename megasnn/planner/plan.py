@@ -39,6 +39,7 @@ WAYS: tuple[tuple[CutAxis, str], ...] = (
     ("tensor", "tensor"),
     ("samples", "context by samples"),
     ("rows", "context by rows"),
+    ("tokens", "context by tokens"),
 )
 
 
@@ -241,6 +242,8 @@ def cuts(analysis: Analysis, ranks: int) -> str:
         f"pipeline: up to {quantity(count, 'stage')}, a layer each",
     ]
     for axis, name in WAYS:
+        if axis not in analysis.possible:
+            continue
         able: list[str] = []
         why: dict[str, list[str]] = {}
         for size, refused in analysis.possible[axis].items():

@@ -44,11 +44,11 @@ class SpikeRecorder:
 
     @torch.no_grad()
     def observe(self, name: str, spikes: Tensor) -> None:
-        """Adds one micro-batch: spikes or counts `[T, N, C_local, ...]`."""
+        """Adds one micro-batch: spikes or counts `[T, N, C_local, ...]`. A negative spike counts as one."""
         if not self.enabled:
             return
         # bfloat16 counts exactly up to 256 only, float32 up to 2^24.
-        fired = spikes.sum(dim=(0, 1), dtype=torch.float32).to(torch.int32).reshape(-1)
+        fired = torch.linalg.vector_norm(spikes, ord=1, dim=(0, 1), dtype=torch.float32).to(torch.int32).reshape(-1)
         count = F.pad(fired, (0, 1), value=spikes.shape[0] * spikes.shape[1])
         if name in self._counts:
             count = self._counts[name] + count

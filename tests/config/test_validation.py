@@ -109,6 +109,7 @@ REFUSED = [
     ("--context-parallel-size 3", 4, "world size 4", "--context-parallel-size 3"),
     ("--context-parallel-size 4 --context-parallel-cut samples --micro-batch-size 2", 4, "-size 4", "-size 2"),
     ("--context-parallel-size 2 --micro-batch-size 4 --global-batch-size 9", 2, "--global-batch-size 9", "1 sample"),
+    ("--context-parallel-size 2 --context-parallel-cut tokens", 2, "--context-parallel-cut tokens", "spikformer"),
 ]
 
 

@@ -14,14 +14,22 @@ from megasnn.kernels import spike_codec as codec
 from megasnn.kernels.layout import flat_in_memory
 from megasnn.kernels.spike_codec import (
     COUNTS,
+    DENSE,
     SPIKES,
+    TERNARY,
     Content,
     bits_of,
+    content_of_both,
     decode_into,
+    encode,
+    encoded_like,
     pack_bits,
     pack_counts,
+    pack_ternary,
     remember_bits,
+    share_bits,
     unpack_bits_into,
+    unpack_ternary_into,
 )
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.int64]
@@ -62,6 +70,43 @@ def test_round_trip(spikes, counts) -> None:
     assert torch.equal(unpacked(packed, COUNTS, counts), counts)
 
 
+SIGNED = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.int64]
+
+
+@st.composite
+def ternary_tensors(draw):
+    """As `dense_tensors`, of -1, 0 and 1."""
+    spikes = draw(dense_tensors(2))
+    generator = torch.Generator().manual_seed(spikes.numel())
+    signs = torch.randint(0, 2, spikes.shape, generator=generator) * 2 - 1
+    return (spikes.to(torch.int64) * signs).to(draw(st.sampled_from(SIGNED)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(ternary_tensors())
+def test_ternary_round_trip(spikes) -> None:
+    """Two halves of bits: a sixteenth of float32, where whole bytes are filled."""
+    packed = pack_ternary(spikes, check=True)
+    assert packed.dtype == torch.uint8 and packed.shape == (2 * ((spikes.numel() + 7) // 8),)
+    assert encoded_like(spikes.numel(), TERNARY, spikes.dtype, spikes.device).shape == packed.shape
+    assert torch.equal(unpacked(packed, TERNARY, spikes), spikes)
+    halves = packed.view(2, -1)
+    assert torch.equal(halves[0], pack_bits(spikes > 0)) and torch.equal(halves[1], pack_bits(spikes < 0))
+    if spikes.numel() % 8 == 0:
+        assert packed.nbytes * 16 == spikes.numel() * 4
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 9), st.lists(st.integers(1, 20), min_size=1, max_size=4), st.sampled_from(SIGNED), st.integers(0))
+def test_ternary_shards_of_channels(rows, channels, dtype, seed) -> None:
+    generator = torch.Generator().manual_seed(seed % 2**31)
+    whole = torch.randint(-1, 2, (rows, sum(channels)), generator=generator).to(dtype)
+    out = torch.full_like(whole, 1)
+    for target, shard in zip(out.split(channels, dim=1), whole.split(channels, dim=1), strict=True):
+        unpack_ternary_into(pack_ternary(shard.contiguous()), target)
+    assert torch.equal(out, whole)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.lists(st.integers(1, 20), min_size=1, max_size=4), st.sampled_from(DTYPES), st.integers(0))
 def test_shards_of_channels(rows, channels, dtype, seed) -> None:
@@ -89,6 +134,8 @@ def test_large_and_empty_tensors() -> None:
     packed = pack_bits(x, check=True)
     assert torch.equal(packed, codec._pack_bits_plain(x.view(-1))) and torch.equal(unpacked(packed, SPIKES, x), x)
     assert pack_bits(torch.empty(0, 3)).shape == pack_counts(torch.empty(0)).shape == (0,)
+    assert pack_ternary(torch.empty(0, 3)).shape == (0,)
+    assert unpacked(torch.empty(0, dtype=torch.uint8), TERNARY, torch.empty(0, 3)).shape == (0, 3)
     assert unpacked(torch.empty(0, dtype=torch.uint8), SPIKES, torch.empty(0, 3)).shape == (0, 3)
 
 
@@ -103,11 +150,38 @@ def test_what_does_not_fit_is_refused(value, dtype) -> None:
             if pack is pack_bits or value != 2.0:
                 with pytest.raises(ValueError, match="got values from"):
                     pack(x, check=True)
+        pack_ternary(x)
+        if value != -1.0:
+            with pytest.raises(ValueError, match="pack_ternary takes -1, 0 and 1, got values from"):
+                pack_ternary(x, check=True)
 
 
 def test_bytes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="17 spikes"):
         decode_into(torch.zeros(2, dtype=torch.uint8), SPIKES, torch.zeros(1, 17))
+    with pytest.raises(ValueError, match="17 ternary spikes take 6 bytes, got 3"):
+        decode_into(torch.zeros(3, dtype=torch.uint8), TERNARY, torch.zeros(1, 17))
+
+
+def test_unsigned_types_hold_no_negative_spikes() -> None:
+    for values in (torch.tensor([0, 1, 255], dtype=torch.uint8), torch.tensor([0, 1, 2], dtype=torch.uint8)):
+        with pytest.raises(ValueError, match="pack_ternary"):
+            pack_ternary(values, check=True)
+    assert pack_ternary(torch.tensor([True, False]), check=True).tolist() == [1, 0]
+
+
+def test_a_content_that_includes_two() -> None:
+    wide = {(SPIKES, COUNTS): COUNTS, (SPIKES, TERNARY): TERNARY, (TERNARY, COUNTS): DENSE}
+    for one in Content:
+        for other in Content:
+            expected = one if one is other else wide.get((one, other), wide.get((other, one), DENSE))
+            assert content_of_both(one, other) is expected
+    assert {each for each in Content if each.is_bits} == {SPIKES, TERNARY}
+
+
+def test_a_message_that_is_wrong_says_what_was_declared() -> None:
+    with pytest.raises(ValueError, match=r"the layers before declared ternary.*mark_spikes\(..., largest, lowest\)"):
+        encode(torch.tensor([2.0]), TERNARY, check=True)
 
 
 def test_more_values_than_the_kernels_can_count_are_left_to_torch(monkeypatch) -> None:
@@ -129,3 +203,17 @@ def test_spikes_know_their_bits_until_they_change() -> None:
         x.neg_()
         assert bits_of(x) is None
     assert bits_of(inside) is None and bits_of(copied) is None
+
+
+@pytest.mark.parametrize(("content", "pack"), [(SPIKES, pack_bits), (TERNARY, pack_ternary)])
+def test_bits_are_of_one_content_and_go_on_with_a_copy(content: Content, pack) -> None:
+    x = (torch.rand(2, 3, 16, 4) < 0.2).float()
+    packed = pack(x)
+    remember_bits(x, packed, content)
+    others = {SPIKES, TERNARY} - {content}
+    assert bits_of(x, content) is packed and not any(bits_of(x, each) is not None for each in others)
+    assert bits_of(share_bits(x, x.detach()), content) is packed
+    cloned = bits_of(share_bits(x, x.clone(), own_memory=True), content)
+    assert torch.equal(cloned, packed) and cloned is not packed
+    x.neg_()
+    assert bits_of(share_bits(x, x.detach()), content) is None

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megasnn.kernels.spike_codec import pack_ternary
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelPSN, SpikingNeuron
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.tensors import materialise
@@ -71,18 +72,24 @@ class PlainLIF(Integrates):
 class CountingLIF(PlainLIF):
     """Gives counts of spikes, up to 4 (integer LIF, arXiv 2407.20708), or, with a sign, ternary ones."""
 
-    def __init__(self, channels: int, largest: int | None = 4, smallest: float = 0.0) -> None:
-        SpikingNeuron.__init__(self, channels, largest=largest)
-        self.smallest = smallest
+    def __init__(self, channels: int, largest: int | None = 4, lowest: int = 0) -> None:
+        SpikingNeuron.__init__(self, channels, largest=largest, lowest=lowest)
 
     def fire(self, h: Tensor, state: dict[str, Tensor]) -> Tensor:
-        clipped = (2 * h).clamp(self.smallest, 4.0)
-        return clipped + (clipped.round() + 0.0 - clipped).detach()  # straight through; no -0
+        clipped = (2 * h).clamp(self.lowest, 4.0 if self.lowest == 0 else 1.0)
+        return clipped + (clipped.round() - clipped).detach()  # straight through
 
 
 class TernaryLIF(CountingLIF):
     def __init__(self, channels: int) -> None:
-        super().__init__(channels, largest=None, smallest=-1.0)
+        super().__init__(channels, largest=1, lowest=-1)
+
+
+class RoundingLIF(TernaryLIF):
+    """Has no gradient; rounds small negative potentials to -0."""
+
+    def fire(self, h: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return h.clamp(-1, 1).round()
 
 
 NEURONS = {each.__name__: each for each in (AdaptiveLIF, GatedLIF, CountingLIF, TernaryLIF)}
@@ -112,6 +119,14 @@ def test_its_spikes_travel_as_bits_and_its_parameters_are_described_by_channel()
     assert built["b"].conv.options.content.name == "SPIKES"
     materialise(built.items(), torch.device("cpu"), 0)
     assert torch.equal(built["alone"].rise, torch.full((16,), 0.2))
+    ternary = describe_model(Own(kind="TernaryLIF"))
+    assert [each.entries[None].content.name for each in ternary.layers] == ["TERNARY", "TERNARY", "TERNARY", "DENSE"]
+
+
+def test_a_ternary_neuron_that_rounds_gives_no_negative_zero() -> None:
+    spikes = RoundingLIF(3)(torch.tensor([-0.2, 0.2, -3.0]).view(1, 1, 3).expand(2, 1, 3))
+    assert spikes[0].tolist() == [[0, 0, -1]] and not torch.signbit(spikes[spikes == 0]).any()
+    pack_ternary(spikes, check=True)
 
 
 def counting(largest: int | None) -> Model:
@@ -126,6 +141,8 @@ def test_what_a_neuron_gives_besides_spikes_it_says_and_otherwise_the_layer_is_n
         chunk.layers[0].neuron = torch.nn.Identity()  # potentials, so that several spikes come
         return chunk(torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)), range(2))
 
+    with pytest.raises(ValueError, match="lowest=-1 with largest=4"):
+        CountingLIF(8, 4, -1)
     contents = [describe_model(counting(largest)).layers[1].entries[None].content.name for largest in (4, None)]
     assert contents == ["COUNTS", "DENSE"] and torch.equal(forward(4), forward(None))
     with pytest.raises(ValueError, match="after: .*largest="):

@@ -9,7 +9,7 @@ import pytest
 
 from megasnn.common.grid import Grid
 from megasnn.kernels import NeuronSpec
-from megasnn.layers import ConvNormNeuron
+from megasnn.layers import ConvNormNeuron, MeanLinear
 from megasnn.layers.layer import Layer, layer
 from megasnn.models.build import building_problems, describe_model
 from megasnn.models.model import Model, run_config
@@ -38,6 +38,18 @@ def test_a_size_that_cannot_be_cut_is_named_with_layer_and_flag(model, ranks, na
     (problem,) = building_problems(model, NeuronSpec(), Grid(tp=ranks))
     assert all(word in problem for word in (model.name, f"--tensor-model-parallel-size {ranks}", *named))
     assert building_problems(model, NeuronSpec()) == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyTarget(Model):
+    def layers(self) -> Iterable[Layer]:
+        yield layer("stem", ConvNormNeuron(3, 4), takes=("images", "target"))
+        yield layer("head", MeanLinear(4, 10))
+
+
+def test_only_the_last_layer_may_take_the_target() -> None:
+    (problem,) = building_problems(EarlyTarget(), NeuronSpec())
+    assert "stem takes 'target': only the last layer" in problem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Packs spikes into bits and counts into bytes in one pass each; must equal spike_codec.py's codec."""
+"""Packs spikes into one or two bits and counts into bytes in one pass each; must equal spike_codec.py's codec."""
 
 from __future__ import annotations
 
@@ -59,6 +59,35 @@ def unpack_bits_kernel(packed, out, size, columns, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def pack_ternary_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
+    """Sets `strange`, if given, where a value is none of -1, 0 and 1, or is -0."""
+    byte = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    place = byte[:, None].to(tl.int64) * 8 + tl.arange(0, 8)[None, :]
+    value = tl.load(x + place, mask=place < size, other=0)
+    above = (value > 0).to(tl.int32) << tl.arange(0, 8)[None, :]
+    below = (value < 0).to(tl.int32) << tl.arange(0, 8)[None, :]
+    tl.store(packed + byte, tl.sum(above, axis=1).to(tl.uint8), mask=byte * 8 < size)
+    tl.store(packed + tl.cdiv(size, 8) + byte, tl.sum(below, axis=1).to(tl.uint8), mask=byte * 8 < size)
+    if strange is not None:
+        odd = ((value != 0) & (value != 1) & (value != -1)) | ((value == 0) & below_zero(value))
+        tl.atomic_or(strange, tl.max(tl.max(odd.to(tl.int32), axis=1), axis=0))
+
+
+@triton.jit
+def unpack_ternary_kernel(packed, out, size, columns, stride, BLOCK: tl.constexpr):
+    """As `unpack_bits_kernel`: the bits of 1 less the bits of -1."""
+    byte = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    place = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+    above = tl.load(packed + byte, mask=byte * 8 < size, other=0).to(tl.int32)
+    below = tl.load(packed + tl.cdiv(size, 8) + byte, mask=byte * 8 < size, other=0).to(tl.int32)
+    value = ((above[:, None] >> tl.arange(0, 8)[None, :]) & 1) - ((below[:, None] >> tl.arange(0, 8)[None, :]) & 1)
+    target = out + (place // columns).to(tl.int64) * stride + place % columns
+    if out.dtype.element_ty.is_floating():
+        value = value.to(tl.float32)  # the interpreter converts integers to bfloat16 wrongly
+    tl.store(target, value.to(out.dtype.element_ty), mask=place < size)
+
+
+@triton.jit
 def pack_counts_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
     """Sets `strange`, if given, where a value is none of 0, 1 ... 255."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -81,6 +110,23 @@ def launch_pack_bits(flat: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
     if flat.numel():
         _pack_bits_launch(flat.numel())(flat, packed, strange)
     return packed, strange
+
+
+def launch_pack_ternary(flat: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
+    """The bytes, and with `check` an int32, nonzero if a value is not ternary."""
+    packed = flat.new_empty(2 * -(-flat.numel() // 8), dtype=torch.uint8)
+    strange = flat.new_zeros(1, dtype=torch.int32) if check else None
+    if flat.numel():
+        _pack_ternary_launch(flat.numel())(flat, packed, strange)
+    return packed, strange
+
+
+def launch_unpack_ternary(packed: Tensor, out: Tensor) -> None:
+    """As `launch_unpack_bits`."""
+    rows, columns = out.shape
+    stride = columns if rows == 1 else out.stride(0)
+    if out.numel():
+        _unpack_ternary_launch(out.numel(), columns, stride)(packed, out)
 
 
 def launch_pack_counts(flat: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
@@ -108,6 +154,16 @@ def _pack_bits_launch(size: int) -> Launch:
 @lru_cache(maxsize=1024)
 def _pack_counts_launch(size: int) -> Launch:
     return Launch(pack_counts_kernel, -(-size // _BLOCK), size, BLOCK=_BLOCK)
+
+
+@lru_cache(maxsize=1024)
+def _pack_ternary_launch(size: int) -> Launch:
+    return Launch(pack_ternary_kernel, -(-size // _BLOCK), size, BLOCK=_BLOCK)
+
+
+@lru_cache(maxsize=1024)
+def _unpack_ternary_launch(size: int, columns: int, stride: int) -> Launch:
+    return Launch(unpack_ternary_kernel, -(-size // _BLOCK), size, columns, stride, BLOCK=_BLOCK)
 
 
 @lru_cache(maxsize=1024)

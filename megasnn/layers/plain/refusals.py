@@ -34,7 +34,7 @@ _POINTWISE = {
 }
 _POOLS = {f"{kind}Pool{dims}d" for kind in ("Max", "Avg", "AdaptiveMax", "AdaptiveAvg") for dims in (1, 2, 3)}
 _BY_CHANNEL = {*_POINTWISE, *_POOLS, "Flatten", "Upsample", "SeqToANNContainer"}
-_BY_ROWS = {*_POINTWISE, "ModuleList", "ModuleDict"}
+_BY_PIXEL = {*_POINTWISE, "ModuleList", "ModuleDict"}
 
 _SINGLE = "is in step mode 's': layers take all time steps at once, so give step_mode='m'"
 
@@ -183,4 +183,29 @@ def _mixes_rows(module: nn.Module) -> bool:
         return bool(said)
     # A user's neuron has a surrogate function of SpikingJelly as a part.
     ours = type(module).__module__.startswith(("megasnn.", "spikingjelly.activation_based.surrogate"))
-    return not (ours or class_name(module) in _BY_ROWS or isinstance(module, NeuronLayer))
+    return not (ours or class_name(module) in _BY_PIXEL or isinstance(module, NeuronLayer))
+
+
+def refuse_mixed_tokens(layer: nn.Module, context: BuildContext) -> None:
+    """Raises ValueError for a module that may mix tokens, if ranks divide them."""
+    tokens = context.token_group
+    if tokens is None:
+        return
+    for path, each in layer.named_modules():
+        if _mixes_tokens(each):
+            raise ValueError(
+                f"{module_label(path, each)} may mix tokens, which --context-parallel-size {tokens.size} divides over "
+                "ranks: use --context-parallel-cut samples, or set mixes_tokens = False in the class of a module that "
+                "computes each token by itself"
+            )
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    said = getattr(module, "mixes_tokens", None)
+    if said is not None:
+        return bool(said)
+    if getattr(module, "mixes_rows", False):
+        # Tokens are the rows of a signal.
+        return True
+    is_surrogate = type(module).__module__.startswith("spikingjelly.activation_based.surrogate")
+    return not (is_surrogate or class_name(module) in _BY_PIXEL or isinstance(module, NeuronLayer))

@@ -1,0 +1,54 @@
+"""Context parallelism by tokens (`--context-parallel-cut tokens`).
+
+Each rank has neighbouring tokens of all samples, and tokens are the last dimension everywhere: `[T, N, C, L]`. The dry
+run sees whole sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megasnn.parallel.collectives import Exchange, start_exchange
+from megasnn.parallel.sharding import own_span
+from megasnn.parallel_state import Group
+
+
+def shared_tokens(length: int, ranks: int) -> tuple[range, ...]:
+    """Each rank's tokens, divided as evenly as possible. Raises ValueError for fewer tokens than ranks."""
+    if length < ranks:
+        raise ValueError(
+            f"there are {length} token(s) for {ranks} ranks: with --context-parallel-cut tokens, "
+            f"--context-parallel-size may be {length} at most here"
+        )
+    return tuple(own_span(length, [ranks], rank) for rank in range(ranks))
+
+
+def own_tokens(x: Tensor, group: Group) -> Tensor:
+    """This rank's tokens of whole sequences `[..., L]`, a view."""
+    own = shared_tokens(x.shape[-1], group.size)[group.rank]
+    return x[..., own.start : own.stop]
+
+
+def start_to_others(own: Tensor, sizes: Sequence[int], group: Group, to_later: bool) -> Exchange:
+    """Starts sending a tensor to all later ranks, or to all earlier ones.
+
+    Args:
+        sizes: number of elements of each rank's tensor.
+    Returns:
+        A function that waits, and returns the received tensors, flat and in rank order: those of the earlier ranks, or
+        of the later ones.
+    """
+    earlier = range(group.rank)
+    later = range(group.rank + 1, group.size)
+    receivers, senders = (later, earlier) if to_later else (earlier, later)
+    to_ranks = [sizes[group.rank] if rank in receivers else 0 for rank in range(group.size)]
+    from_ranks = [sizes[rank] if rank in senders else 0 for rank in range(group.size)]
+    exchange = start_exchange(own.reshape(-1).repeat(len(receivers)), to_ranks, from_ranks, group)
+
+    def wait() -> list[Tensor]:
+        parts = exchange()
+        return [parts[rank] for rank in senders]
+
+    return wait

@@ -1,0 +1,212 @@
+"""Output layer of language models, divided by words, with the cross-entropy of the next token.
+
+No rank holds logits of all tokens at once, or of all words: `[tokens, words / size]` is computed in chunks of tokens,
+in forward and again in backward. Ranks exchange three numbers for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megasnn.common.autograd import Function
+from megasnn.kernels.spike_codec import Content
+from megasnn.kernels.torch_backend import REDUCED
+from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.embedding import among_own, own_words
+from megasnn.layers.init import trunc_normal
+from megasnn.layers.tensors import declare
+from megasnn.layers.weight_grad import CastWeights
+from megasnn.parallel.collectives import (
+    all_reduce_sum,
+    gather_columns,
+    sum_and_scatter_columns,
+    to_matrix,
+)
+from megasnn.parallel.sharding import Initialiser
+from megasnn.parallel_state import Group
+
+CHUNK_VALUES = 1 << 22
+"""Logits that exist at once on a rank: 16 MB in float32."""
+
+
+class NextTokenLoss(nn.Module):
+    """Logits of the next token and their cross-entropy, from the stream `[T, N, C_local, L]`.
+
+    Logits are W times the stream's mean over time, which is the mean over time of W times the stream.
+
+    Returns a dict:
+        loss: `[1, N]`, the mean over a sample's tokens. Of ranks that divide tokens, each has its own tokens' part.
+        top1: `[1, N]`, the share of tokens whose next token has the highest logit; likewise.
+        logits: `[1, N, words]` after the last token.
+
+    With targets `[1, N, L]`, the next tokens, logits are nan; without, in a prediction, loss and top1 are.
+
+    Args:
+        channels: C, global.
+        initialise: fills the global weight.
+    Raises:
+        ValueError: fewer words than ranks; in the dry run, another number of channels.
+    """
+
+    takes_cut = (True, False)
+    mixes_tokens = False
+    weight: Tensor
+
+    def __init__(
+        self,
+        channels: int,
+        words: int,
+        context: BuildContext | None = None,
+        *,
+        initialise: Initialiser = trunc_normal,
+    ) -> None:
+        super().__init__()
+        context = context_for(context)
+        self.channels = channels
+        self.words = words
+        self._group = context.tp
+        self._own = own_words(words, context.tp)
+        self._compute_dtype = context.numerics.compute_dtype
+        self._cast_weights: CastWeights = context.cast_weights
+        self._tokens = context.token_group
+        self._length = 0  # of whole sequences
+        declare(self, "weight", context.shard((words, channels), 0, even=False, initialise=initialise), context.dtype)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
+        samples, channels, length = x.shape[1:]
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        if x.is_meta:
+            if channels * self._group.size != self.channels:
+                raise ValueError(f"an output layer of {self.channels} channels is given {channels * self._group.size}")
+            self._length = length
+            one_each = x.new_empty((1, samples), dtype=dtype)
+            return {"loss": one_each, "top1": one_each.clone(), "logits": one_each.new_empty((1, samples, self.words))}
+        unknown = x.new_full((1, 1), torch.nan, dtype=dtype)
+        if targets is None:
+            of_samples = unknown.expand(1, samples)
+            return {"loss": of_samples, "top1": of_samples, "logits": self._last_logits(x).to(dtype).unsqueeze(0)}
+        kernel = self._cast_weights.of(self.weight, self._compute_dtype)
+        rows = to_matrix(x.mean(0, keepdim=True))
+        losses, hits = _CrossEntropy.apply(rows, kernel, self.weight, targets.reshape(-1), self._own, self._group)
+        whole_length = length if self._tokens is None else self._length
+        return {
+            "loss": losses.view(1, samples, length).sum(2) / whole_length,
+            "top1": hits.view(1, samples, length).sum(2) / whole_length,
+            "logits": unknown.expand(1, samples, self.words),
+        }
+
+    def _last_logits(self, x: Tensor) -> Tensor:
+        """`[N, words]` after a sample's last token; of ranks that divide tokens, zeros on all but the last."""
+        # Predictions need no gradients.
+        rows, _ = gather_columns(x.detach()[..., -1].mean(0), self._group, Content.DENSE)
+        logits = rows @ self.weight.detach().to(rows.dtype).T
+        if self._tokens is not None and self._tokens.rank < self._tokens.size - 1:
+            logits = torch.zeros_like(logits)
+        if self._group.size == 1:
+            return logits
+        whole = logits.new_zeros((len(logits), self.words))
+        whole[:, self._own.start : self._own.stop] = logits
+        return all_reduce_sum(whole, self._group)
+
+
+class _CrossEntropy(Function):
+    """Cross-entropy of each row: `[R, C/size]` -> `[R]`, and whether the target has the highest logit, `[R]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, kernel: Tensor, weight: Tensor, targets: Tensor, own: range, group: Group
+    ) -> tuple[Tensor, Tensor]:
+        """kernel: the weight in the products' type."""
+        whole, _ = gather_columns(rows, group, Content.DENSE)
+        largest, sums, of_target = _statistics(_Logits(whole, kernel, targets, own), group).unbind(1)
+        normaliser = largest + sums.log()
+        ctx.group = group
+        ctx.own = own
+        ctx.save_for_backward(whole, kernel, targets, normaliser)
+        ctx.weight_dtype = weight.dtype
+        hits = (of_target >= largest).to(normaliser.dtype)
+        ctx.mark_non_differentiable(hits)
+        return normaliser - of_target, hits
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        whole, kernel, targets, normaliser = ctx.saved_tensors
+        of_rows = torch.empty_like(whole)
+        of_weight = torch.zeros(kernel.shape, dtype=ctx.weight_dtype, device=kernel.device)
+        for chunk in _Logits(whole, kernel, targets, ctx.own):
+            span = chunk.span
+            # The gradient of the logits takes their memory.
+            of_logits = chunk.logits.sub_(normaliser[span].unsqueeze(1)).exp_()
+            of_logits.scatter_add_(1, chunk.columns, -chunk.is_own.to(of_logits.dtype))
+            of_logits *= grad[span].unsqueeze(1)
+            narrow = of_logits.to(kernel.dtype)
+            torch.matmul(narrow, kernel, out=of_rows[span])
+            if kernel.dtype == of_weight.dtype:
+                of_weight.addmm_(narrow.T, whole[span])
+            else:
+                of_weight += narrow.T @ whole[span]
+        return sum_and_scatter_columns(of_rows, ctx.group)(), None, of_weight, None, None, None
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Logits of some tokens.
+
+    Attributes:
+        logits: for own words, `[n, words / size]`, in float32 or wider.
+        columns: the targets' columns `[n, 1]`; 0 for a foreign word.
+        is_own: 1 for targets among own words, `[n, 1]`.
+    """
+
+    span: slice
+    logits: Tensor
+    columns: Tensor
+    is_own: Tensor
+
+
+@dataclass(frozen=True)
+class _Logits:
+    """A rank's logits, chunk by chunk.
+
+    Attributes:
+        whole: rows of all channels, `[R, C]`.
+        own: this rank's words.
+    """
+
+    whole: Tensor
+    kernel: Tensor
+    targets: Tensor
+    own: range
+
+    def __iter__(self) -> Iterator[_Chunk]:
+        size = max(CHUNK_VALUES // len(self.own), 1)
+        for start in range(0, len(self.whole), size):
+            span = slice(start, start + size)
+            logits = self.whole[span] @ self.kernel.T
+            if logits.dtype in REDUCED:
+                logits = logits.float()
+            columns, is_own = among_own(self.targets[span], self.own)
+            yield _Chunk(span, logits, columns.unsqueeze(1), is_own)
+
+
+def _statistics(logits: _Logits, group: Group) -> Tensor:
+    """For each row the largest logit, the sum of exponentials above it, and the target's logit, `[R, 3]`."""
+    found = []
+    for chunk in logits:
+        largest = chunk.logits.amax(1, keepdim=True)
+        of_target = chunk.logits.gather(1, chunk.columns) * chunk.is_own
+        sums = chunk.logits.sub_(largest).exp_().sum(1, keepdim=True)
+        found.append(torch.cat([largest, sums, of_target], dim=1))
+    mine = torch.cat(found)
+    if group.size == 1:
+        return mine
+    gathered, _ = gather_columns(mine, group, Content.DENSE)
+    # Added in rank order, so that all ranks have the same bits.
+    largest, sums, of_target = gathered.view(-1, group.size, 3).unbind(2)
+    joint = largest.amax(1)
+    return torch.stack([joint, (sums * (largest - joint.unsqueeze(1)).exp()).sum(1), of_target.sum(1)], dim=1)

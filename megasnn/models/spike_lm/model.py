@@ -1,0 +1,90 @@
+"""SpikeLM as a causal language model: dimensions and layers.
+
+The decoder of SpikingJelly's benchmark (benchmark/snn_llm/spikelm.py), with the neuron of SpikeLM (arXiv 2406.03287).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from megasnn.config.checks import Positive, Size
+from megasnn.models.model import Model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megasnn.layers.layer import Layer
+    from megasnn.models.arrays import ArraySpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpikeLM(Model):
+    """SpikeLM's dimensions; the defaults are a small model for a byte-level tokenizer."""
+
+    name = "spike_lm"
+    marker = "blocks.0.attention.qkv.bias"
+
+    embed_dim: Size = 256
+    """Channels of the stream."""
+    depth: Size = 6
+    """Number of blocks, each with an attention and an MLP."""
+    num_heads: Size = 8
+    """Attention heads, divided among the tensor-parallel ranks."""
+    mlp_ratio: Positive = 4.0
+    """Hidden channels of the MLP, in multiples of --embed-dim."""
+    seq_length: Size = 256
+    """Tokens of a sample."""
+    vocab_size: Size = 257
+    """Number of tokens in the vocabulary; tensor-parallel ranks divide them as evenly as possible, without padding."""
+    tied: bool = False
+    """The output layer has the weights of the embedding."""
+    positions: Literal["rotary", "learned"] = "learned"
+    """Positions of tokens: rotary embeddings in the attention, or a learned vector for each, added to the words."""
+
+    @property
+    def inputs(self) -> Mapping[str, ArraySpec]:
+        from megasnn.models.arrays import ArraySpec
+
+        return {"tokens": ArraySpec((self.seq_length,), "int", below=self.vocab_size, over_tokens=True)}
+
+    @property
+    def target(self) -> ArraySpec:
+        from megasnn.models.arrays import ArraySpec
+
+        return ArraySpec((self.seq_length,), "int", below=self.vocab_size, over_tokens=True)
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        loss: Tensor = output["loss"][0]
+        return loss
+
+    def metrics(self, output: Any, target: Tensor) -> Mapping[str, Tensor]:
+        return {"top1": output["top1"][0]}
+
+    def problems(self, tensor_parallel: int) -> list[str]:
+        wrong = super().problems(tensor_parallel)
+        if self.embed_dim % self.num_heads:
+            wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of --num-heads {self.num_heads}")
+        return wrong
+
+    def layers(self) -> Iterable[Layer]:
+        from megasnn.layers.embedding import ParallelEmbedding
+        from megasnn.layers.layer import layer
+        from megasnn.layers.layer_norm import ParallelLayerNorm
+        from megasnn.layers.vocabulary import NextTokenLoss
+        from megasnn.models.spike_lm.blocks import AttentionHalf, MLPHalf
+
+        dim = self.embed_dim
+        length = self.seq_length if self.positions == "learned" else 0
+        embedding = ParallelEmbedding(self.vocab_size, dim, length=length)
+        yield layer("embedding", embedding)
+        for block in range(self.depth):
+            name = f"blocks.{block}"
+            yield layer(f"{name}.attention", AttentionHalf(dim, self.num_heads), layer_group=name)
+            yield layer(f"{name}.mlp", MLPHalf(dim, int(dim * self.mlp_ratio)), layer_group=name)
+        yield layer("norm", ParallelLayerNorm(dim), layer_group="head")
+        head = NextTokenLoss(dim, self.vocab_size)
+        if self.tied:
+            head.weight = embedding.weight
+        yield layer("head", head, takes=("norm", "target"))

@@ -1,0 +1,143 @@
+"""Layer norm, embedding and the loss of the next token, cut over ranks, against torch's functions in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasnn.layers import vocabulary
+from megasnn.layers.embedding import ParallelEmbedding
+from megasnn.layers.layer_norm import ParallelLayerNorm
+from megasnn.layers.vocabulary import NextTokenLoss
+from megasnn.parallel.traffic import traffic
+from tests.distributed.whole import (
+    build,
+    by_one,
+    channels_last,
+    context,
+    cut_part,
+    everybody,
+    mine,
+    random,
+    require_close,
+    run,
+    whole_part,
+)
+from tests.parts import Part, assemble, gradients
+
+T, N, C, L = 2, 3, 12, 5
+WORDS = 11  # which 2 and 3 ranks do not divide evenly
+NORM = {"weight": random(C, seed=1), "bias": random(C, seed=2)}
+# A mean far from 0, where a difference of squares would lose the variance.
+STREAM = 1e3 + random(T, N, C, L, seed=3)
+TABLE = {"weight": random(WORDS, C, seed=4), "positions": random(L + 2, C, seed=5)}
+OUTPUT = {"weight": random(WORDS, C, seed=6)}
+TOKENS = torch.randint(WORDS, (1, N, L), generator=torch.Generator().manual_seed(7))
+TARGETS = torch.randint(WORDS, (1, N, L), generator=torch.Generator().manual_seed(8))
+OF_LOSSES = random(1, N, seed=9)
+
+
+def _norm() -> list[Part]:
+    group = everybody()
+    return run(ParallelLayerNorm(C, context(group)), NORM, STREAM, group)
+
+
+def _embedding() -> list[Part]:
+    group = everybody()
+    layer = ParallelEmbedding(WORDS, C, context(group), length=L + 2)
+    tensors = build({"layer": layer}, {f"layer.{name}": value for name, value in TABLE.items()})
+    layer(TOKENS.to("meta"))
+    y = layer(TOKENS)
+    assert y.movedim(2, -1).is_contiguous()
+    (y * mine(random(1, N, C, L, seed=50), group)).sum().backward()
+    return [cut_part("y", y, group), *gradients(tensors)]
+
+
+def _loss() -> list[Part]:
+    group = everybody()
+    layer = NextTokenLoss(C, WORDS, context(group))
+    tensors = build({"layer": layer}, {f"layer.{name}": value for name, value in OUTPUT.items()})
+    x = mine(channels_last(STREAM - 1e3), group).requires_grad_()
+    layer(x.detach().to("meta"), TARGETS.to("meta"))
+    vocabulary.CHUNK_VALUES = 40  # several chunks, the last one smaller
+    output = layer(x, TARGETS)
+    (output["loss"] * OF_LOSSES).sum().backward()
+    assert output["logits"].isnan().all()
+    answer = layer(x)
+    assert answer["loss"].isnan().all()
+    found = [whole_part(name, output[name]) for name in ("loss", "top1")]
+    found += [whole_part("logits", answer["logits"]), cut_part("x", x.grad, group)]
+    return [*found, *gradients(tensors)]
+
+
+def _all() -> list[list[Part]]:
+    return [_norm(), _embedding(), _loss()]
+
+
+def _expected(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of the loss, with logits of all steps, tokens and words."""
+    x = (STREAM - 1e3).requires_grad_()
+    logits = F.linear(x.movedim(2, -1), given["weight"]).mean(0)
+    losses = F.cross_entropy(logits.transpose(1, 2), TARGETS[0], reduction="none").mean(1)
+    (losses * OF_LOSSES[0]).sum().backward()
+    hits = (logits.argmax(2) == TARGETS[0]).double().mean(1)
+    named = {"loss": losses[None], "top1": hits[None], "logits": logits[None, :, -1], "x": x.grad}
+    return {**named, "layer.weight": given["weight"].grad}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_outputs_and_gradients_are_those_of_torch(ranks, size: int) -> None:
+    norms, embeddings, losses = (assemble(each) for each in zip(*ranks(size, _all), strict=True))
+    given = {name: value.clone().requires_grad_() for name, value in NORM.items()}
+
+    def norm(x: Tensor) -> Tensor:
+        return F.layer_norm(x.movedim(2, -1), [C], given["weight"], given["bias"]).movedim(-1, 2)
+
+    require_close(norms, by_one(norm, given, STREAM), "norm", rtol=1e-10, atol=1e-10)
+    table = {name: value.clone().requires_grad_() for name, value in TABLE.items()}
+    y = F.embedding(TOKENS, table["weight"]).movedim(-1, 2) + table["positions"][:L].T
+    (y * random(1, N, C, L, seed=50)).sum().backward()
+    named = {"y": y, **{f"layer.{name}": value.grad for name, value in table.items()}}
+    require_close(embeddings, named, "embedding", rtol=1e-12, atol=1e-12)
+    wanted = _expected({name: value.clone().requires_grad_() for name, value in OUTPUT.items()})
+    require_close(losses, wanted, "loss", rtol=1e-12, atol=1e-12)
+
+
+def _loss_traffic(words: int) -> list[float]:
+    group = everybody()
+    layer = NextTokenLoss(C, words, context(group))
+    build({"layer": layer}, {})
+    x = mine(channels_last(STREAM), group).requires_grad_()
+    targets = TARGETS % words
+    layer(x.detach().to("meta"), targets.to("meta"))
+    with traffic.counting():
+        before = traffic.total().bytes
+        layer(x, targets)["loss"].sum().backward()
+        return [traffic.total().bytes - before]
+
+
+def test_the_bytes_of_the_loss_do_not_grow_with_the_vocabulary(ranks) -> None:
+    assert ranks(2, _loss_traffic, 8) == ranks(2, _loss_traffic, 8000) != [[0], [0]]
+
+
+def test_sizes_that_do_not_fit_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="6 tokens have only 5 positions"):
+        ParallelEmbedding(WORDS, C, length=5)(torch.empty(1, 1, 6, dtype=torch.long, device="meta"))
+    with pytest.raises(ValueError, match="layer norm of 12 channels is given 8"):
+        ParallelLayerNorm(C)(torch.empty(1, 1, 8, 3, device="meta"))
+    with pytest.raises(ValueError, match="output layer of 12 channels is given 8"):
+        NextTokenLoss(C, WORDS)(torch.empty(1, 1, 8, 3, device="meta"))
+
+
+def _few_words() -> str:
+    with pytest.raises(ValueError) as refused:
+        NextTokenLoss(C, 1, context(everybody()))
+    return str(refused.value)
+
+
+def test_fewer_words_than_ranks_are_refused(ranks) -> None:
+    assert ranks(2, _few_words) == 2 * ["1 words do not divide over --tensor-model-parallel-size 2"]

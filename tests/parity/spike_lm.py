@@ -1,0 +1,80 @@
+"""SpikeLM written out in plain PyTorch on whole tensors, by the names of its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasnn.models.spike_lm.model import SpikeLM
+
+Weights = Mapping[str, Tensor]
+
+
+def bispike(x: Tensor, amplitudes: Tensor) -> Tensor:
+    """The neuron of SpikeLM (arXiv 2406.03287): `[T, ...]` -> spikes of -a, 0 and a.
+
+    The gradient of a spike is 1 within the amplitude, and none goes through the reset.
+    """
+    spikes: list[Tensor] = []
+    m = x[0]
+    for t, a in enumerate(amplitudes):
+        if t > 0:
+            m = 0.25 * m * (amplitudes[t - 1] - spikes[-1].detach()) + x[t]
+        inside = (m / a).clamp(-1, 1)
+        spikes.append(a * ((inside.round() - inside).detach() + inside))
+    return torch.stack(spikes)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotary positions on `[..., L, d]`, as in GPT-NeoX: the first half of the channels turns with the second."""
+    length, d = x.shape[-2:]
+    rates = 10000.0 ** (-torch.arange(0, d, 2, dtype=x.dtype) / d)
+    angles = torch.arange(length, dtype=x.dtype).unsqueeze(1) * rates
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+
+
+def attention(qkv: Tensor, model: SpikeLM) -> Tensor:
+    """Causal softmax attention on `[T, N, L, 3 C]`."""
+    parts = qkv.unflatten(-1, (3, model.num_heads, -1)).permute(3, 0, 1, 4, 2, 5)
+    q, k, v = parts
+    if model.positions == "rotary":
+        q, k = rotated(q), rotated(k)
+    later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
+    scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(later, -math.inf)
+    return (scores.softmax(-1) @ v).transpose(2, 3).flatten(-2)
+
+
+def stream(model: SpikeLM, weights: Weights, tokens: Tensor) -> Tensor:
+    """Logits of every step, `[T, N, L, words]`, from tokens `[N, L]`."""
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, weights[f"{name}.weight"].squeeze(-1), weights[f"{name}.bias"])
+
+    x = F.embedding(tokens, weights["embedding.weight"])
+    if model.positions == "learned":
+        x = x + weights["embedding.positions"][: tokens.shape[1]]
+    x = x.expand(model.time_steps, *x.shape)
+    ones = torch.ones(model.time_steps, dtype=x.dtype)
+    for block in range(model.depth):
+        name = f"blocks.{block}.attention"
+        spikes = bispike(norm(f"{name}.norm", x), weights.get(f"{name}.neuron.amplitude", ones))
+        x = x + linear(f"{name}.projection", attention(linear(f"{name}.qkv", spikes), model))
+        name = f"blocks.{block}.mlp"
+        spikes = bispike(norm(f"{name}.norm", x), weights.get(f"{name}.neuron.amplitude", ones))
+        x = x + linear(f"{name}.fc2", F.gelu(linear(f"{name}.fc1", spikes)))
+    output = weights["embedding.weight" if model.tied else "head.weight"]
+    return F.linear(norm("norm", x), output)
+
+
+def losses(model: SpikeLM, weights: Weights, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Each sample's mean cross-entropy of the logits' mean over time, `[N]`."""
+    logits = stream(model, weights, tokens).mean(0)
+    return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)

@@ -1,0 +1,144 @@
+"""SpikeLM on one rank is plain PyTorch in float64 to 1e-12, and every layout is one rank to 1e-9."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megasnn import Engine
+from megasnn.models.spike_lm.model import SpikeLM
+from tests import parts
+from tests.parity import spike_lm as plain
+from tests.parity.ranks import TOLERANCE, error
+
+SAMPLES, MICRO, STEPS = 7, 3, 3  # the last micro-batch has one sample
+WORDS = 131  # a number that no ranks divide evenly
+LENGTH = 12
+LEARNED = SpikeLM(
+    embed_dim=16,
+    depth=2,
+    num_heads=4,
+    time_steps=3,
+    seq_length=LENGTH,
+    vocab_size=WORDS,
+    positions="learned",
+)
+MODELS = {"learned": LEARNED, "tied": replace(LEARNED, tied=True)}
+FLAGS = {"micro_batch_size": MICRO, "global_batch_size": SAMPLES, "precision": "fp64", "weight_decay": 0.0}
+
+
+@dataclass
+class Found:
+    """What one rank has of some steps and an evaluation behind them; gradients are those of the first step."""
+
+    losses: list[float]
+    hits: list[float]
+    evaluated: Mapping[str, float]
+    answers: Tensor
+    weights: dict[str, Tensor]
+    gradients: list[parts.Part]
+
+
+def text() -> tuple[Tensor, Tensor]:
+    """Tokens and next tokens of a text that ships with Python."""
+    letters = torch.tensor([ord(letter) % WORDS for letter in inspect.getsource(textwrap)])
+    rows = torch.stack([letters[60 * number : 60 * number + LENGTH + 1] for number in range(SAMPLES)])
+    return rows[:, :-1], rows[:, 1:]
+
+
+def found(name: str, flags: Mapping[str, Any]) -> Found:
+    tokens, targets = text()
+    options = {**FLAGS, "train_iters": STEPS, "lr": 1e-2, **flags}
+    with Engine(MODELS[name], **options) as engine:
+        results = [engine.train_step(tokens, targets)]
+        gradients = parts.gradients(engine.distributed.owned)
+        for _ in range(STEPS - 1):
+            results.append(engine.train_step(tokens, targets))
+        record = engine.evaluate(tokens, targets)
+        assert record.samples == SAMPLES
+        evaluated = {"loss": record.loss, **record.metrics}
+        hits = [result.sums["top1"] for result in results]
+        answers = engine.predict(tokens)
+        return Found([r.loss for r in results], hits, evaluated, answers, engine.state_dict(), gradients)
+
+
+@cache
+def one(name: str) -> Found:
+    return found(name, {})
+
+
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "dp2": (2, "learned", {}),
+    "tp2": (2, "learned", {"tensor_model_parallel_size": 2}),
+    "pp2 zbv tied": (2, "tied", {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}),
+}
+MATRIX: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "tp4": (4, "tied", {"tensor_model_parallel_size": 4}),
+    "pp3 interleaved": (3, "learned", {"pipeline_model_parallel_size": 3, "pipeline_schedule": "interleaved"}),
+    "weights 2": (2, "learned", {"weight_parallel_size": 2, "micro_batch_size": 4}),
+    "zero 1": (2, "learned", {"use_distributed_optimizer": True}),
+    "recompute tp2": (2, "tied", {"tensor_model_parallel_size": 2, "recompute": "always"}),
+    "cp2 samples": (2, "learned", {"context_parallel_size": 2, "micro_batch_size": 4}),
+}
+
+
+def layouts() -> list[Any]:
+    usual = [pytest.param(*LAYOUTS[name], id=name) for name in LAYOUTS]
+    return usual + [pytest.param(*MATRIX[name], id=name, marks=pytest.mark.matrix) for name in MATRIX]
+
+
+@pytest.mark.parametrize(("ranks_used", "model", "flags"), layouts())
+def test_every_layout_computes_what_one_rank_does(ranks, ranks_used: int, model: str, flags: dict[str, Any]) -> None:
+    of_one = one(model) if "micro_batch_size" not in flags else found(model, {"micro_batch_size": 4})
+    of_ranks = ranks(ranks_used, found, model, flags)
+    gradients = parts.assemble([each.gradients for each in of_ranks])
+    for name, value in parts.assemble([of_one.gradients]).items():
+        assert error(gradients[name], value) < TOLERANCE or value.abs().max() < 1e-12, name
+    for other in of_ranks:
+        assert other.losses == pytest.approx(of_one.losses, rel=TOLERANCE)
+        assert other.hits == pytest.approx(of_one.hits, rel=TOLERANCE)
+        assert other.evaluated == pytest.approx(of_one.evaluated, rel=TOLERANCE)
+        torch.testing.assert_close(other.answers, of_one.answers, rtol=TOLERANCE, atol=1e-9)
+        for name, value in of_one.weights.items():
+            assert error(other.weights[name], value) < TOLERANCE or value.abs().max() < 1e-9, name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_rank_is_plain_pytorch(name: str) -> None:
+    model = MODELS[name]
+    tokens, targets = text()
+    flags = {**FLAGS, "clip_grad": 0.0, "lr_decay_style": "constant", "lr": 1e-2, "train_iters": 1}
+    with Engine(model, **flags) as engine:
+        weights = {key: value.requires_grad_() for key, value in engine.state_dict().items()}
+        result = engine.train_step(tokens, targets)
+        gradients = parts.assemble([parts.gradients(engine.distributed.owned)])
+    loss = plain.losses(model, weights, tokens, targets).mean()
+    loss.backward()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-12)
+    assert gradients.keys() == weights.keys()
+    for key, weight in weights.items():
+        assert weight.grad is not None, key
+        assert error(gradients[key], weight.grad) < 1e-12 or weight.grad.abs().max() < 1e-15, key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prediction_is_the_mean_logits_behind_the_last_token(name: str) -> None:
+    model = MODELS[name]
+    tokens, _ = text()
+    with Engine(model, **FLAGS, lr=1e-2, train_iters=1) as engine:
+        logits = plain.stream(model, engine.state_dict(), tokens)[:, :, -1].mean(0)
+        torch.testing.assert_close(engine.predict(tokens), logits, rtol=1e-12, atol=1e-14)
+
+
+def test_a_last_chunk_without_layers_cannot_take_the_targets() -> None:
+    flags = {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_model_parallel_layout": "7|0"}
+    with pytest.raises(ValueError, match="head takes the targets"):
+        Engine(LEARNED, **FLAGS, lr=1e-2, train_iters=1, **flags)
