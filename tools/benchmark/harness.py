@@ -82,11 +82,12 @@ def run(case: Case) -> None:
             file.write(json.dumps(row, default=_plain) + "\n")
     machine = f"{about['cpu']}, {about['cores']} cores, torch {about['versions']['torch']}"
     lines = ["", machine]
-    if others := compared_with(rows):
-        lines.append(f"now/then compares with {others}")
     for columns in filter(None, (case.columns, case.details)):
         lines += ["", table(columns, rows)]
-    print("\n".join([*lines, "", case.notes, f"appended to {case.output}"]))
+    lines += ["", case.notes]
+    if others := compared_with(rows):
+        lines.append(f"now/then compares with {others}")
+    print("\n".join([*lines, f"appended to {case.output}"]))
 
 
 def surroundings() -> Figures:
