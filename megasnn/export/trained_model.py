@@ -179,7 +179,9 @@ class TrainedModel(nn.Module):
         weights = {name: value.cpu().contiguous().clone() for name, value in self.state().items()}
         save_file(weights, path / WEIGHTS_FILE, {"format": "pt"})
         about = replace(self.about, crc32=file_checksum(path / WEIGHTS_FILE))
-        write_whole(path / CARD, self._card())
+        parameters = sum(each.numel() for each in self.parameters())
+        card = model_card(self.about, self.config.time_steps, self.description.task, parameters, self.dtype)
+        write_whole(path / CARD, card)
         # After the weights, whose checksum it holds.
         write_whole(path / CONFIG, json.dumps(vars(about), indent=2, allow_nan=False) + "\n")
 
@@ -202,10 +204,6 @@ class TrainedModel(nn.Module):
         except (OSError, SafetensorError, DescriptionError) as error:
             raise DamagedError(f"cannot read {path}: {error}") from None
         return cls(about, values, model)
-
-    def _card(self) -> str:
-        parameters = sum(each.numel() for each in self.parameters())
-        return model_card(self.about, self.config.time_steps, self.description.task, parameters, self.dtype)
 
 
 def _remade(

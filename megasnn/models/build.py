@@ -22,6 +22,7 @@ from megasnn.layers.plain.initial_values import without_memory
 from megasnn.layers.plain.network import convert_network, why_whole
 from megasnn.layers.plain.refusals import is_plain, refuse_mixed_rows, refuse_mixed_tokens, require_supported
 from megasnn.layers.plain.replicated import plain_layer
+from megasnn.layers.shape_inference import content_of
 from megasnn.layers.tensors import described_tensors, initialise_further, sharded_tensors
 from megasnn.layers.token_context import shared_tokens
 from megasnn.models.description import (
@@ -81,7 +82,9 @@ def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
 
 
 def _layer_description(built: Built) -> LayerDescription:
-    entries = {key: EntryDescription.of(x) for key, x in entries_of(built.output).items()}
+    entries = {}
+    for key, x in entries_of(built.output).items():
+        entries[key] = EntryDescription(content_of(x), tuple(x.shape))
     parameters = parameter_count(sharded_tensors([(built.name, built.module)]))
     return LayerDescription(built.name, built.layer_group, entries, built.inputs, parameters, built.operations)
 

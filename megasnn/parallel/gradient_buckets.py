@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from weakref import WeakMethod, finalize
 
+import torch
 from torch import Tensor
 
 from megasnn.parallel.bucket_sizes import EXCHANGES_AT_ONCE, bucket_spans, peak_exchange_bytes
@@ -81,13 +82,15 @@ class Bucket:
             for parameter in parameters:
                 parameter.register_hook(lambda _: begin())
 
-    def zero(self) -> None:
-        if self.flat.untyped_storage().nbytes():
-            self.flat.zero_()
+    def attach(self) -> list[Tensor]:
+        """Makes the gradients views of the bucket again, after a user's `zero_grad`. Returns the tensors to zero."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
+        resident = [self.flat] if self.flat.untyped_storage().nbytes() else []
         for shards in self.shards_of_rank:
-            shards.zero()
+            shards.attach()
+            resident.append(shards.sum)
+        return resident
 
     def begin(self) -> None:
         """Allocates zeroed memory if there is none."""
@@ -163,10 +166,14 @@ class GradientBuckets:
     def zero(self, micro_batches: int = 1) -> None:
         """In place, before a step with `micro_batches`."""
         self._next = 0
+        resident: list[Tensor] = []
         for bucket in self._buckets:
-            bucket.zero()
+            resident += bucket.attach()
             if bucket.pending is not None:
                 bucket.pending.begin(micro_batches)
+        # Tensors of one type are zeroed by one launch.
+        if resident:
+            torch._foreach_zero_(resident)
 
     def _count_gradients(self, bucket: Bucket, additions: Mapping[Tensor, int]) -> None:
         expected = [additions.get(parameter, 1) for parameter in bucket.parameters]

@@ -31,7 +31,7 @@ class ParameterShards:
 
     Attributes:
         shards: this rank's rows of each parameter, as views: an optimizer step writes into the parameter.
-        sum: the shards' gradients, summed over ranks since the last `zero`.
+        sum: the shards' gradients, summed over ranks since `sum` was zeroed.
         sums: views of `sum` by shard.
     """
 
@@ -58,8 +58,8 @@ class ParameterShards:
         self.sum = gradients[0].new_zeros(self._counts[holders.rank])
         self.sums = side_by_side(self.shards, self.sum, [shard.numel() for shard in self.shards])
 
-    def zero(self) -> None:
-        self.sum.zero_()
+    def attach(self) -> None:
+        """Makes the shards' gradients views of `sum` again."""
         for shard, total in zip(self.shards, self.sums, strict=True):
             shard.grad = total
 

@@ -128,10 +128,10 @@ def _gpu(
         memory=memory,
         operations={precision: PRODUCTS * 0.5e12 * rate for precision, rate in teraflops.items()},
         moved=MOVES * bandwidth,
-        # Eager steps are bound by their host. The 22 layers of Spikformer-8-512, in three parts each, start 759
+        # Eager steps are bound by their host. The 22 layers of Spikformer-8-512, in three parts each, start 746
         # operators (tests/kernels/test_counted.py). One took 69 us beside an H200: 72.6 ms for 1,058 (docs/gpu.md).
         # Kernels start with less Python since, which no GPU has measured: the figure is an upper bound.
-        least=7.9e-4,
+        least=7.8e-4,
         # With CUDA graphs that step took 27.9 ms, its kernels 23.3 ms.
         graph_start=(27.9e-3 - 23.3e-3) / 66,
         update=MOVED_IN_UPDATE / (UPDATE_REACHES * bandwidth),
