@@ -125,6 +125,15 @@ class PipelineExecutor:
         step.reset()
         return total
 
+    @contextmanager
+    def timed_by(self, timers: Timers) -> Iterator[None]:
+        """Times the actions inside, as forward, backward, recompute or transfers."""
+        self._timers = timers
+        try:
+            yield
+        finally:
+            self._timers = None
+
     def prepared(self, schedule: Schedule) -> PreparedOrder:
         """This rank's actions with the calls that perform them, found in the schedule's first run."""
         last = self._prepared.get(schedule.forward_only)
