@@ -34,7 +34,7 @@ from megasnn.checkpoint.exchange import (
 from megasnn.checkpoint.format import averages_of
 from megasnn.checkpoint.reshard import Target, reshard
 from megasnn.checkpoint.source import Source, in_our_names, open_source
-from megasnn.checkpoint.tensor_io import damage
+from megasnn.checkpoint.tensor_io import damaged_files
 from megasnn.commands.flags import name_in
 from megasnn.common.files import CheckpointError, quantity
 from megasnn.export.trained_model import load_model
@@ -64,7 +64,7 @@ def _verify(path: PathArgument) -> HasFindings:
     source = open_source(path, values=False)
     if not source.is_checkpoint:
         raise CheckpointError(f"{path} is no checkpoint: a file of weights has no checksums to verify")
-    problems = damage(source.path, source.metadata)
+    problems = damaged_files(source.path, source.metadata)
     name = source.metadata.model
     title = f"{source.path}, of the model {name}" if name else str(source.path)
     total = size_text(sum(file.bytes for file in source.metadata.files.values()))

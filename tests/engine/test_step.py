@@ -104,7 +104,7 @@ def test_a_step_is_read_once_and_copies_from_pinned_memory(ranks, model, count, 
     """The first one, too: no rank is told by another what a boundary carries."""
     for found in ranks(count, found_in_steps, model, flags, fewer):
         assert found.first == found.second == found.smaller == ["megasnn/engine/step_sums.py, read: tolist"]
-        reads = "model.py, evaluate: tolist", "engine.py, evaluate_on: tolist"
+        reads = "model.py, evaluate: tolist", "evaluation.py, read: tolist"
         assert found.evaluation == [f"megasnn/engine/{each}" for each in reads]
         assert found.log == ["megasnn/telemetry/spikes.py, reduce: tolist"]
         assert found.copies == []
