@@ -86,7 +86,7 @@ def test_it_says_what_it_said_before_and_any_layout_loads_it(checkpoint, tmp_pat
         (["--pipeline-model-parallel-size", "40"], "--pipeline-model-parallel-size"),
         (["--pipeline-model-parallel-size", "0"], "(1, 0, 1)"),
         (["--placement", "v"], "two chunks on each rank"),
-        (["--pipeline-model-parallel-layout", "1|1"], "has 2 entries for 1 chunks"),
+        (["--pipeline-model-parallel-layout", "1|1"], "has 2 entries for 1 chunk "),
     ],
 )
 def test_impossible_targets_are_refused(tmp_path, capsys, flags, reason):
