@@ -125,6 +125,7 @@ class WeightedLayer(nn.Module):
         self._time_steps = context.time_steps
         # Indexing, because .view would give a single channel other strides.
         self._kernel_index = (..., *[None] * (4 - len(weight.local_shape)))
+        # All ranks compute a whole layer, and its operations count once.
         self._is_counted = not context.is_whole or context.state.tp.rank == 0
 
     def tell_observer(self, x: Tensor) -> None:
@@ -298,6 +299,5 @@ def _add_weight_gradient(
 
 
 def _unpooled(matrix: Tensor, shape: torch.Size, pool: int) -> Tensor:
-    """Input gradient of this shape, from the pooled one as a matrix."""
     images = from_matrix(matrix, (*shape[:3], *pooled_space(shape[3:], pool))).flatten(0, 1)
     return average_pool_gradient(images, pool, shape[3:]).unflatten(0, shape[:2])
