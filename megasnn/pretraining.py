@@ -93,21 +93,18 @@ def _require_map_style(given: GivenDatasets) -> None:
 def _check_and_run(
     model: type[Model], flags: Sequence[str], callbacks: Sequence[Callback], given: GivenDatasets
 ) -> int:
-    """Reads and checks the flags, then trains.
-
-    The first rank of each machine reports errors, since command lines of machines may differ. Checks that need no torch
-    run before torch is imported.
-    """
     if wrong := refusal(take_ranks):
         sys.stderr.write(f"{wrong[0]}\n")
         return 2
     rank = os.environ.get("RANK", "0")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    # One rank of each machine reports, since command lines of machines may differ.
     reports = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         config, checkpoint = configuration_and_checkpoint(model, flags, reports, reads_files=given.is_empty)
         config, given = with_datasets(config, given)
         validate(config, world_size)
+        # From here on torch is imported, which takes seconds: wrong flags have been refused before.
         refuse_unbuildable(config)
         refuse_other_device(config)
     except ConfigError as error:
@@ -218,11 +215,16 @@ def with_datasets(config: PretrainConfig, given: GivenDatasets) -> tuple[Pretrai
 def refuse_unbuildable(config: PretrainConfig) -> None:
     """Raises ConfigError if the model cannot be built, or its samples are not in shards of this kind. Imports torch."""
     from megasnn.data.datasets import sample_format
+    from megasnn.data.tokens.dataset import require_token_flags
     from megasnn.engine.build import model_problems
-    from megasnn.training.data import arrays_of
+    from megasnn.training.data import arrays_of, token_inputs
 
     wrong = model_problems(config)
-    if not config.data.is_in_python:
+    if config.data.is_in_python:
+        pass
+    elif token_inputs(config.model) is not None:
+        wrong = wrong or refusal(require_token_flags, config.data)
+    else:
         wrong = wrong or refusal(arrays_of, config.model)
         if not wrong:
             evaluates = config.training.evaluate_only

@@ -12,16 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint.fit import model_differences
-from megasnn.checkpoint.load import load_checkpoint, load_globals_into
-from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.save import save_checkpoint
-from megasnn.common.bundle import Bundle
 from megasnn.common.checks import context_of_error
 from megasnn.common.memory import keep_free_memory
 from megasnn.config import PretrainConfig
 from megasnn.config.training import Length
-from megasnn.config.values import changed_recipe, config_identity
 from megasnn.data import GlobalBatch
 from megasnn.engine.batch import BatchError, Batches
 from megasnn.engine.build import (
@@ -32,12 +26,13 @@ from megasnn.engine.build import (
     run_configuration,
 )
 from megasnn.engine.checkpoint import Checkpoints
+from megasnn.engine.evaluation import Answers, EvaluationSums
 from megasnn.engine.share import SampleShare, share_of
 from megasnn.engine.step import TrainStep
 from megasnn.engine.windows import describe_windows
 from megasnn.models.model import Model
 from megasnn.optim.rates import learning_rate, require_schedule
-from megasnn.parallel.agreement import broadcast_result, gather_in_call
+from megasnn.parallel.agreement import gather_in_call
 from megasnn.parallel.faults import claim_fault
 from megasnn.parallel.process_group import join_ranks
 from megasnn.parallel_state import (
@@ -199,25 +194,14 @@ class Engine:
 
     def evaluate_on(self, batches: Iterable[GlobalBatch]) -> EvaluationRecord:
         """Evaluates this rank's shares, from `megasnn.data.BatchLoader`."""
-        distributed = self.distributed
-        task = distributed.description.task
-        # Loss, samples and metrics. On the device, so that the host waits only at the end.
-        totals = torch.zeros(2 + len(task.evaluated), dtype=torch.float64, device=self.state.device)
-
-        def count(output: Bundle, targets: Tensor) -> None:
-            totals[0] += distributed.loss.of_evaluation(output, targets)
-            if distributed.context.counts_samples:
-                totals[1] += len(targets)
-            totals[2:] += task.sums(output, targets, task.evaluated)
-
+        sums = EvaluationSums(self.distributed)
         with self._running(), self._averaged_weights():
             for batch in batches:
-                distributed.evaluate(self.batches.micro_batches(batch, trains=False), count)
-            loss, samples, *sums = distributed.sum_over_replicas(totals).tolist()
+                self.distributed.evaluate(self.batches.micro_batches(batch, trains=False), sums.add)
+            samples, loss, metrics = sums.read()
         if not samples:
             raise ValueError("there are no samples to evaluate")
-        metrics = {name: each / samples for name, each in zip(task.evaluated, sums, strict=True)}
-        return EvaluationRecord(self.iteration, self.consumed_samples, int(samples), loss / samples, metrics)
+        return EvaluationRecord(self.iteration, self.consumed_samples, samples, loss, metrics)
 
     def predict(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Answers for any number of samples, in order, on every rank's CPU.
@@ -225,31 +209,16 @@ class Engine:
         The model's `predict` defines answers, by default the logits' mean over time, `[N, classes]`. Uses averaged
         weights with `ema_decay`.
         """
-        distributed = self.distributed
-        task = distributed.description.task
         with self._running():
             named, _, samples = self.batches.checked("predict", inputs)
-            empty = task.answer.empty(samples, distributed.context.numerics.dtype)
-            answers = torch.zeros_like(empty, device=self.state.device)
-
-            def fill(output: Bundle, indices: Tensor) -> None:
-                found = task.answers_of(output)
-                if found.shape[1:] != answers.shape[1:]:
-                    raise ValueError(
-                        f"a rank's answers are {[*found.shape]} and the whole ones [N, ...] of {[*answers.shape[1:]]}: "
-                        "an answer for each token needs --context-parallel-cut samples"
-                    )
-                answers[indices] = found.to(answers.dtype)
-
+            answers = Answers(self.distributed, samples)
             # Each sample's index takes the place of its target, and says which row its answer fills.
             indices = torch.arange(samples)
             with self._averaged_weights():
                 for batch in self.batches.for_evaluation(named, indices, samples):
                     micro_batches = self.batches.micro_batches(batch, trains=False)
-                    distributed.evaluate([replace(each, predicts=True) for each in micro_batches], fill)
-            # Each row is an answer on one rank and zeros on all others, so that the sum joins them. Of ranks that
-            # divide tokens, each has its part of the answer.
-            return distributed.sum_over_replicas(answers).cpu()
+                    self.distributed.evaluate([replace(each, predicts=True) for each in micro_batches], answers.fill)
+            return answers.gathered()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights and buffers by global name, as unsharded copies on every rank's CPU."""
@@ -265,8 +234,7 @@ class Engine:
             CheckpointError: on every rank, with nothing changed: other names, shapes or types than the model's.
         """
         self._agree_on_call("load_state_dict")
-        load_globals_into(self.distributed.tensors, values, self.state.world.handle)
-        self.step.after_loading()
+        self.checkpoints.load_full_tensors(values)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes weights, optimizer state and progress to `<folder>/iter_<iteration>`, for any layout.
@@ -278,8 +246,7 @@ class Engine:
             CheckpointError: on every rank, when the checkpoint cannot be written.
         """
         self._agree_on_call("save")
-        path = broadcast_result(self.state.world.handle, lambda: Path(folder))
-        return save_checkpoint(path, self.checkpoints.progress({}), self.checkpoints.state, self.state.world.handle)
+        return self.checkpoints.save(folder)
 
     def load(
         self, folder: str | os.PathLike[str], step: int | None = None, weights_only: bool = False, ema: bool = True
@@ -296,26 +263,13 @@ class Engine:
             CheckpointError: on every rank, for no checkpoint, or another model's.
         """
         self._agree_on_call("load")
-        config = self.config
-        world = self.state.world.handle
-        into = LocalState(self.distributed.tensors) if weights_only else self.checkpoints.state
-        expected = None if weights_only else config_identity(config)
-        check = partial(model_differences, model=config.model.name, config=expected)
-        loaded = load_checkpoint(
-            folder, into, step=step, process_group=world, check=check, average=weights_only and ema
-        )
-        if weights_only:
-            self.step.after_loading()
-        else:
-            self.step.after_loading((loaded.iteration, loaded.consumed_samples), loaded.averaged_steps)
-            training = config.training
-            if training.train_samples is not None:
-                # The checkpoint's steps may have had another batch size.
-                batch_size = training.global_batch_size
-                self.set_length(training.length(batch_size, self.iteration, self.consumed_samples))
-        changed = [] if weights_only else changed_recipe(loaded.extra, config)
-        # A continued run may change its recipe, but not without a word.
-        for remark in (*loaded.remarks, *changed):
+        remarks = self.checkpoints.load(folder, step, weights_only, ema)
+        training = self.config.training
+        if training.train_samples is not None and not weights_only:
+            # The checkpoint's steps may have had another batch size.
+            batch_size = training.global_batch_size
+            self.set_length(training.length(batch_size, self.iteration, self.consumed_samples))
+        for remark in remarks:
             warnings.warn(remark, stacklevel=2)
 
     def set_length(self, length: Length) -> None:

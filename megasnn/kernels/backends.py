@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megasnn.common.registry import Registry, later
-from megasnn.kernels.neuron_spec import FUSED_CHARGES, FUSED_SURROGATES, NEURONS, SURROGATES, NeuronSpec
+from megasnn.kernels.neuron_spec import (
+    COMPILED_NEURONS,
+    FUSED_SURROGATES,
+    NEURONS,
+    SURROGATES,
+    NeuronSpec,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,18 +68,18 @@ BACKENDS: Registry[NeuronBackend] = Registry(
         ),
         "fused": NeuronBackend(
             "kernels compiled for the CPU",
-            FUSED_CHARGES,
+            COMPILED_NEURONS,
             FUSED_SURROGATES,
             later("megasnn.kernels.numba.norm_neuron:NumbaNormNeuron"),
-            later("megasnn.kernels.numba.neuron:NumbaNeuron"),
+            later("megasnn.kernels.numba.neuron:numba_neuron_kernels"),
             later("megasnn.kernels.numba.available:why_unusable"),
         ),
         "triton": NeuronBackend(
             "kernels compiled for NVIDIA GPUs",
-            FUSED_CHARGES,
+            COMPILED_NEURONS,
             FUSED_SURROGATES,
             later("megasnn.kernels.triton.norm_neuron:TritonNormNeuron"),
-            later("megasnn.kernels.triton.neuron:TritonNeuron"),
+            later("megasnn.kernels.triton.neuron:triton_neuron_kernels"),
             later("megasnn.kernels.triton.available:why_unusable"),
         ),
     },

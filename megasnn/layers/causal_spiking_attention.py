@@ -77,8 +77,7 @@ class CausalSpikingAttention(nn.Module):
         if qkv.is_meta or self._traceable:
             out = attend(rows, options)
         else:
-            bits = bits_of(qkv) if options.content is Content.SPIKES else None
-            out = CausalAttend.apply(rows, bits, options)
+            out = CausalAttend.apply(rows, bits_of(qkv, options.content), options)
         return from_matrix(out, qkv.shape)
 
     def _learn_input(self, qkv: Tensor) -> None:
@@ -86,7 +85,7 @@ class CausalSpikingAttention(nn.Module):
         if qkv.ndim != 4 or qkv.shape[2] != channels:
             raise ValueError(f"causal attention takes q, k and v [T, N, {channels}, L], got {[*qkv.shape]}")
         content = content_of(qkv)
-        if content not in (Content.SPIKES,):
+        if not content.is_bits:
             raise ValueError("causal attention without softmax takes spikes: let a neuron fire behind q, k and v")
         length = qkv.shape[3]
         # An entry of the output has at most d terms, each at most the number of tokens.

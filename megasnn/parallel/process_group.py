@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megasnn.common.checks import error_context
+from megasnn.common.files import quantity
 from megasnn.config import PretrainConfig
 from megasnn.config.training import PRECISIONS, TrainingConfig
 from megasnn.kernels.layout import CAPABILITY, CUBLAS, CUDNN, let_products_round, takes_tf32
@@ -73,8 +74,10 @@ def _meet(timeout: datetime.timedelta, problem: str) -> tuple[dist.Store, int, i
     limit.daemon = True
     limit.start()
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host = os.environ.get("MASTER_ADDR", "")
+    is_loopback = host in ("localhost", "::1") or host.startswith("127.")
     try:
-        if not is_torchruns and _is_loopback(os.environ.get("MASTER_ADDR", "")):
+        if not is_torchruns and is_loopback:
             return _meet_on_this_host(timeout)
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     finally:
@@ -87,10 +90,6 @@ def _meet(timeout: datetime.timedelta, problem: str) -> tuple[dist.Store, int, i
     name = f"megasnn/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{world_size}"
     start = (store.add(f"{name}/arrivals", 1) - 1) // world_size
     return dist.PrefixStore(f"{name}/{start}", store), rank, world_size
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def _meet_on_this_host(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
@@ -153,7 +152,7 @@ def _missing_gpu(gpus: int) -> str:
         )
     # Slurm sets CUDA_VISIBLE_DEVICES to show each rank its own GPU.
     if gpus < ranks and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        return f"there are {gpus} GPU(s) for {ranks} ranks, and NCCL needs one for each: start fewer ranks"
+        return f"{quantity(gpus, 'GPU')} for {ranks} ranks, and NCCL needs one for each: start fewer ranks"
     return ""
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megasnn.common.files import quantity
 from megasnn.common.grid import FLAG_OF_AXIS, HOLDING_AXES, Axis, Coordinates
 
 Initialiser = Callable[[Tensor, torch.Generator], object]
@@ -113,12 +114,13 @@ class Shard:
             shape = (1,)
         indices = [np.arange(length) for length in shape]
         for axis, cut in self.cuts:
-            size = self.coordinates.size(axis)
+            size = self.coordinates.grid.size(axis)
             length = len(indices[cut.dim])
             if cut.even and length % (cut.blocks * size):
                 raise ValueError(
-                    f"dimension {cut.dim} of shape {list(shape)}, {cut.blocks} block(s) of {length // cut.blocks}, "
-                    f"cannot be cut into {size} equal parts; choose a {FLAG_OF_AXIS[axis]} that divides it"
+                    f"dimension {cut.dim} of shape {list(shape)}, {quantity(cut.blocks, 'block')} of "
+                    f"{length // cut.blocks}, cannot be cut into {size} equal parts; choose a "
+                    f"{FLAG_OF_AXIS[axis]} that divides it"
                 )
             blocks = indices[cut.dim].reshape(cut.blocks, -1)
             own = own_span(blocks.shape[1], [size], self.coordinates.index(axis))
@@ -127,12 +129,12 @@ class Shard:
 
     def is_cut(self, axis: Axis) -> bool:
         """Whether ranks along `axis` hold different parts."""
-        return self.coordinates.size(axis) > 1 and any(axis == other for other, _ in self.cuts)
+        return self.coordinates.grid.size(axis) > 1 and any(axis == other for other, _ in self.cuts)
 
     @property
     def shared_axes(self) -> tuple[Axis, ...]:
         """Axes along which other ranks hold the same part."""
-        return tuple(axis for axis in HOLDING_AXES if self.coordinates.size(axis) > 1 and not self.is_cut(axis))
+        return tuple(axis for axis in HOLDING_AXES if self.coordinates.grid.size(axis) > 1 and not self.is_cut(axis))
 
     def is_primary(self) -> bool:
         """True on exactly one rank with the same part, which counts and writes it."""
@@ -156,7 +158,7 @@ class Shard:
 
     def by_rows(self, axis: Axis) -> Shard:
         """This part, with dimension 0 divided over `axis`."""
-        if self.coordinates.size(axis) == 1:
+        if self.coordinates.grid.size(axis) == 1:
             return self
         return replace(self, cuts=(*self.cuts, (axis, Cut(0, even=False))))
 

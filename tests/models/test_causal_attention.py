@@ -77,19 +77,29 @@ def test_softmax_attention_is_that_of_a_mask(base: float | None) -> None:
         torch.testing.assert_close(found, expected, **CLOSE)
 
 
-def learned(length: int = 11, dtype: torch.dtype = torch.float64, **options: float) -> CausalSpikingAttention:
+def learned(
+    length: int = 11, dtype: torch.dtype = torch.float64, lowest: int = 0, **options: float
+) -> CausalSpikingAttention:
     layer = CausalSpikingAttention(DIM, HEADS, context(dtype), **options)
     with MaxInference():
-        layer(mark_spikes(torch.empty(T, N, 3 * DIM, length, device="meta")))
+        layer(mark_spikes(torch.empty(T, N, 3 * DIM, length, device="meta"), lowest=lowest))
     return layer
 
 
+def ternary(*shape: int, seed: int = 0) -> Tensor:
+    # 0.0, as neurons give it, in place of -0.0.
+    return random(*shape, seed=seed).clamp(-1, 1).round() + 0.0
+
+
+@pytest.mark.parametrize("lowest", [0, -1])
 @pytest.mark.parametrize("chunk", [1, 4, 64])
-def test_spiking_attention_is_that_of_explicit_sums(chunk: int) -> None:
+def test_spiking_attention_is_that_of_explicit_sums(chunk: int, lowest: int) -> None:
     """Exactly, for every length of the chunks; its gradient in float64 closely."""
-    x = channels_last(spikes(T, N, 3 * DIM, 11, seed=1))
+    values = spikes if lowest == 0 else ternary
+    x = channels_last(values(T, N, 3 * DIM, 11, seed=1))
+    assert x.min() == lowest
     expected, of_expected = results(lambda x: spiking_reference(x, 0.25), x)
-    found, gradient = results(learned(chunk=chunk, scale=0.25), x)
+    found, gradient = results(learned(chunk=chunk, scale=0.25, lowest=lowest), x)
     assert torch.equal(found, expected) and found.any()
     torch.testing.assert_close(gradient, of_expected, **CLOSE)
 
@@ -122,15 +132,17 @@ def test_inputs_that_give_no_exact_sums_are_refused() -> None:
         CausalAttention(6, 2, context())
 
 
-def test_backward_keeps_bits() -> None:
-    x = channels_last(spikes(T, N, 3 * DIM, 16, seed=1, dtype=torch.float32)).requires_grad_()
+@pytest.mark.parametrize(("lowest", "bits"), [(0, 1), (-1, 2)])
+def test_backward_keeps_bits(lowest: int, bits: int) -> None:
+    values = spikes if lowest == 0 else ternary
+    x = channels_last(values(T, N, 3 * DIM, 16, seed=1)).float().requires_grad_()
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
         kept.append(tensor)
         return tensor
 
-    layer = learned(length=16, dtype=torch.float32)
+    layer = learned(length=16, dtype=torch.float32, lowest=lowest)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(x)
-    assert sum(tensor.nbytes for tensor in kept) == x.numel() // 8
+    assert sum(tensor.nbytes for tensor in kept) == bits * x.numel() // 8

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import tyro
 
-from megasnn.common.files import SAMPLE_LIMIT, SAMPLE_MB
+from megasnn.common.files import SAMPLE_LIMIT, SAMPLE_MB, quantity
 from megasnn.data.events import FrameOptions, TimeUnit
 from megasnn.data.preprocess.folders import describe_left_out
 from megasnn.data.preprocess.sources import (
@@ -27,6 +27,7 @@ from megasnn.data.preprocess.sources import (
     list_tiny_imagenet,
 )
 from megasnn.data.preprocess.spiking_audio import UNITS, HeldOut, SpikeFrames, encode_spikes, list_shd, list_ssc
+from megasnn.data.preprocess.text import Text
 from megasnn.data.preprocess.writing import Encode, preprocess
 from megasnn.data.shards import INDEX_NAME, Index, read_index
 
@@ -82,12 +83,14 @@ class ShardOptions(ABC):
             shards = index.of_split(split)
             samples = sum(len(shard.members.keys) for shard in shards)
             megabytes = sum(shard.size for shard in shards) / 1e6
-            lines.append(f"{samples} samples, {megabytes:.1f} MB: {len(shards)} x {self.output / split}-*.tar")
+            found = f"{quantity(samples, 'sample')}, {megabytes:.1f} MB"
+            lines.append(f"{found}: {len(shards)} x {self.output / split}-*.tar")
         broken: list[str] = []
         for shard in index.shards:
             broken += shard.broken
         if broken:
-            lines.append(f"{len(broken)} samples are broken and were left out ({INDEX_NAME} lists all): {broken[0]}")
+            number = quantity(len(broken), "broken sample")
+            lines.append(f"left out: {number} ({INDEX_NAME} lists all), such as {broken[0]}")
         used = set[Path]()
         for items in listing.splits.values():
             used.update(item.source for item in items)
@@ -247,5 +250,15 @@ class Ssc(SpikingAudio):
 
 
 Command = (
-    Cifar10Dvs | NMnist | Dvs128Gesture | EventFolder | Cifar10 | Cifar100 | TinyImagenet | ImageFolder | Shd | Ssc
+    Cifar10Dvs
+    | NMnist
+    | Dvs128Gesture
+    | EventFolder
+    | Cifar10
+    | Cifar100
+    | TinyImagenet
+    | ImageFolder
+    | Shd
+    | Ssc
+    | Text
 )
