@@ -21,13 +21,15 @@ include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md",
 exclude_patterns = [".*", "build", "runs", "megasnn", "tests", "tools"]
 html_copy_source = False
 html_show_copyright = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 smartquotes = False  # flags keep their two dashes
 myst_heading_anchors = 4  # `page.md#a-heading`, the same anchors as on code hosts
 nitpicky = True
 highlight_language = "none"  # default for code blocks without a language
 
 CONTENTS = {
-    "Start": ["quickstart", "models", "tasks", "data", "recipes", "python", "beside"],
+    "Start": ["quickstart", "models", "tasks", "language", "data", "recipes", "python", "beside"],
     "Many ranks": ["parallelism", "schedules", "memory", "planner", "clusters"],
     "Runs": ["watching", "checkpoints", "nir", "flags", "gpu", "api"],
 }

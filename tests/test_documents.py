@@ -146,7 +146,7 @@ def test_a_checkpoint_goes_to_other_hardware(ranks, tmp_path: Path) -> None:
     flags = [word for pair in pairs if pair[0] not in of_layout for word in pair]
     as_the_page_says(str(tmp_path / "cache"), tmp_path, flags)
     output = follow(ranks, tmp_path, lines)
-    assert "no problem(s)" in output and "a file for each rank, 2 in all" in output
+    assert "0 problems" in output and "a file for each rank, 2 in all" in output
     assert "continuing at iteration 200, 12800 samples consumed" in output
     assert list_checkpoints(tmp_path / "runs/two_ranks/checkpoints") == [200, 202]
 
@@ -215,6 +215,13 @@ def test_the_loop_of_the_page_learns(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_segmentation_of_the_page_learns(tmp_path: Path, capsys) -> None:
     runpy.run_path(str(program("docs/tasks.md", "Other tasks than classes", tmp_path)))
     assert float(capsys.readouterr().out.split("'iou': ")[1].split("}")[0]) > 0.7
+
+
+def test_a_language_model_writes_as_on_the_page(tmp_path: Path) -> None:
+    flags = "--config spike_lm/text --train-iters 2 --lr-warmup-iters 0 --eval-iters 0 --num-workers 0 --save".split()
+    run(ROOT, "-m", "megasnn", "spike_lm", *flags, tmp_path / "checkpoints")
+    output = run(tmp_path, program("docs/language.md", "Let it write", tmp_path))
+    assert output.startswith("The value of ") and len(output) > 60
 
 
 def printed(path: str, folder: str) -> list[str]:
