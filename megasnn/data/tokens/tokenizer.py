@@ -77,7 +77,8 @@ class FileTokenizer(Tokenizer):
             self._loaded: Any = Loaded.from_str(content.decode())
         except Exception as error:  # tokenizers raises Exception itself
             raise ValueError(f"--tokenizer {file} is no tokenizer.json that can be read: {error}") from error
-        # A file may say that texts are cut to a model's length, or filled up to it.
+        # A file may cut texts to a model's length, or fill them up to it. Most of a document would be lost
+        # (findings/datatrove_truncated_documents.sh).
         self._loaded.no_truncation()
         self._loaded.no_padding()
         vocabulary: dict[str, int] = self._loaded.get_vocab()
