@@ -1,4 +1,4 @@
-"""Samples of a language model: fixed numbers of tokens, over document borders."""
+"""A language model's samples: fixed numbers of tokens, over document borders."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megasnn.data.tokens.tokenizer import open_tokenizer
 from megasnn.telemetry.records import TextUnits
 
 TOKENS = "tokens"
-"""Name of the input by which a model says that it takes tokens."""
+"""Input name by which a model says that it takes tokens."""
 TARGET = "target"
-"""Name of the next tokens in a sample."""
+"""Name for the next tokens in a sample."""
 
 
 class TokenShape(NamedTuple):
-    """A sample's number of tokens, S, and the bound that all tokens of the model are below."""
+    """Tokens in a sample, S, and the model's vocabulary, which all tokens are below."""
 
     length: int
     below: int
@@ -88,6 +88,7 @@ class TokenDataset(SampleSource):
         return {TOKENS: found[:-1], TARGET: found[1:]}
 
     def fingerprint(self) -> str:
+        # Not from the tokens: a hash over them would read the whole file before the first step.
         return f"{len(self)} samples of {self._length} tokens, from {self._tokens.identity}"
 
 
@@ -128,7 +129,7 @@ def open_token_datasets(config: DataConfig, shape: TokenShape, evaluates: bool =
 
 
 def _tokenizer_of(found: list[PreparedTokens]) -> str | None:
-    """Identity of the tokenizer of all data; None if unknown. Raises ValueError for two of them."""
+    """The data's tokenizer by identity; None if unknown. Raises ValueError for two."""
     known = {each.facts.tokenizer: each.source for each in found if each.facts is not None}
     if len(known) > 1:
         texts = " and ".join(f"{source} comes from {tokenizer}" for tokenizer, source in known.items())
