@@ -218,11 +218,16 @@ def with_datasets(config: PretrainConfig, given: GivenDatasets) -> tuple[Pretrai
 def refuse_unbuildable(config: PretrainConfig) -> None:
     """Raises ConfigError if the model cannot be built, or its samples are not in shards of this kind. Imports torch."""
     from megasnn.data.datasets import sample_format
+    from megasnn.data.tokens.dataset import require_token_flags
     from megasnn.engine.build import model_problems
-    from megasnn.training.data import arrays_of
+    from megasnn.training.data import arrays_of, token_inputs
 
     wrong = model_problems(config)
-    if not config.data.is_in_python:
+    if config.data.is_in_python:
+        pass
+    elif token_inputs(config.model) is not None:
+        wrong = wrong or refusal(require_token_flags, config.data)
+    else:
         wrong = wrong or refusal(arrays_of, config.model)
         if not wrong:
             evaluates = config.training.evaluate_only

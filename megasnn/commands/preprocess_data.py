@@ -1,11 +1,12 @@
-"""Make webdataset shards for training from a downloaded data set.
+"""Make webdataset shards for training from a downloaded data set, or token files from text.
 
     megasnn-preprocess-data cifar10-dvs --input RECORDINGS --output SHARDS --time-steps 10 --size 48
     megasnn-preprocess-data n-mnist --input N-MNIST --output SHARDS --keep-events
     megasnn-preprocess-data image-folder --input imagenet --output SHARDS --samples-per-shard 2000
+    megasnn-preprocess-data text --input TEXTS --output TOKENS --valid-share 0.05
     megasnn-preprocess-data cifar10-dvs --help
 
-The same input gives the same shards for any number of worker processes. docs/data.md has the details.
+The same input gives the same files for any number of worker processes. docs/data.md has the details.
 """
 
 from __future__ import annotations

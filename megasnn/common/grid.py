@@ -109,9 +109,6 @@ class Coordinates:
     cp: int = 0
     tp: int = 0
 
-    def size(self, axis: Axis) -> int:
-        return self.grid.size(axis)
-
     def index(self, axis: Axis) -> int:
         return int(getattr(self, axis))
 

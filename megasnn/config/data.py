@@ -64,9 +64,12 @@ class DataConfig:
     """The order of samples depends on the seed only, not on the layout or the number of workers."""
 
     data_path: FileName = SAMPLE
-    """Training shards: "dir/train-{00000..00009}.tar", a folder, or a URL; "sample" is scikit-learn's digits."""
+    """Training shards: "dir/train-{00000..00009}.tar", a folder, or a URL; "sample" is scikit-learn's digits. For a
+    language model: text, a folder of it, or PREFIX of .bin and .idx; "sample" is Python's help."""
     valid_data_path: FileName | None = None
-    """Validation shards; --data-path sample has its own by default."""
+    """Validation shards or text; --data-path sample has its own by default."""
+    tokenizer: FileName | None = None
+    """A tokenizer.json for text; by default each byte is a token."""
     shuffle: bool = True
     """Shuffle every epoch; --no-shuffle keeps the order of the files."""
     last_batch: Literal["continue", "drop"] = "continue"
@@ -152,7 +155,7 @@ class DataConfig:
         if chosen:
             problems.append(f"{', '.join(chosen)}: the samples come from {train} in Python; leave it out")
         of_files = [name for name in CHANGES if not name.startswith(MIXING)]
-        if changing := self.changed("augment", *of_files, "split_by", "max_sample_mb"):
+        if changing := self.changed("augment", *of_files, "split_by", "max_sample_mb", "tokenizer"):
             problems.append(
                 f"{', '.join(changing)}: for samples of files, and {train} makes its own in Python: leave it out "
                 "(over a recipe, give the default) and put the change into the data set's transform"

@@ -7,10 +7,9 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,8 @@ from megasnn.data.formats import FRAMES, EventFormat, FormatMismatch, SampleForm
 from megasnn.data.images import NORMALISATIONS, ImageFormat
 from megasnn.data.remote import Address, describe_remote, expand_shards, open_remote, shown_path
 from megasnn.data.samples import BrokenSample, SampleSource
-from megasnn.data.shards import INDEX_NAME, FileState, TarFile, file_state, open_shard
+from megasnn.data.shards import INDEX_NAME, FileState, TarFile, open_shard, read_part
+from megasnn.telemetry.records import TextUnits
 
 if TYPE_CHECKING:
     from megasnn.config import DataConfig
@@ -89,7 +89,7 @@ class ShardDataset(SampleSource):
         _, tar, state = self._shard(index)
         try:
             require_size("its file", size)
-            return self.format.decode(_read(tar, state, size, offset), key)
+            return self.format.decode(read_part(tar, state, size, offset), key)
         except FormatMismatch as error:
             raise ValueError(f"{self.describe(index)} {error}") from error
         except OSError as error:
@@ -117,20 +117,6 @@ def _joined(shards: Sequence[TarFile], field: str) -> NDArray[np.int64]:
     return np.concatenate([np.array(getattr(shard.members, field), np.int64) for shard in shards])
 
 
-def _read(tar: Path, state: FileState, size: int, offset: int) -> bytes:
-    """Reads from an indexed shard. Raises OSError if it has changed."""
-    file = _opened(tar, state).fileno()
-    # A replaced file stays open under its old inode; a file changed in place has another size or time.
-    if file_state(os.fstat(file)) != state:
-        raise OSError(f"{tar} was changed while in use")
-    return os.pread(file, size, offset)
-
-
-@lru_cache(maxsize=16)  # files that a process keeps open
-def _opened(tar: Path, state: FileState) -> BinaryIO:
-    return open(tar, "rb", buffering=0)
-
-
 @dataclass(frozen=True)
 class Datasets:
     """Training samples, and validation samples, if any.
@@ -138,12 +124,15 @@ class Datasets:
     Attributes:
         classes: names by number, from index.json; may be empty.
         warnings: for the user.
+        train_units, valid_units: of tokens; None for other samples.
     """
 
     train: SampleSource
     valid: SampleSource | None
     classes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    train_units: TextUnits | None = None
+    valid_units: TextUnits | None = None
 
 
 def open_datasets(
@@ -258,6 +247,8 @@ def sample_format(
     config: DataConfig, input_shape: Sequence[int], evaluates: bool = False, arrays: ArrayFormat | None = None
 ) -> SampleFormat:
     """Format from samples to the model's input. Raises ValueError if shape or options do not fit."""
+    if config.tokenizer is not None:
+        raise ValueError(f"--tokenizer {config.tokenizer}: for text, and the model takes no tokens; remove it")
     if arrays is not None:
         return _array_format(config, evaluates, arrays)
     if len(input_shape) not in (3, 4):

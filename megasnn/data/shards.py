@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, BinaryIO, Literal
 
 from pydantic import Field, with_config
 from pydantic_core import to_json
@@ -134,6 +134,23 @@ class TarFile:
 def file_state(status: os.stat_result) -> FileState:
     """A file's state, which changes with its content."""
     return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def read_part(file: Path, state: FileState, size: int, offset: int) -> bytes:
+    """Reads bytes of a file that had `state` before. Raises OSError if it has changed."""
+    handle = opened_file(file, state).fileno()
+    # A replaced file stays open under its old inode; a file changed in place has another size or time.
+    if file_state(os.fstat(handle)) != state:
+        raise OSError(f"{file} was changed while in use")
+    content = os.pread(handle, size, offset)
+    if len(content) != size:
+        raise OSError(f"{file} ends before byte {offset + size:,}")
+    return content
+
+
+@lru_cache(maxsize=16)  # files that a process keeps open
+def opened_file(file: Path, state: FileState) -> BinaryIO:
+    return open(file, "rb", buffering=0)
 
 
 def open_shard(source: Path, name: str | None = None) -> TarFile:

@@ -103,15 +103,15 @@ class Batches:
             targets = named[self._task.target]
         return named, targets, samples
 
-    def _agree(self, call: Call, found: str | int) -> None:
-        """Raises BatchError on every rank for a problem on any.
+    def _agree(self, call: Call, problem_or_samples: str | int) -> None:
+        """Raises BatchError on every rank for a problem on any, or different sample numbers.
 
         Args:
-            found: this rank's problem, or its sample number, 0 after the last batch.
+            problem_or_samples: this rank's problem, or its number of samples, 0 after the last batch.
         """
         try:
             # A single rank's error would leave the others waiting.
-            of_ranks = gather_in_call(self._state.world.handle, call, found)
+            of_ranks = gather_in_call(self._state.world.handle, call, problem_or_samples)
         except ValueError as error:
             raise BatchError(str(error)) from None
         problems = [each for each in dict.fromkeys(of_ranks) if isinstance(each, str)]
@@ -121,11 +121,11 @@ class Batches:
             raise BatchError(f"ranks have different numbers of samples (0 after the last batch): {of_ranks}")
 
     def _problem(self, call: Call, inputs: Any, targets: Any, own: SampleShare | None) -> str | None:
+        """Why a batch is refused; None for a valid one."""
         task = self._task
-        trains = call == "train_step"
         if not isinstance(inputs, Mapping) or inputs.keys() != task.inputs.keys():
-            found = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
-            return f"the model takes a dict of its inputs, {', '.join(task.inputs)}, and got {found}"
+            got = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
+            return f"the model takes a dict of its inputs, {', '.join(task.inputs)}, and got {got}"
         samples = 0 if own is None else len(own.indices)
         for name, spec in task.inputs.items():
             uses_values = self._takes_images or (name == task.target and self._takes_labels)
@@ -133,31 +133,29 @@ class Batches:
             if problem:
                 return problem
             samples = len(inputs[name])
-        if isinstance(task.target, str):
-            if targets is not None:
-                return f"the target is the input {task.target!r}: leave targets out"
-        elif call != "predict":
-            is_soft = trains and self._takes_soft and isinstance(targets, Tensor) and targets.is_floating_point()
-            if not is_soft or targets.shape != (samples, task.classes):
-                name = "labels" if task.classes else "targets"
-                problem = task.target.problem(name, targets, samples, self._takes_labels)
-                if problem:
-                    return problem
-        if not trains:
+        problem = self._target_problem(call, targets, samples)
+        if problem:
+            return problem
+        if call != "train_step":
             # A step's loss or gradient shows nan and infinities. An evaluation may hide them: nan crosses no threshold,
             # so neurons answer it with silence.
             return self._input_not_finite(inputs)
         if not torch.is_grad_enabled():
             return "a step needs gradients: call it outside of torch.no_grad() and torch.inference_mode()"
-        if own is not None:
-            samples = own.samples
-        sizes = micro_batch_sizes(samples, min(self._config.training.micro_batch_size, samples))
-        replicas = self._state.dp.size
-        # Replicas that share weights gather them together, once for each micro-batch.
-        is_even = self._state.dp_shard.size == 1 or len(sizes) % replicas == 0
-        if len(sizes) >= replicas and is_even and sizes[-1] >= self._samples.size:
+        return self._size_problem(samples if own is None else own.samples)
+
+    def _target_problem(self, call: Call, targets: Any, samples: int) -> str | None:
+        task = self._task
+        if isinstance(task.target, str):
+            return None if targets is None else f"the target is the input {task.target!r}: leave targets out"
+        if call == "predict":
             return None
-        return self._size_problem(samples, sizes)
+        takes_soft = self._takes_soft and call == "train_step"
+        if takes_soft and isinstance(targets, Tensor) and targets.is_floating_point():
+            if targets.shape == (samples, task.classes):
+                return None
+        name = "labels" if task.classes else "targets"
+        return task.target.problem(name, targets, samples, self._takes_labels)
 
     def _input_not_finite(self, inputs: Mapping[str, Tensor]) -> str | None:
         if not self._takes_images:
@@ -168,12 +166,19 @@ class Batches:
                 return problem
         return None
 
-    def _size_problem(self, samples: int, sizes: list[int]) -> str:
+    def _size_problem(self, samples: int) -> str | None:
+        """Why ranks cannot share a step's samples; None if they can."""
         size = self._config.training.micro_batch_size
+        sizes = micro_batch_sizes(samples, min(size, samples))
+        replicas = self._state.dp.size
         weight = self._state.dp_shard.size
+        # Replicas that share weights gather them together, once for each micro-batch.
+        is_even = weight == 1 or len(sizes) % replicas == 0
+        if len(sizes) >= replicas and is_even and sizes[-1] >= self._samples.size:
+            return None
         return (
             f"{samples} samples are {len(sizes)} micro-batch(es) of micro_batch_size {size}, the last of {sizes[-1]}: "
-            f"{self._state.dp.size} data parallel replicas need one each (equally many, where weight_parallel_size "
+            f"{replicas} data parallel replicas need one each (equally many, where weight_parallel_size "
             f"{weight} is above 1), and a micro-batch needs context_parallel_size {self._samples.size} samples; give "
             "more samples, or the Engine another micro_batch_size"
         )
@@ -256,27 +261,11 @@ class Batches:
             BatchError: on every rank, in evaluation, for a micro-batch without samples on some rank, where norms need
                 its statistics.
         """
-        device = self._state.device
-        specs = self._task.inputs
         begin = batch.consumed_samples - batch.size
         sizes = micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size))
         whole = []
         for micro in batch.micro_batches:
-            inputs: dict[str, Tensor] | None = None
-            targets: Tensor | None = None
-            if micro.inputs is not None:
-                # A run's loader yields a model's only input without its name.
-                named = micro.inputs if isinstance(micro.inputs, Mapping) else dict.fromkeys(specs, micro.inputs)
-                inputs = {}
-                for name, x in named.items():
-                    inputs[name] = without_waiting(x, device).to(specs[name].type_for(self._dtype))
-            if micro.targets is not None:
-                targets = without_waiting(micro.targets, device)
-                if targets.is_floating_point() and not self._task.classes:
-                    targets = targets.to(self._dtype)
-                # A prediction has each sample's index in place of its target.
-                if self._tokens is not None and targets.ndim > 1:
-                    targets = own_tokens(targets, self._tokens)
+            inputs, targets = self._on_device(micro)
             first = begin + micro.start
             samples = range(first, first + micro.size)
             if trains and self._mixing is not None:
@@ -292,6 +281,27 @@ class Batches:
         for each in whole:
             windows += windows_of(each, self._task, self._windows, steps)
         return windows
+
+    def _on_device(self, micro: MicroBatch) -> tuple[dict[str, Tensor] | None, Tensor | None]:
+        """A micro-batch's inputs by name, and targets, in the model's types. The host waits for no copy."""
+        device = self._state.device
+        specs = self._task.inputs
+        inputs: dict[str, Tensor] | None = None
+        if micro.inputs is not None:
+            # A run's loader yields a model's only input without its name.
+            named = micro.inputs if isinstance(micro.inputs, Mapping) else dict.fromkeys(specs, micro.inputs)
+            inputs = {}
+            for name, x in named.items():
+                inputs[name] = without_waiting(x, device).to(specs[name].type_for(self._dtype))
+        targets: Tensor | None = None
+        if micro.targets is not None:
+            targets = without_waiting(micro.targets, device)
+            if targets.is_floating_point() and not self._task.classes:
+                targets = targets.to(self._dtype)
+            # A prediction has each sample's index in place of its target.
+            if self._tokens is not None and targets.ndim > 1:
+                targets = own_tokens(targets, self._tokens)
+        return inputs, targets
 
     def _mixed(
         self, mixing: Mixing, inputs: dict[str, Tensor] | None, targets: Tensor | None, samples: range

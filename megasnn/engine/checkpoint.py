@@ -1,23 +1,29 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megasnn.checkpoint.fit import model_differences
 from megasnn.checkpoint.format import AVERAGED_STEPS, BESIDE, Progress
+from megasnn.checkpoint.load import load_checkpoint, load_globals_into
 from megasnn.checkpoint.optimizer_state import LocalState
+from megasnn.checkpoint.save import save_checkpoint
 from megasnn.config import PretrainConfig
-from megasnn.config.values import config_identity, recipe
+from megasnn.config.values import changed_recipe, config_identity, recipe
 from megasnn.engine.step import TrainStep
-from megasnn.parallel.agreement import gather
+from megasnn.parallel.agreement import broadcast_result, gather
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.pipeline.cost_model import layers_per_chunk
 
 
 class Checkpoints:
-    """Contents of an Engine's checkpoints.
+    """An Engine's checkpoints: contents, saving and loading. All methods but `progress` are collective.
 
     Raises:
         ValueError: a layer name that checkpoints use for other tensors.
@@ -65,8 +71,44 @@ class Checkpoints:
             skipped_steps,
         )
 
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """See `Engine.save`."""
+        world = self._distributed.state.world.handle
+        path = broadcast_result(world, lambda: Path(folder))
+        return save_checkpoint(path, self.progress({}), self.state, world)
+
+    def load(
+        self, folder: str | os.PathLike[str], step: int | None, weights_only: bool, average: bool
+    ) -> Sequence[str]:
+        """See `Engine.load`. Returns remarks for the user.
+
+        Args:
+            average: with `weights_only`, load the weights' moving average, if the checkpoint has one.
+        """
+        into = LocalState(self._distributed.tensors) if weights_only else self.state
+        expected = None if weights_only else config_identity(self._config)
+        loaded = load_checkpoint(
+            folder,
+            into,
+            step=step,
+            process_group=self._distributed.state.world.handle,
+            check=partial(model_differences, model=self._config.model.name, config=expected),
+            average=weights_only and average,
+        )
+        if weights_only:
+            self._step.after_loading()
+            return loaded.remarks
+        self._step.after_loading((loaded.iteration, loaded.consumed_samples), loaded.averaged_steps)
+        # A continued run may change its recipe, but not without a word.
+        return [*loaded.remarks, *changed_recipe(loaded.extra, self._config)]
+
+    def load_full_tensors(self, values: Mapping[str, Tensor]) -> None:
+        """See `Engine.load_state_dict`."""
+        load_globals_into(self._distributed.tensors, values, self._distributed.state.world.handle)
+        self._step.after_loading()
+
     def full_tensors(self) -> dict[str, Tensor]:
-        """See `Engine.state_dict`. Collective."""
+        """See `Engine.state_dict`."""
         mine = {entry.name: entry for entry in self._distributed.tensors if entry.shard.is_primary()}
         full = {}
         # One tensor at a time: the ranks' parts of the whole model at once would double the memory.

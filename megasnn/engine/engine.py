@@ -12,16 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint.fit import model_differences
-from megasnn.checkpoint.load import load_checkpoint, load_globals_into
-from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.save import save_checkpoint
 from megasnn.common.bundle import Bundle
 from megasnn.common.checks import context_of_error
 from megasnn.common.memory import keep_free_memory
 from megasnn.config import PretrainConfig
 from megasnn.config.training import Length
-from megasnn.config.values import changed_recipe, config_identity
 from megasnn.data import GlobalBatch
 from megasnn.engine.batch import BatchError, Batches
 from megasnn.engine.build import (
@@ -37,7 +32,7 @@ from megasnn.engine.step import TrainStep
 from megasnn.engine.windows import describe_windows
 from megasnn.models.model import Model
 from megasnn.optim.rates import learning_rate, require_schedule
-from megasnn.parallel.agreement import broadcast_result, gather_in_call
+from megasnn.parallel.agreement import gather_in_call
 from megasnn.parallel.faults import claim_fault
 from megasnn.parallel.process_group import join_ranks
 from megasnn.parallel_state import (
@@ -265,8 +260,7 @@ class Engine:
             CheckpointError: on every rank, with nothing changed: other names, shapes or types than the model's.
         """
         self._agree_on_call("load_state_dict")
-        load_globals_into(self.distributed.tensors, values, self.state.world.handle)
-        self.step.after_loading()
+        self.checkpoints.load_full_tensors(values)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes weights, optimizer state and progress to `<folder>/iter_<iteration>`, for any layout.
@@ -278,8 +272,7 @@ class Engine:
             CheckpointError: on every rank, when the checkpoint cannot be written.
         """
         self._agree_on_call("save")
-        path = broadcast_result(self.state.world.handle, lambda: Path(folder))
-        return save_checkpoint(path, self.checkpoints.progress({}), self.checkpoints.state, self.state.world.handle)
+        return self.checkpoints.save(folder)
 
     def load(
         self, folder: str | os.PathLike[str], step: int | None = None, weights_only: bool = False, ema: bool = True
@@ -296,26 +289,13 @@ class Engine:
             CheckpointError: on every rank, for no checkpoint, or another model's.
         """
         self._agree_on_call("load")
-        config = self.config
-        world = self.state.world.handle
-        into = LocalState(self.distributed.tensors) if weights_only else self.checkpoints.state
-        expected = None if weights_only else config_identity(config)
-        check = partial(model_differences, model=config.model.name, config=expected)
-        loaded = load_checkpoint(
-            folder, into, step=step, process_group=world, check=check, average=weights_only and ema
-        )
-        if weights_only:
-            self.step.after_loading()
-        else:
-            self.step.after_loading((loaded.iteration, loaded.consumed_samples), loaded.averaged_steps)
-            training = config.training
-            if training.train_samples is not None:
-                # The checkpoint's steps may have had another batch size.
-                batch_size = training.global_batch_size
-                self.set_length(training.length(batch_size, self.iteration, self.consumed_samples))
-        changed = [] if weights_only else changed_recipe(loaded.extra, config)
-        # A continued run may change its recipe, but not without a word.
-        for remark in (*loaded.remarks, *changed):
+        remarks = self.checkpoints.load(folder, step, weights_only, ema)
+        training = self.config.training
+        if training.train_samples is not None and not weights_only:
+            # The checkpoint's steps may have had another batch size.
+            batch_size = training.global_batch_size
+            self.set_length(training.length(batch_size, self.iteration, self.consumed_samples))
+        for remark in remarks:
             warnings.warn(remark, stacklevel=2)
 
     def set_length(self, length: Length) -> None:

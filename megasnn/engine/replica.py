@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from torch import nn
 
@@ -41,26 +41,26 @@ def build_replica(
     state = context.state
     schedules = plan.schedules
     weights = None
+    shard = None
     if state.dp_shard.size > 1:
         weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
-    here = [index for index, rank in enumerate(schedules.placement) if rank == state.pp.rank]
-    shard = None
-    if weights is not None:
         shard = (plan.segment_bounds, weights.shard)
+    here = [index for index, rank in enumerate(schedules.placement) if rank == state.pp.rank]
     chunks = build_chunks(description, plan.bounds, here, context, state.device, config.training.seed, built, shard)
-
-    def local_part(entry: ShardedTensor) -> ShardedTensor:
-        return entry if weights is None else weights.local_part(entry)
-
-    tensors: list[ShardedTensor] = []
-    copies: list[ShardedTensor] = []
+    # The first segment of each chunk, and at the end the number of segments.
+    first_segments = [0, *accumulate(schedules.segment_counts)]
+    segments = _segments(chunks, plan, first_segments)
+    parts: dict[int, list[ShardedTensor]] = {}
     modules: list[nn.Module] = []
-    for chunk in chunks.values():
-        tensors += [local_part(entry) for entry in chunk.sharded_tensors()]
-        copies += [local_part(entry) for entry in chunk.copied_tensors()]
+    for index, chunk in chunks.items():
+        parts[index] = chunk.described_tensors()
+        if weights is not None:
+            parts[index] = [weights.local_part(entry) for entry in parts[index]]
         modules += chunk.modules()
-    segments = _segments(chunks, plan)
-    buckets = _gradient_buckets(config, plan, chunks, segments, modules, state, weights)
+    entries = [*chain.from_iterable(parts.values())]
+    tensors = [entry for entry in entries if not entry.is_copy]
+    norms = [module for module in modules if isinstance(module, ParallelBatchNorm)]
+    buckets = _gradient_buckets(config, plan, chunks, segments, first_segments, modules, state, weights)
     # Layers add weight gradients outside of autograd (layers/weight_grad.py). Its hooks do not see them, so the queue
     # reports each one to its bucket.
     context.weight_gradients.report_to(buckets.accumulated)
@@ -68,18 +68,15 @@ def build_replica(
     ties = None
     if description.ties:
         gradient = buckets.gradient_of_part
-        ties = Ties(description, plan.bounds, schedules.placement, chunks, state.pp, state.device, gradient, local_part)
-    norms = [module for module in modules if isinstance(module, ParallelBatchNorm)]
-    of_owners = None if ties is None else ties.statistics_of_owners
-    # A parameter's slot in the norm is its place in this list: that of the whole model, the same on every rank.
-    names = [entry.name for entry in description.tensors if entry.is_parameter]
-    loss = MicroBatchLoss(config, description.task, context.counts_logits, state.device)
-    checks = DeviceChecks(state.device)
+        ties = Ties(description, plan.bounds, schedules.placement, parts, norms, state.pp, state.device, gradient)
     transfers = None
     if state.pp.size > 1:
         boundaries = Boundaries(description, context, built)
         transfers = Transfers(segments, schedules.segment_placement, state, boundaries)
+    loss = MicroBatchLoss(config, description.task, context.counts_logits, state.device)
     gives_logits = len(schedules.placement) - 1 in chunks
+    # A parameter's slot in the norm is its place in this list: that of the whole model, the same on every rank.
+    names = [entry.name for entry in description.tensors if entry.is_parameter]
     return DistributedModel(
         description=description,
         context=context,
@@ -89,25 +86,26 @@ def build_replica(
         gives_logits=gives_logits,
         reports=gives_logits and state.tp.rank == 0 and context.counts_logits,
         tensors=tensors,
-        copies=copies,
+        copies=[entry for entry in entries if entry.is_copy],
         owned=owned,
         norms=norms,
         gradient_buckets=buckets,
         gradient_norm=GradientNorm(names, owned, state.device),
-        running_statistics=RunningStatistics(norms, state.dp, of_owners),
+        running_statistics=RunningStatistics(norms, state.dp, None if ties is None else ties.statistics_of_owners),
         ties=ties,
         loss=loss,
         executor=PipelineExecutor(segments, state, transfers, loss, buckets, weights),
-        checks=checks,
+        checks=DeviceChecks(state.device),
         wants_to_stop=wants_to_stop,
     )
 
 
-def _segments(chunks: Mapping[int, PipelineChunk], plan: PipelinePlan) -> Mapping[int, PipelineChunk]:
+def _segments(
+    chunks: Mapping[int, PipelineChunk], plan: PipelinePlan, first_segments: Sequence[int]
+) -> Mapping[int, PipelineChunk]:
     """The chunks' segments by their number in the schedule. Without finer ones, each chunk is a segment."""
     if plan.schedules.segments_per_chunk is None:
         return chunks
-    first_segments = _first_segments(plan)
     segments = {}
     for index, chunk in chunks.items():
         for number in range(first_segments[index], first_segments[index + 1]):
@@ -115,16 +113,12 @@ def _segments(chunks: Mapping[int, PipelineChunk], plan: PipelinePlan) -> Mappin
     return segments
 
 
-def _first_segments(plan: PipelinePlan) -> list[int]:
-    """The first segment of each chunk, and at the end the number of segments."""
-    return [0, *accumulate(plan.schedules.segment_counts)]
-
-
 def _gradient_buckets(
     config: PretrainConfig,
     plan: PipelinePlan,
     chunks: Mapping[int, PipelineChunk],
     segments: Mapping[int, PipelineChunk],
+    first_segments: Sequence[int],
     modules: Sequence[nn.Module],
     state: ParallelState,
     weights: GatheredWeights | None,
@@ -134,7 +128,6 @@ def _gradient_buckets(
     scatters = plan.schedules.weights is not None and bool(plan.schedules.weights.scattered)
     reduced = segments
     if not scatters:
-        first_segments = _first_segments(plan)
         reduced = {first_segments[index]: chunk for index, chunk in chunks.items()}
     # A layer called several times in a forward adds as many gradients, and its bucket waits for all of them.
     additions = {}
@@ -142,7 +135,7 @@ def _gradient_buckets(
         if isinstance(module, (ParallelConv, ParallelLinear)):
             additions[module.weight] = facts(module).calls
     return GradientBuckets(
-        [(number, part.sharded_tensors() + part.copied_tensors()) for number, part in reduced.items()],
+        [(number, part.described_tensors()) for number, part in reduced.items()],
         state.dp_replicate_cp,
         state.tp,
         additions=additions,

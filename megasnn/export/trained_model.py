@@ -34,7 +34,7 @@ from megasnn.data.images import NORMALISATIONS
 from megasnn.export.model_card import About, model_card
 from megasnn.export.preprocess import Sample, preprocess
 from megasnn.layers.context import BuildContext, Numerics
-from megasnn.models.arrays import not_finite
+from megasnn.models.arrays import ArraySpec, not_finite
 from megasnn.models.model import Model
 from megasnn.models.registry import MODELS, saved_model
 from megasnn.pipeline.chunk import build_chunks
@@ -117,7 +117,7 @@ class TrainedModel(nn.Module):
 
         Args:
             inputs: tensors or NumPy arrays by name, or the only input: images `[N, C, H, W]` or event frames
-                `[N, T, C, H, W]`, normalised as in training. N may be 0.
+                `[N, T, C, H, W]`, normalised as in training; tokens `[N, L]`, L up to the training's. N may be 0.
         Raises:
             ValueError: unknown inputs, another shape, integers for floating-point values, or infinite values or NaN.
         """
@@ -153,7 +153,7 @@ class TrainedModel(nn.Module):
             is_empty = isinstance(x, Tensor) and x.ndim > 0 and len(x) == 0 and not samples
             if is_empty:
                 x = x.new_zeros(1, *x.shape[1:])
-            problem = spec.problem(name, x, samples, reads=True) or not_finite(name, x.to(self.dtype))
+            problem = _of_length(spec, x).problem(name, x, samples, reads=True) or not_finite(name, x.to(self.dtype))
             if problem:
                 raise ValueError(problem)
             if not is_empty:
@@ -179,7 +179,9 @@ class TrainedModel(nn.Module):
         weights = {name: value.cpu().contiguous().clone() for name, value in self.state().items()}
         save_file(weights, path / WEIGHTS_FILE, {"format": "pt"})
         about = replace(self.about, crc32=file_checksum(path / WEIGHTS_FILE))
-        write_whole(path / CARD, self._card())
+        parameters = sum(each.numel() for each in self.parameters())
+        card = model_card(self.about, self.config.time_steps, self.description.task, parameters, self.dtype)
+        write_whole(path / CARD, card)
         # After the weights, whose checksum it holds.
         write_whole(path / CONFIG, json.dumps(vars(about), indent=2, allow_nan=False) + "\n")
 
@@ -203,9 +205,12 @@ class TrainedModel(nn.Module):
             raise DamagedError(f"cannot read {path}: {error}") from None
         return cls(about, values, model)
 
-    def _card(self) -> str:
-        parameters = sum(each.numel() for each in self.parameters())
-        return model_card(self.about, self.config.time_steps, self.description.task, parameters, self.dtype)
+
+def _of_length(spec: ArraySpec, x: Any) -> ArraySpec:
+    """For fewer tokens than in training: a spec of their number. A prompt grows while a text is generated."""
+    if not spec.over_tokens or not isinstance(x, Tensor) or not 0 < x.shape[-1] < spec.shape[-1]:
+        return spec
+    return replace(spec, shape=(*spec.shape[:-1], x.shape[-1]))
 
 
 def _remade(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.norm_neuron import BatchNorm, NormNeuron, norm_pool_neuron
 from megasnn.kernels.norm_neuron_kernels import NeuronUse
+from megasnn.layers.bispike import ParallelBiSpike
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import NeuronLayer, ParallelNeuron, make_neuron
@@ -31,6 +32,8 @@ class ConvNormNeuron(nn.Module):
         norm: for `out_channels` channels; None for batch norm.
         average_pool: `pool` in ParallelConv.
         blocks, conv_options: as in ParallelConv.
+    Attributes:
+        is_fused: one kernel call computes norm, pooling and neuron.
     """
 
     mixes_tokens = False
@@ -53,11 +56,11 @@ class ConvNormNeuron(nn.Module):
         super().__init__()
         context = context_for(context)
         neuron_layer = make_neuron(neuron, context)
-        # Fused: one kernel call computes norm, pooling and neuron. The neuron starts at rest, so it has no state.
         has_batch_norm = norm is None or type(norm).forward is ParallelBatchNorm.forward
-        self._is_fused = (
+        self.is_fused = (
             has_batch_norm
             and isinstance(neuron_layer, ParallelNeuron)
+            # A fused neuron starts at rest: it has no state.
             and not context.stateful
             and not context.numerics.traceable
         )
@@ -71,8 +74,8 @@ class ConvNormNeuron(nn.Module):
             context,
             padding=kernel_size // 2 if padding is None else padding,
             pool=average_pool,
-            pooled_behind=max_pool and not self._is_fused,
-            row_above=max_pool and self._is_fused,
+            pooled_behind=max_pool and not self.is_fused,
+            row_above=max_pool and self.is_fused,
             blocks=blocks,
             **conv_options,
         )
@@ -87,23 +90,20 @@ class ConvNormNeuron(nn.Module):
         norm = parts["norm"]
         neuron = parts["neuron"]
         assert isinstance(conv, ParallelConv)
-        if not (self._is_fused and isinstance(norm, ParallelBatchNorm) and isinstance(neuron, ParallelNeuron)):
-            y = self.norm(conv(x))
-            if self.max_pool is not None:
-                y = self.max_pool(y)
-            return self.neuron(y)
+        if not (self.is_fused and isinstance(norm, ParallelBatchNorm) and isinstance(neuron, ParallelNeuron)):
+            return self._one_by_one(x)
         fixed = norm.fixed_statistics
+        weight = norm._parameters["weight"]
+        bias: Tensor | None = norm._parameters["bias"]
         # Batch statistics cancel the convolution's bias: it enters the recorded mean only, and its gradient is zero.
         cancelled_bias = conv._parameters["bias"] if fixed is None else None
+        if bias is not None and cancelled_bias is not None:
+            # As in torch, that gradient is zeros and not None.
+            bias = bias + 0 * cancelled_bias
         y = conv(x, add_bias=cancelled_bias is None)
         above = None
         if conv.has_row_above:
             above, y = conv.split_row_above(y)
-        weight = norm._parameters["weight"]
-        bias: Tensor | None = norm._parameters["bias"]
-        if bias is not None and cancelled_bias is not None:
-            # As in torch, the gradient of the cancelled bias is zeros and not None.
-            bias = bias + 0 * cancelled_bias
         steps = neuron.steps_of(y)
         norm_neuron = self._norm_neurons.get((steps, norm.eps))
         if norm_neuron is None:
@@ -125,10 +125,11 @@ class ConvNormNeuron(nn.Module):
             norm.record(mean, variance, steps // y.shape[0] * count)
         return neuron.observed(spikes)
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether one kernel call computes norm, pooling and neuron."""
-        return self._is_fused
+    def _one_by_one(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x))
+        if self.max_pool is not None:
+            y = self.max_pool(y)
+        return self.neuron(y)
 
     @contextmanager
     def graph_only(self) -> Iterator[None]:
@@ -150,7 +151,7 @@ def neuron_uses(layers: Iterable[nn.Module]) -> set[NeuronUse]:
             if isinstance(module, ConvNormNeuron) and module.is_fused and isinstance(module.neuron, ParallelNeuron):
                 uses.add(NeuronUse(module.neuron.spec, has_norm=True, pools=module.max_pool is not None))
                 fused.add(module.neuron)
-            elif isinstance(module, ParallelNeuron) and module not in fused:
+            elif isinstance(module, ParallelNeuron | ParallelBiSpike) and module not in fused:
                 uses.add(NeuronUse(module.spec, has_norm=False))
     return uses
 

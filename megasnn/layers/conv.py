@@ -38,13 +38,6 @@ Style = Literal["column", "row"]
 _Size = int | Sequence[int]
 
 
-def cheaper_style(in_channels: int, out_channels: int) -> Style:
-    """The style that sends fewer bytes."""
-    # Megatron-LM pairs the styles, because its activations are dense. A gather of spikes is nearly free.
-    # Column sends the input gradient once; row sends the output forward and backward.
-    return "row" if in_channels > 2 * out_channels else "column"
-
-
 class ParallelConv(WeightedLayer):
     """Convolution: `[T, N, C_in/size, H, W]` -> `[T, N, C_out/size, H', W']`.
 
@@ -94,7 +87,10 @@ class ParallelConv(WeightedLayer):
     ) -> None:
         context = context_for(context)
         group = context.tp
-        style = style or cheaper_style(in_channels, out_channels)
+        if style is None:
+            # The style that sends fewer bytes: column sends the input gradient once, row the output forward and
+            # backward, and a gather of spikes is nearly free. Megatron-LM pairs the styles: its activations are dense.
+            style = "row" if in_channels > 2 * out_channels else "column"
         if style not in ("column", "row"):
             raise ValueError(f"style must be 'column' or 'row', got {style!r}")
         _check_channels(in_channels, out_channels, groups, group.size)

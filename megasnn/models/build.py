@@ -13,6 +13,7 @@ from megasnn.common.bundle import Bundle, entries_of, logits_of
 from megasnn.common.grid import ContextCut, Grid
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.apply import make_whole
+from megasnn.layers.bispike import ParallelBiSpike
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.init import tensors_of
 from megasnn.layers.layer import Layer
@@ -22,6 +23,7 @@ from megasnn.layers.plain.initial_values import without_memory
 from megasnn.layers.plain.network import convert_network, why_whole
 from megasnn.layers.plain.refusals import is_plain, refuse_mixed_rows, refuse_mixed_tokens, require_supported
 from megasnn.layers.plain.replicated import plain_layer
+from megasnn.layers.shape_inference import content_of
 from megasnn.layers.tensors import described_tensors, initialise_further, sharded_tensors
 from megasnn.layers.token_context import shared_tokens
 from megasnn.models.description import (
@@ -64,7 +66,7 @@ def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
             spec = getattr(module, "spec", None)
             if isinstance(spec, NeuronSpec):
                 neurons.add(spec)
-            if isinstance(module, ParallelNeuron):
+            if isinstance(module, ParallelNeuron | ParallelBiSpike):
                 kernel_neurons.add(module.spec.kind)
             elif isinstance(module, NeuronLayer) or hasattr(module, "surrogate_function"):
                 plain_neurons.add(type(module).__name__)
@@ -81,7 +83,9 @@ def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
 
 
 def _layer_description(built: Built) -> LayerDescription:
-    entries = {key: EntryDescription.of(x) for key, x in entries_of(built.output).items()}
+    entries = {}
+    for key, x in entries_of(built.output).items():
+        entries[key] = EntryDescription(content_of(x), tuple(x.shape))
     parameters = parameter_count(sharded_tensors([(built.name, built.module)]))
     return LayerDescription(built.name, built.layer_group, entries, built.inputs, parameters, built.operations)
 

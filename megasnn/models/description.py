@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from megasnn.common.bundle import Bundle, EntryKey
 from megasnn.kernels.neuron_spec import NeuronSpec
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers.context import BuildContext
-from megasnn.layers.shape_inference import content_of
 from megasnn.parallel.sharding import ShardedTensor
 
 if TYPE_CHECKING:
@@ -50,10 +49,6 @@ class EntryDescription:
 
     content: Content
     shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> EntryDescription:
-        return cls(content_of(tensor), tuple(tensor.shape))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def build_optimizer(
         groups: this rank's, along each axis that cuts a tensor; None without cuts.
         scales: `learning_rate_scales`; 1 for parameters not named.
     """
-    trained = _trained(tensors)
+    trained = [entry for entry in tensors if entry.is_parameter and entry.tensor.requires_grad]
     # A pipeline stage may hold no parameters. torch's optimizers accept empty groups, but not an empty list of groups.
     by_scale: dict[float, list[ShardedTensor]] = {} if trained else {1.0: []}
     for entry in trained:
@@ -63,7 +63,3 @@ def resident_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     for state in optimizer.state.values():
         total += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
     return total
-
-
-def _trained(tensors: Sequence[ShardedTensor]) -> list[ShardedTensor]:
-    return [entry for entry in tensors if entry.is_parameter and entry.tensor.requires_grad]

@@ -73,8 +73,10 @@ def _meet(timeout: datetime.timedelta, problem: str) -> tuple[dist.Store, int, i
     limit.daemon = True
     limit.start()
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host = os.environ.get("MASTER_ADDR", "")
+    is_loopback = host in ("localhost", "::1") or host.startswith("127.")
     try:
-        if not is_torchruns and _is_loopback(os.environ.get("MASTER_ADDR", "")):
+        if not is_torchruns and is_loopback:
             return _meet_on_this_host(timeout)
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     finally:
@@ -87,10 +89,6 @@ def _meet(timeout: datetime.timedelta, problem: str) -> tuple[dist.Store, int, i
     name = f"megasnn/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{world_size}"
     start = (store.add(f"{name}/arrivals", 1) - 1) // world_size
     return dist.PrefixStore(f"{name}/{start}", store), rank, world_size
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def _meet_on_this_host(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:

@@ -113,7 +113,7 @@ class Shard:
             shape = (1,)
         indices = [np.arange(length) for length in shape]
         for axis, cut in self.cuts:
-            size = self.coordinates.size(axis)
+            size = self.coordinates.grid.size(axis)
             length = len(indices[cut.dim])
             if cut.even and length % (cut.blocks * size):
                 raise ValueError(
@@ -127,12 +127,12 @@ class Shard:
 
     def is_cut(self, axis: Axis) -> bool:
         """Whether ranks along `axis` hold different parts."""
-        return self.coordinates.size(axis) > 1 and any(axis == other for other, _ in self.cuts)
+        return self.coordinates.grid.size(axis) > 1 and any(axis == other for other, _ in self.cuts)
 
     @property
     def shared_axes(self) -> tuple[Axis, ...]:
         """Axes along which other ranks hold the same part."""
-        return tuple(axis for axis in HOLDING_AXES if self.coordinates.size(axis) > 1 and not self.is_cut(axis))
+        return tuple(axis for axis in HOLDING_AXES if self.coordinates.grid.size(axis) > 1 and not self.is_cut(axis))
 
     def is_primary(self) -> bool:
         """True on exactly one rank with the same part, which counts and writes it."""
@@ -156,7 +156,7 @@ class Shard:
 
     def by_rows(self, axis: Axis) -> Shard:
         """This part, with dimension 0 divided over `axis`."""
-        if self.coordinates.size(axis) == 1:
+        if self.coordinates.grid.size(axis) == 1:
             return self
         return replace(self, cuts=(*self.cuts, (axis, Cut(0, even=False))))
 

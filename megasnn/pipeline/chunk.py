@@ -140,7 +140,7 @@ class PipelineChunk(nn.Module):
             if reason:
                 raise ValueError(f"{name} cannot have CUDA graphs: {reason}; use --cuda-graphs off")
         if len(self.layers):
-            self.graphs = ChunkGraphs(self.layers, self._run, self.weight_gradients, capture)
+            self.graphs = ChunkGraphs(self.layers, self.forward, self.weight_gradients, capture)
 
     def part(self, bounds: Sequence[range], index: int) -> PipelineChunk:
         """Chunk from a finer division, inside this chunk. Shares its layers."""
@@ -153,7 +153,7 @@ class PipelineChunk(nn.Module):
         x: Tensor | Mapping[str, Tensor] | list[Tensor],
         samples: range | None = None,
         goes_on: bool = False,
-        micro_batch: int = 0,
+        micro_batch: int | None = None,
         targets: Tensor | None = None,
     ) -> Any:
         """Computes the layers for one micro-batch.
@@ -163,41 +163,29 @@ class PipelineChunk(nn.Module):
                 name, or a single input.
             samples: positions in the whole training, for dropout.
             goes_on: a later window with the last forward's samples (--bptt-steps).
-            micro_batch: number in the step.
+            micro_batch: number in the step; None runs without CUDA graphs.
             targets: for a chunk that takes them (`takes_targets`); None in a prediction.
         Returns:
             Tensors for `hands_on`; the last chunk returns the model's output.
         """
         if not goes_on and self._stateful:
             self.forget()
-        if not isinstance(x, list):
-            named_inputs = {self._input_names[-1]: x} if isinstance(x, Tensor) else x
-            x = []
-            for carried in self.receives:
-                name = self._input_names[carried.layer]
-                frames = self._input_specs[name].frames(named_inputs[name])
-                if self._rows is not None:
-                    frames = own_pixel_rows(frames, self._rows)
-                elif self._tokens is not None:
-                    frames = own_tokens(frames, self._tokens)
-                x.append(frames)
+        received = x if isinstance(x, list) else self._frames_of(x)
         if self.takes_targets and targets is not None:
             # CUDA graphs copy it in, like all that a chunk receives.
-            x.append(self._target_spec.frames(targets))
-        if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
-            y = self.graphs.apply(x, samples, micro_batch)
-            x.clear()
-            return y
-        return self._run(x, samples, goes_on)
-
-    def _run(self, received: list[Tensor], samples: range | None, goes_on: bool = False) -> Any:
+            received.append(self._target_spec.frames(targets))
+        if self.graphs is not None and micro_batch is not None and torch.is_grad_enabled():
+            if self.graphs.has(micro_batch):
+                y = self.graphs.apply(received, samples, micro_batch)
+                received.clear()
+                return y
         call = self._called_in_trace if is_traced() else self._called
         with self._explained_layer, self._drawing(samples):
             if self._is_chain:
-                x: Bundle = received.pop()
+                output: Bundle = received.pop()
                 for each in self._calls:
-                    x = call(each, [x], samples, goes_on)
-                return x if self.is_last else [x]
+                    output = call(each, [output], samples, goes_on)
+                return output if self.is_last else [output]
             targets = received.pop() if len(received) > len(self.receives) else None
             outputs = _unpacked(self.receives, received)
             if targets is not None:
@@ -215,6 +203,20 @@ class PipelineChunk(nn.Module):
             return output
         return [entries_of(outputs[each.layer])[each.key] for each in self.hands_on]
 
+    def _frames_of(self, inputs: Tensor | Mapping[str, Tensor]) -> list[Tensor]:
+        """The model's inputs as layers take them; on ranks that divide rows or tokens, this rank's."""
+        named_inputs = {self._input_names[-1]: inputs} if isinstance(inputs, Tensor) else inputs
+        found = []
+        for carried in self.receives:
+            name = self._input_names[carried.layer]
+            frames = self._input_specs[name].frames(named_inputs[name])
+            if self._rows is not None:
+                frames = own_pixel_rows(frames, self._rows)
+            elif self._tokens is not None:
+                frames = own_tokens(frames, self._tokens)
+            found.append(frames)
+        return found
+
     def _called(self, each: _LayerCall, inputs: list[Bundle], samples: range | None, goes_on: bool) -> Bundle:
         """A layer's output in the order of its dry run, with channels last in memory."""
         self._explained_layer.words = each.words
@@ -229,9 +231,7 @@ class PipelineChunk(nn.Module):
             raise ValueError(f"its output has the entries {[*keys]}, in the dry run {[*each.entries]}")
         return map_entries(to_channels_last, plain_bundle(y))
 
-    def _called_in_trace(
-        self, each: _LayerCall, inputs: list[Bundle], samples: range | None, goes_on: bool
-    ) -> Bundle:
+    def _called_in_trace(self, each: _LayerCall, inputs: list[Bundle], samples: range | None, goes_on: bool) -> Bundle:
         with named(each.name):
             return self._called(each, inputs, samples, goes_on)
 
@@ -264,9 +264,9 @@ class PipelineChunk(nn.Module):
     def sharded_tensors(self) -> list[ShardedTensor]:
         return list(sharded_tensors(self.named_layers()))
 
-    def copied_tensors(self) -> list[ShardedTensor]:
-        """Tied tensors with an owner in another layer."""
-        return [entry for entry in described_tensors(self.named_layers()) if entry.is_copy]
+    def described_tensors(self) -> list[ShardedTensor]:
+        """Own tensors, then copies: tied tensors with an owner in another layer."""
+        return sorted(described_tensors(self.named_layers()), key=lambda entry: entry.is_copy)
 
 
 def _unpacked(carried: Sequence[Carried], tensors: Sequence[Tensor]) -> dict[int, Bundle]:

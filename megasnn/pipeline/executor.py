@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megasnn.common.bundle import Bundle
-from megasnn.common.checks import ErrorContext, error_context
+from megasnn.common.checks import error_context
 from megasnn.common.recompute import recording, replaying
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.parallel.fsdp import GatheredWeights
@@ -23,7 +23,7 @@ from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer, PackedInput, StepState
 from megasnn.pipeline.p2p import Transfers
 from megasnn.schedule import Action, Kind, Schedule
-from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, SHARDING, USES_WEIGHTS, ActionKey
+from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, SENDS, SHARDING, USES_WEIGHTS, ActionKey
 from megasnn.telemetry.operations import not_counting
 from megasnn.telemetry.timers import is_traced, named
 
@@ -67,7 +67,6 @@ class PipelineExecutor:
         self._loss = loss
         self._gradient_buckets = gradient_buckets
         self._weights = weights
-        # A leaf with a gradient, which makes the detached input of a segment part of autograd's graph.
         self._step = StepState(torch.zeros((), device=state.device, requires_grad=True))
         self._neurons: list[NeuronLayer] = []
         for segment in segments.values():
@@ -75,26 +74,8 @@ class PipelineExecutor:
         # Micro-batch sizes of the training steps so far: a step with new sizes runs without CUDA graphs. They count the
         # samples of all ranks, so that ranks which share a micro-batch capture and replay the same graphs.
         self._sizes: list[tuple[int, ...]] = []
-        # A schedule is known before its first action, so each action's work is looked up once. The last schedule of
-        # training and the last one of evaluation stay prepared.
+        # The last schedule of training, and the last one of evaluation.
         self._prepared: dict[bool, tuple[Schedule, PreparedOrder]] = {}
-        self._preparers: dict[Kind, Callable[[Action], Work]] = {
-            Kind.FORWARD: lambda action: partial(self._forward, segments[action.segment], action.key),
-            Kind.BACKWARD: lambda action: partial(self._step.backward, action.key),
-            Kind.INPUT_GRADIENT: lambda action: partial(self._input_gradient, segments[action.segment], action.key),
-            Kind.WEIGHT_GRADIENT: lambda action: partial(self._weight_gradient, action.key),
-            Kind.RECOMPUTE: lambda action: partial(self._forward_again, segments[action.segment], action.key),
-            Kind.REDUCE_GRAD: lambda action: partial(gradient_buckets.reduce, action.segment),
-            Kind.REDUCE_SCATTER: lambda action: partial(gradient_buckets.scatter, action.segment),
-        }
-        if transfers is not None:
-            self._preparers[Kind.SEND_FORWARD] = lambda action: partial(self._send_forward, transfers, action)
-            self._preparers[Kind.RECV_FORWARD] = lambda action: partial(self._receive_forward, transfers, action)
-            self._preparers[Kind.SEND_BACKWARD] = lambda action: partial(self._send_backward, transfers, action)
-            self._preparers[Kind.RECV_BACKWARD] = lambda action: partial(self._receive_backward, transfers, action)
-        if weights is not None:
-            self._preparers[Kind.UNSHARD] = lambda action: partial(weights.unshard, action.segment)
-            self._preparers[Kind.RESHARD] = lambda action: partial(weights.reshard, action.segment)
 
     def run(
         self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None
@@ -106,7 +87,7 @@ class PipelineExecutor:
         Returns:
             Summed loss, float64 scalar; zero without the last segment, and in an evaluation.
         """
-        order = self._order(schedule)
+        order = self.prepared(schedule)
         sizes = tuple([micro.size for micro in micro_batches])
         step = self._step
         step.reset(micro_batches, consume)
@@ -115,9 +96,14 @@ class PipelineExecutor:
         graphs = [segment.graphs for segment in self._segments.values() if segment.graphs is not None]
         if graphs and consume is None:
             self._begin_graphs(graphs, tuple(micro.whole or micro.size for micro in micro_batches))
-        perform = self._perform_in_trace if is_traced() else self.perform
+        if is_traced():
+            order = [(action, [partial(_in_trace, action, works)]) for action, works in order]
         with error_context("") as context, nullcontext() if consume is None else torch.no_grad():
-            perform(order, context)
+            for action, works in order:
+                traffic.phase = _PHASES.get(action.kind, "backward")
+                context.describe = partial(self._describe, action)
+                for work in works:
+                    work()
         traffic.phase = "step"
         # Messages may still be sent from tensors of the step, and buckets reduced.
         if self._transfers is not None:
@@ -130,54 +116,61 @@ class PipelineExecutor:
         step.reset()
         return total
 
-    def _order(self, schedule: Schedule) -> PreparedOrder:
-        """This rank's actions, prepared in the schedule's first run."""
-        kept = self._prepared.get(schedule.forward_only)
-        if kept is not None and kept[0] is schedule:
-            return kept[1]
+    def prepared(self, schedule: Schedule) -> PreparedOrder:
+        """This rank's actions with the calls that perform them, found in the schedule's first run."""
+        last = self._prepared.get(schedule.forward_only)
+        if last is not None and last[0] is schedule:
+            return last[1]
         actions = schedule.actions[self._state.pp.rank]
         recomputed = {each.key for each in actions if each.kind is Kind.RECOMPUTE}
         # Segments whose gradients are scattered after every micro-batch.
         scattered = {each.segment for each in actions if each.kind is Kind.REDUCE_SCATTER}
-        order = []
+        order: PreparedOrder = []
         for action in actions:
-            is_recomputed = action.kind is Kind.FORWARD and action.key in recomputed
-            order.append((action, self._works(action, is_recomputed, action.segment in scattered)))
+            segment = action.segment
+            works: list[Work] = []
+            if self._transfers is not None and action.kind in COMPUTE:
+                works.append(partial(self._transfers.announce, action))
+            if self._weights is not None and action.kind in USES_WEIGHTS:
+                works.append(partial(self._weights.wait_unshard, segment))
+            if segment in scattered and action.kind in _BACKWARDS:
+                is_first = action.kind is Kind.INPUT_GRADIENT
+                works.append(partial(self._gradient_buckets.begin, segment, first_part=is_first))
+            if action.kind is Kind.FORWARD and action.key in recomputed:
+                works.append(partial(self._first_forward, self._segments[segment], action.key))
+            else:
+                works.append(self._work(action))
+            graphs = self._segments[segment].graphs if action.kind in FINISHING else None
+            if graphs is not None:
+                works.append(partial(graphs.done, action.key[1]))
+            order.append((action, works))
         self._prepared[schedule.forward_only] = schedule, order
         return order
 
-    def _works(self, action: Action, is_recomputed: bool, is_scattered: bool) -> list[Work]:
-        """The calls that perform an action, in order."""
-        segment = action.segment
-        works: list[Work] = []
-        if self._transfers is not None and action.kind in COMPUTE:
-            works.append(partial(self._transfers.announce, action))
-        if self._weights is not None and action.kind in USES_WEIGHTS:
-            works.append(partial(self._weights.wait_unshard, segment))
-        if is_scattered and action.kind in _BACKWARDS:
-            is_first = action.kind is Kind.INPUT_GRADIENT
-            works.append(partial(self._gradient_buckets.begin, segment, first_part=is_first))
-        if is_recomputed:
-            works.append(partial(self._first_forward, self._segments[segment], action.key))
-        else:
-            works.append(self._preparers[action.kind](action))
-        graphs = self._segments[segment].graphs if action.kind in FINISHING else None
-        if graphs is not None:
-            works.append(partial(graphs.done, action.key[1]))
-        return works
-
-    def perform(self, order: PreparedOrder, context: ErrorContext) -> None:
-        """Performs prepared actions of a step."""
-        for action, works in order:
-            traffic.phase = _PHASES.get(action.kind, "backward")
-            context.describe = partial(self._describe, action)
-            for work in works:
-                work()
-
-    def _perform_in_trace(self, order: PreparedOrder, context: ErrorContext) -> None:
-        for prepared in order:
-            with named(prepared[0]):
-                self.perform([prepared], context)
+    def _work(self, action: Action) -> Work:
+        """The call that performs an action."""
+        match action.kind:
+            case Kind.FORWARD:
+                return partial(self._forward, self._segments[action.segment], action.key)
+            case Kind.BACKWARD:
+                return partial(self._step.backward, action.key)
+            case Kind.INPUT_GRADIENT:
+                return partial(self._input_gradient, self._segments[action.segment], action.key)
+            case Kind.WEIGHT_GRADIENT:
+                return partial(self._weight_gradient, action.key)
+            case Kind.RECOMPUTE:
+                return partial(self._forward_again, self._segments[action.segment], action.key)
+            case Kind.REDUCE_GRAD:
+                return partial(self._gradient_buckets.reduce, action.segment)
+            case Kind.REDUCE_SCATTER:
+                return partial(self._gradient_buckets.scatter, action.segment)
+        if action.kind in SHARDING:
+            assert self._weights is not None, action
+            move = self._weights.unshard if action.kind is Kind.UNSHARD else self._weights.reshard
+            return partial(move, action.segment)
+        assert self._transfers is not None, action
+        exchange = self._send if action.kind in SENDS else self._receive
+        return partial(exchange, self._transfers, action)
 
     def _begin_graphs(self, graphs: Sequence[ChunkGraphs], sizes: tuple[int, ...]) -> None:
         is_observed = any(neuron.is_observed for neuron in self._neurons)
@@ -194,11 +187,14 @@ class PipelineExecutor:
     def _forward(self, segment: PipelineChunk, key: ActionKey) -> None:
         step = self._step
         micro = step.micro_batches[key[1]]
+        x = step.begin_graph(key)
+        targets = None if micro.predicts else micro.targets
+        # `segment.forward`, not `segment`: a call of the module would look for hooks, and a segment has none.
         if micro.is_padding:
             with not_counting():
-                y = self._output(segment, key)
+                y = segment.forward(x, micro.samples, micro.goes_on, key[1], targets)
         else:
-            y = self._output(segment, key)
+            y = segment.forward(x, micro.samples, micro.goes_on, key[1], targets)
         if not segment.is_last:
             step.await_gradients(key, y)
             step.hand_on(key, y, key[0] + 1 in self._segments)
@@ -215,10 +211,11 @@ class PipelineExecutor:
         # The first segment's input stays in the batch.
         stashed = PackedInput([], ()) if segment.is_first else PackedInput(step.inputs[key], segment.receives)
         step.stashed[key] = stashed
+        micro = step.micro_batches[key[1]]
         with recording(stashed.collected):
-            y = self._output(segment, key)
+            y = segment.forward(step.begin_graph(key), micro.samples, micro.goes_on, targets=micro.targets)
         if segment.is_last:
-            step.losses.append(self._loss(y, step.micro_batches[key[1]].targets, False).detach())
+            step.losses.append(self._loss(y, micro.targets, False).detach())
         else:
             # The graph was needed to know which outputs require a gradient.
             step.hand_on(key, y, key[0] + 1 in self._segments)
@@ -228,20 +225,14 @@ class PipelineExecutor:
         stashed = step.stashed.pop(key)
         if not segment.is_first:
             step.inputs[key] = stashed.restored()
+        micro = step.micro_batches[key[1]]
         # The last neurons need not fire: their spikes have left the segment.
         with segment.explained, segment.without_spikes(), replaying(stashed.collected):
-            y = self._output(segment, key)
+            y = segment.forward(step.begin_graph(key), micro.samples, micro.goes_on, targets=micro.targets)
             if segment.is_last:
-                step.ends[key] = self._loss(y, step.micro_batches[key[1]].targets, True)
+                step.ends[key] = self._loss(y, micro.targets, True)
             else:
                 step.await_gradients(key, y)
-
-    def _output(self, segment: PipelineChunk, key: ActionKey) -> Any:
-        micro = self._step.micro_batches[key[1]]
-        x: Any = micro.inputs if segment.is_first else self._step.entered(key)
-        targets = micro.targets if segment.takes_targets and not micro.predicts else None
-        # Not by a call of the module, which looks for hooks: a segment has none.
-        return segment.forward(x, micro.samples, micro.goes_on, key[1], targets)
 
     def _input_gradient(self, segment: PipelineChunk, key: ActionKey) -> None:
         with segment.weight_gradients.deferred() as tasks:
@@ -256,17 +247,24 @@ class PipelineExecutor:
             while tasks:
                 tasks.popleft()()
 
-    def _send_forward(self, transfers: Transfers, action: Action) -> None:
-        transfers.send(action, self._step.outputs.pop(action.key))
-
-    def _send_backward(self, transfers: Transfers, action: Action) -> None:
+    def _send(self, transfers: Transfers, action: Action) -> None:
         segment, micro_batch = action.key
-        transfers.send(action, self._step.gradients.pop((segment - 1, micro_batch)))
+        if action.kind is Kind.SEND_FORWARD:
+            tensors: Sequence[Tensor] = self._step.outputs.pop(action.key)
+        else:
+            tensors = self._step.gradients.pop((segment - 1, micro_batch))
+        transfers.send(action, tensors)
 
-    def _receive_forward(self, transfers: Transfers, action: Action) -> None:
-        self._step.inputs[action.key] = [*transfers.receive(action).values()]
+    def _receive(self, transfers: Transfers, action: Action) -> None:
+        tensors = transfers.receive(action)
+        if action.kind is Kind.RECV_FORWARD:
+            self._step.inputs[action.key] = [*tensors.values()]
+        else:
+            # Outputs outside the graph take no gradient.
+            self._step.gradients[action.key] = [tensors[index] for index in self._step.learning.pop(action.key)]
 
-    def _receive_backward(self, transfers: Transfers, action: Action) -> None:
-        """Drops gradients for outputs outside the graph."""
-        gradients = transfers.receive(action)
-        self._step.gradients[action.key] = [gradients[index] for index in self._step.learning.pop(action.key)]
+
+def _in_trace(action: Action, works: Sequence[Work]) -> None:
+    with named(action):
+        for work in works:
+            work()

@@ -144,8 +144,10 @@ class StepState:
         self.weight_gradients.clear()
         self.losses.clear()
 
-    def entered(self, key: ActionKey) -> list[Tensor]:
-        """Takes inputs of a segment after the first, and begins its graph with them."""
+    def begin_graph(self, key: ActionKey) -> Any:
+        """A segment's inputs, with which its graph begins: the micro-batch's, or a list for a later segment."""
+        if key[0] == 0:
+            return self.micro_batches[key[1]].inputs
         xs = self.inputs.pop(key)
         before = key[0] - 1, key[1]
         learning = [index for index, x in enumerate(xs) if x.requires_grad]

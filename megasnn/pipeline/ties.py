@@ -7,7 +7,7 @@ meet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,6 @@ from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel.sync_batch_norm import StepStatistics
 from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group, start_messages
-from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.p2p import linked
 
 
@@ -47,10 +46,11 @@ class Ties:
 
     Args:
         bounds, placement: each chunk's layers and pipeline rank.
+        parts: this rank's part of its tensors, by chunk; the same part for an owner and its copies.
+        norms: this rank's.
         pipeline: a step's messages must have arrived before.
         device: for messages.
-        gradient: returns this rank's part, the same for an owner and its copies.
-        local_part: likewise.
+        gradient: a part's.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Ties:
         description: ModelDescription,
         bounds: Sequence[range],
         placement: Sequence[int],
-        chunks: Mapping[int, PipelineChunk],
+        parts: Mapping[int, Sequence[ShardedTensor]],
+        norms: Sequence[ParallelBatchNorm],
         pipeline: Group,
         device: torch.device,
         gradient: Callable[[Tensor], Tensor | None],
-        local_part: Callable[[ShardedTensor], ShardedTensor],
     ) -> None:
         self._pipeline = pipeline
         self._device = device
@@ -72,14 +72,11 @@ class Ties:
             for number in span:
                 chunk_of[description.layers[number].name] = index
         originals: dict[str, Tensor] = {}
-        norm_of: dict[Tensor, ParallelBatchNorm] = {}
-        for chunk in chunks.values():
-            for entry in chunk.sharded_tensors():
-                originals[entry.name] = local_part(entry).tensor
-            for module in chunk.modules():
-                if isinstance(module, ParallelBatchNorm) and module.running_mean is not None:
-                    norm_of[module.running_mean] = module
-        copies = {index: iter(chunk.copied_tensors()) for index, chunk in chunks.items()}
+        copies: dict[int, Iterator[Tensor]] = {}
+        for index, entries in parts.items():
+            originals |= {entry.name: entry.tensor for entry in entries if not entry.is_copy}
+            copies[index] = iter([entry.tensor for entry in entries if entry.is_copy])
+        norm_of = {norm.running_mean: norm for norm in norms if norm.running_mean is not None}
         pairs: dict[tuple[int, int], _Pair] = {}
         for tie in description.ties:
             index = chunk_of[tie.copy]
@@ -89,7 +86,7 @@ class Ties:
             if pipeline.rank == owner:
                 pair.originals.append(originals[tie.name])
             if pipeline.rank == copy:
-                pair.copies.append(local_part(next(copies[index])).tensor)
+                pair.copies.append(next(copies[index]))
         # Messages start in one order on all ranks: see megasnn/parallel_state.py.
         for low, high in linked((pair.owner, pair.copy) for pair in pairs.values()):
             start_messages(pipeline, low, high, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -12,6 +13,30 @@ COLUMNS = 100
 """Longest log line on a terminal."""
 _ACCURACIES = {"accuracy": "accuracy", "top1": "top-1 accuracy", "top5": "top-5 accuracy"}
 _CARDS = {"top1": "accuracy_top1", "top5": "accuracy_top5"}
+_SHOWN_AS = {"perplexity": ("perplexity", 2), "bits_per_byte": ("bits/byte", 4), "tokens_per_second": ("tokens/s", 0)}
+"""Title and digits of a language model's metrics."""
+_LARGEST_EXPONENT = 700.0
+
+
+@dataclass(frozen=True)
+class TextUnits:
+    """Units of a language model's samples.
+
+    Attributes:
+        tokens: of each sample.
+        bytes_per_token: of the text, over the whole data set; None if unknown.
+    """
+
+    tokens: int
+    bytes_per_token: float | None
+
+    def figures(self, loss: float) -> dict[str, float]:
+        """Perplexity, and bits per byte if known. loss: mean cross-entropy of a token, in nats."""
+        # exp raises OverflowError above 709.
+        found = {"perplexity": math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf}
+        if self.bytes_per_token is not None:
+            found["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
+        return found
 
 
 @dataclass(frozen=True)
@@ -22,6 +47,7 @@ class RunOutline:
         epoch_samples: training samples in an epoch.
         directory, log_directory: for TensorBoard and log.jsonl; None disables each.
         continued: (iteration, consumed samples) at the checkpoint.
+        train_units, valid_units: of a language model's data.
     """
 
     iterations: int
@@ -29,6 +55,8 @@ class RunOutline:
     directory: str | Path | None = None
     log_directory: str | Path | None = None
     continued: tuple[int, int] | None = None
+    train_units: TextUnits | None = None
+    valid_units: TextUnits | None = None
 
 
 @dataclass(frozen=True)
@@ -219,7 +247,8 @@ def _metrics(record: IterationRecord | EvaluationRecord, digits: int) -> list[st
         if name in _ACCURACIES:
             parts.append(f"{_ACCURACIES[name]}: {100 * value:.{digits}f} %")
         else:
-            parts.append(f"{name}: {value:.4f}")
+            title, shown = _SHOWN_AS.get(name, (name, 4))
+            parts.append(f"{title}: {value:.{shown}f}")
     return parts
 
 

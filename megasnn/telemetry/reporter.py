@@ -144,6 +144,12 @@ class Reporter:
         metrics = {}
         for name in last.sums:
             metrics[_TRAINING_NAMES.get(name, name)] = sum(step.sums[name] for step in steps) / trained
+        loss = sum(step.loss for step in steps) / len(steps)
+        samples_per_second = trained / (len(steps) * elapsed)
+        units = self._outline.train_units
+        if units is not None:
+            speed = {"tokens_per_second": samples_per_second * units.tokens}
+            metrics = {**units.figures(loss), **metrics, **speed}
         return IterationRecord(
             iteration=iteration,
             train_iters=self._outline.iterations,
@@ -152,10 +158,10 @@ class Reporter:
             elapsed_ms=1000 * elapsed,
             learning_rate=last.learning_rate,
             global_batch_size=last.samples,
-            loss=sum(step.loss for step in steps) / len(steps),
+            loss=loss,
             metrics=metrics,
             grad_norm=last.grad_norm,
-            samples_per_second=trained / (len(steps) * elapsed),
+            samples_per_second=samples_per_second,
             seconds_left=self._seconds_left(iteration),
             skipped_iterations=sum(step.skipped for step in steps),
             nan_iterations=sum(not math.isfinite(step.loss) for step in steps),
@@ -173,6 +179,9 @@ class Reporter:
 
     def evaluation(self, record: EvaluationRecord, operations: Sequence[LayerOperations] = ()) -> None:
         """`operations`: by layer, in model order."""
+        units = self._outline.valid_units
+        if units is not None:
+            record = replace(record, metrics={**units.figures(record.loss), **record.metrics})
         self._console.line(format_evaluation(record))
         if operations:
             self._console.line(describe_operations(operations, self.multiply_adds))

@@ -48,7 +48,12 @@ class SpikeRecorder:
         if not self.enabled:
             return
         # bfloat16 counts exactly up to 256 only, float32 up to 2^24.
-        fired = torch.linalg.vector_norm(spikes, ord=1, dim=(0, 1), dtype=torch.float32).to(torch.int32).reshape(-1)
+        wide = torch.promote_types(spikes.dtype, torch.float32)
+        if spikes.is_floating_point():
+            fired = torch.linalg.vector_norm(spikes, ord=1, dim=(0, 1), dtype=wide)
+        else:
+            fired = spikes.sum(dim=(0, 1), dtype=wide)
+        fired = fired.to(torch.int32).reshape(-1)
         count = F.pad(fired, (0, 1), value=spikes.shape[0] * spikes.shape[1])
         if name in self._counts:
             count = self._counts[name] + count

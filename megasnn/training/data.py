@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from megasnn.common.checks import error_context
@@ -13,6 +14,8 @@ from megasnn.data.arrays import ArrayFile, ArrayFormat
 from megasnn.data.loader import epoch_samples, order_identity
 from megasnn.data.map_dataset import MapDataset, ValueFormat, names_of_classes
 from megasnn.data.preprocess.sample import shards_of_sample
+from megasnn.data.samples import SampleSource
+from megasnn.data.tokens.dataset import TOKENS, TokenShape, open_token_datasets
 from megasnn.engine import Engine
 from megasnn.models.build import task_of
 from megasnn.models.model import Model
@@ -63,6 +66,28 @@ def arrays_of(model: Model) -> ArrayFormat | None:
     return ArrayFormat(tuple(files), tuple(task.inputs), target)
 
 
+def token_inputs(model: Model) -> TokenShape | None:
+    """Tokens of a language model, whose target is the next ones; None for another model."""
+    spec = model.inputs.get(TOKENS)
+    target = model.target
+    if len(model.inputs) != 1 or spec is None or isinstance(target, str) or spec.file or spec.below is None:
+        return None
+    is_tokens = spec.dtype == target.dtype == "int" and len(spec.shape) == 1 and spec.shape == target.shape
+    return TokenShape(spec.shape[0], spec.below) if is_tokens else None
+
+
+def _require_equal(state: ParallelState, datasets: Sequence[SampleSource]) -> None:
+    """Raises ValueError on every rank if ranks have other data sets. Collective."""
+    # A rank with other data would train on without an error: every rank reads its own share only.
+    of_ranks = gather(state.world.handle, [each.fingerprint() for each in datasets])
+    for rank, theirs in enumerate(of_ranks):
+        if theirs != of_ranks[0]:
+            raise ValueError(
+                f"give every rank the same data sets: {', '.join(of_ranks[0])} on rank 0, {', '.join(theirs)} on rank "
+                f"{rank}"
+            )
+
+
 class RunData:
     """A run's training and validation data, and its length. Making one is collective.
 
@@ -82,8 +107,11 @@ class RunData:
         data = config.data
         training = config.training
         self._classes = 0  # of labels to compare with; 0 for another target
+        tokens = token_inputs(config.model)
         if given.train is not None:
             self.datasets: Datasets = self._from_python(given, state)
+        elif tokens is not None:
+            self.datasets = self._from_tokens(tokens, state)
         else:
             self.datasets = self._from_shards(state)
         batch = training.global_batch_size
@@ -113,6 +141,12 @@ class RunData:
             arrays,
         )
 
+    def _from_tokens(self, shape: TokenShape, state: ParallelState) -> Datasets:
+        """Text or tokens of the flags."""
+        found = open_token_datasets(self._config.data, shape, self._config.training.evaluate_only)
+        _require_equal(state, [each for each in (found.train, found.valid) if each is not None])
+        return found
+
     def _from_python(self, given: GivenDatasets, state: ParallelState) -> Datasets:
         """Data sets in Python, after a look at some samples on the first rank.
 
@@ -122,14 +156,7 @@ class RunData:
         format = value_format(self._config.model)
         train = MapDataset(given.train, format)
         valid = None if given.valid is None else MapDataset(given.valid, format)
-        # A rank with other data would train on without an error: every rank reads its own share only.
-        of_ranks = gather(state.world.handle, [each.fingerprint() for each in (train, valid) if each is not None])
-        for rank, theirs in enumerate(of_ranks):
-            if theirs != of_ranks[0]:
-                raise ValueError(
-                    f"give every rank the same data sets: {', '.join(of_ranks[0])} on rank 0, {', '.join(theirs)} on "
-                    f"rank {rank}"
-                )
+        _require_equal(state, [each for each in (train, valid) if each is not None])
 
         def require_repeatable() -> None:
             train.require_repeatable()

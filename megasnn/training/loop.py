@@ -111,6 +111,8 @@ class TrainingRun:
             self.config.logging.tensorboard_dir,
             log_folder(self.config),
             continued,
+            self.data.datasets.train_units,
+            self.data.datasets.valid_units,
         )
 
     def _introduce_start(self, averaged: bool, notices: Sequence[str]) -> None:

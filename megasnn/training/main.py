@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import wraps
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -56,7 +58,7 @@ def run(
         given: data sets in Python, in place of the shards of the flags.
     """
     try:
-        return _run_recorded(config, callbacks, checkpoint, given) or 0
+        return _join_and_run(config, callbacks, checkpoint, given) or 0
     except KeyboardInterrupt:
         sys.stderr.write("interrupted while starting\n")
         status = INTERRUPTED
@@ -70,26 +72,28 @@ def run(
     return status
 
 
+def _first_error_alone(function: Callable[..., int]) -> Callable[..., int]:
+    """Ends this process at an error that is not the ranks' first one.
+
+    `record` writes an error for torchrun, which shows one. Later ones are mostly broken connections to the first rank.
+    """
+
+    @wraps(function)
+    def guarded(*arguments: Any) -> int:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            if not claim_fault(error):
+                end_process()
+            if isinstance(error, MISTAKES):
+                raise error.with_traceback(None) from None  # `record` would write the traceback down
+            raise
+
+    return guarded
+
+
 @record
-def _run_recorded(
-    config: PretrainConfig,
-    callbacks: Sequence[Callback],
-    checkpoint: ChosenCheckpoint | None,
-    given: GivenDatasets,
-) -> int:
-    """`record` hands this function's error to torchrun."""
-    try:
-        return _join_and_run(config, callbacks, checkpoint, given)
-    except Exception as error:
-        # `record` must write the first failing rank's error alone: torchrun shows one, and later ones are mostly broken
-        # connections to the rank that failed.
-        if not claim_fault(error):
-            end_process()
-        if isinstance(error, MISTAKES):
-            raise error.with_traceback(None) from None  # `record` would write the traceback down
-        raise
-
-
+@_first_error_alone
 def _join_and_run(
     config: PretrainConfig,
     callbacks: Sequence[Callback],

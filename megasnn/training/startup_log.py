@@ -26,6 +26,7 @@ from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule.draw import raster
 from megasnn.telemetry.reporter import Reporter
+from megasnn.training.data import token_inputs
 
 
 def log_folder(config: PretrainConfig) -> Path | None:
@@ -127,7 +128,8 @@ def _summary(config: PretrainConfig, engine: Engine) -> list[str]:
     if config.training.evaluate_only and config.data.valid_data_path:
         data = config.data.valid_data_path
     if data == SAMPLE:
-        data = "scikit-learn's digits, because there is no --data-path"
+        default = "scikit-learn's digits" if token_inputs(config.model) is None else "the help of Python"
+        data = f"{default}, because there is no --data-path"
     neurons = []
     if description.kernel_neurons:
         sample = torch.empty(1, 1, 1, dtype=distributed.context.numerics.compute_dtype, device=state.device)

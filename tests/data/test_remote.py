@@ -10,9 +10,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from megasnn.data.datasets import ShardDataset, _opened, open_shards
+from megasnn.data.datasets import ShardDataset, open_shards
 from megasnn.data.images import ImageFormat
 from megasnn.data.remote import FetchError, expand_shards
+from megasnn.data.shards import opened_file
 from tests.data.shard_files import CLASSES, numbered, open_all, write_shard, write_shards
 from tests.data.shard_server import serving
 
@@ -66,7 +67,7 @@ def test_samples_are_those_of_local_files_and_a_host_fetches_each_shard_once(ran
     assert samples(dataset) == [*range(20, 32), *range(3, 9)], "a shard of another size is fetched anew"
     shutil.rmtree(cache / "shards")
     with pytest.raises(ValueError, match=re.escape(f"'s007' of shard {server.url('train-00002.tar')}")):
-        _opened.cache_clear()
+        opened_file.cache_clear()
         dataset.sample(16)
 
 

@@ -9,12 +9,12 @@ import random
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from megasnn.common.checks import ErrorContext
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm
 from megasnn.layers.init import trunc_normal
 from megasnn.layers.layer import Layer, layer
@@ -101,15 +101,16 @@ class Delayed(PipelineExecutor):
     def count(self, parameter: Tensor) -> None:
         self.added += 1
 
-    def perform(self, order: PreparedOrder, context: ErrorContext) -> None:
-        for prepared in order:
-            if self.done:
-                assert not self.added or self.done[-1].kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT), self.done[-1]
-            self.added = 0
-            self.done.append(prepared[0])
-            if self.draw.random() < 0.3:
-                time.sleep(0.02 if self.draw.random() < 0.03 else self.draw.random() / 1000)
-            super().perform([prepared], context)
+    def prepared(self, schedule: Schedule) -> PreparedOrder:
+        return [(action, [partial(self._hold_up, action), *works]) for action, works in super().prepared(schedule)]
+
+    def _hold_up(self, action: Action) -> None:
+        if self.done:
+            assert not self.added or self.done[-1].kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT), self.done[-1]
+        self.added = 0
+        self.done.append(action)
+        if self.draw.random() < 0.3:
+            time.sleep(0.02 if self.draw.random() < 0.03 else self.draw.random() / 1000)
 
 
 def _loss(logits: Tensor, labels: Tensor, again: bool) -> Tensor:

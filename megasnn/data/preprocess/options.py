@@ -27,6 +27,7 @@ from megasnn.data.preprocess.sources import (
     list_tiny_imagenet,
 )
 from megasnn.data.preprocess.spiking_audio import UNITS, HeldOut, SpikeFrames, encode_spikes, list_shd, list_ssc
+from megasnn.data.preprocess.text import Text
 from megasnn.data.preprocess.writing import Encode, preprocess
 from megasnn.data.shards import INDEX_NAME, Index, read_index
 
@@ -247,5 +248,15 @@ class Ssc(SpikingAudio):
 
 
 Command = (
-    Cifar10Dvs | NMnist | Dvs128Gesture | EventFolder | Cifar10 | Cifar100 | TinyImagenet | ImageFolder | Shd | Ssc
+    Cifar10Dvs
+    | NMnist
+    | Dvs128Gesture
+    | EventFolder
+    | Cifar10
+    | Cifar100
+    | TinyImagenet
+    | ImageFolder
+    | Shd
+    | Ssc
+    | Text
 )

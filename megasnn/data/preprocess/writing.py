@@ -47,29 +47,39 @@ def preprocess(
     Raises:
         ValueError: the folder exists or cannot be written, or an item is broken. Nothing remains on disk.
     """
+    with new_folder(output) as aside:
+        tasks: list[ShardTask] = []
+        for split, items in listing.splits.items():
+            for number, start in enumerate(range(0, len(items), samples_per_shard)):
+                path = aside / f"{split}-{number:05d}.tar"
+                tasks.append((path, split, items[start : start + samples_per_shard]))
+        records = _write_shards(partial(_write_task, encode, skip_broken), tasks, workers)
+        index = Index(listing.classes, records)
+        (aside / INDEX_NAME).write_bytes(to_json(asdict(index)))
+        sync(aside / INDEX_NAME)
+    return index
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `output` at the end of the block; after an error nothing remains.
+
+    Raises ValueError if `output` exists and is not empty, or cannot be written.
+    """
     # Renamed at the end: a folder `output` is complete, even after a power cut.
     aside = output.with_name(f"{output.name}.partial")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output {output} exists and is no empty folder; choose another folder, or remove it")
     if aside.exists():
         raise ValueError(f"{aside} exists: another run writes to it, or was killed; wait for it, or remove it")
-    tasks: list[ShardTask] = []
-    for split, items in listing.splits.items():
-        for number, start in enumerate(range(0, len(items), samples_per_shard)):
-            path = aside / f"{split}-{number:05d}.tar"
-            tasks.append((path, split, items[start : start + samples_per_shard]))
     with _named(output):
         try:
             aside.mkdir(parents=True)
-            records = _write_shards(partial(_write_task, encode, skip_broken), tasks, workers)
-            index = Index(listing.classes, records)
-            (aside / INDEX_NAME).write_bytes(to_json(asdict(index)))
-            sync(aside / INDEX_NAME)
+            yield aside
             os.replace(aside, output)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-    return index
 
 
 def write_shard(path: Path, samples: Iterable[Sample]) -> None:
