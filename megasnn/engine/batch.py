@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megasnn.augment.mixing import Mixing
+from megasnn.common.files import quantity
 from megasnn.common.grid import micro_batch_counts, micro_batch_sizes
 from megasnn.common.memory import without_waiting
 from megasnn.config import PretrainConfig
@@ -177,10 +178,10 @@ class Batches:
         if len(sizes) >= replicas and is_even and sizes[-1] >= self._samples.size:
             return None
         return (
-            f"{samples} samples are {len(sizes)} micro-batch(es) of micro_batch_size {size}, the last of {sizes[-1]}: "
-            f"{replicas} data parallel replicas need one each (equally many, where weight_parallel_size "
-            f"{weight} is above 1), and a micro-batch needs context_parallel_size {self._samples.size} samples; give "
-            "more samples, or the Engine another micro_batch_size"
+            f"{quantity(samples, 'sample')} in micro-batches of micro_batch_size {size} are {len(sizes)}, the last of "
+            f"{sizes[-1]}: {replicas} data parallel replicas need one each (equally many, where "
+            f"weight_parallel_size {weight} is above 1), and a micro-batch needs context_parallel_size "
+            f"{self._samples.size} samples; give more samples, or the Engine another micro_batch_size"
         )
 
     def local_batch(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 
+from megasnn.common.files import quantity
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import flag
 from megasnn.planner.candidates import Candidate, Layout, Prefer, layouts, set_flags
@@ -192,7 +193,7 @@ class Search:
         return min(fastest, key=simplicity, default=None)
 
     def _why_none(self, considered: Sequence[Candidate]) -> str:
-        devices = f"no layout of {self._cluster.ranks} device(s)"
+        devices = f"no layout of {quantity(self._cluster.ranks, 'device')}"
         simulated = [each for each in considered if each.simulated]
         if not simulated:
             parallel = self._config.parallel
