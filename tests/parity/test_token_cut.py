@@ -138,7 +138,7 @@ def test_a_plan_knows_which_sizes_cut_the_tokens() -> None:
     model = Tagger()
     found = counted_sizes(describe_model(model, model.neuron().spec), run_config(Tagger)(model=model))
     by_tokens, by_rows = found.possible["tokens"], found.possible["rows"]
-    assert by_tokens[12] is None and "13 token(s) for 16 ranks" in str(by_tokens[16])
+    assert by_tokens[12] is None and "13 tokens for 16 ranks" in str(by_tokens[16])
     assert all("the input words [13] is none" in str(refused) for refused in by_rows.values())
     assert found.shared["tokens"].cut == "tokens" and "rows" not in found.shared
     for whole, part in zip(found.alone.costs[-1], found.shared["tokens"].costs[-1], strict=True):
