@@ -175,7 +175,7 @@ def read_boxes(path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[S
 
 @contextmanager
 def _utf8_name(folder: Path) -> Iterator[Path]:
-    """The folder under a name in UTF-8: safetensors opens no other."""
+    # safetensors opens no file whose name is not UTF-8.
     if os.fsencode(folder) == str(folder).encode(errors="replace"):
         yield folder
         return

@@ -170,7 +170,7 @@ def _replicas_without_work(config: PretrainConfig, grid: Grid) -> str:
 
 
 def _unequal_replicas(config: PretrainConfig, grid: Grid) -> Iterator[str]:
-    """Replicas gather shared weights together, so they need the same number of micro-batches."""
+    # Replicas gather shared weights together, so they need the same number of micro-batches.
     count = config.training.micro_batches
     # An evaluation pads with empty micro-batches; a training would change its mean.
     if grid.dp_shard > 1 and count % grid.replicas and not config.training.evaluate_only:

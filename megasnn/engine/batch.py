@@ -122,7 +122,6 @@ class Batches:
             raise BatchError(f"ranks have different numbers of samples (0 after the last batch): {of_ranks}")
 
     def _problem(self, call: Call, inputs: Any, targets: Any, own: SampleShare | None) -> str | None:
-        """Why a batch is refused; None for a valid one."""
         task = self._task
         if not isinstance(inputs, Mapping) or inputs.keys() != task.inputs.keys():
             got = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
@@ -168,7 +167,6 @@ class Batches:
         return None
 
     def _size_problem(self, samples: int) -> str | None:
-        """Why ranks cannot share a step's samples; None if they can."""
         size = self._config.training.micro_batch_size
         sizes = micro_batch_sizes(samples, min(size, samples))
         replicas = self._state.dp.size
@@ -271,6 +269,7 @@ class Batches:
             samples = range(first, first + micro.size)
             if trains and self._mixing is not None:
                 inputs, targets, samples = self._mixed(self._mixing, inputs, targets, samples)
+            # On all ranks that share the micro-batch, which replay the same CUDA graphs.
             size = sizes[micro.start // sizes[0]]
             whole.append(MicroBatchInput(inputs, targets, len(samples), samples, left_out=micro.left_out, whole=size))
         if not trains:
@@ -284,7 +283,6 @@ class Batches:
         return windows
 
     def _on_device(self, micro: MicroBatch) -> tuple[dict[str, Tensor] | None, Tensor | None]:
-        """A micro-batch's inputs by name, and targets, in the model's types. The host waits for no copy."""
         device = self._state.device
         specs = self._task.inputs
         inputs: dict[str, Tensor] | None = None

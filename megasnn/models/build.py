@@ -157,8 +157,7 @@ def build(
     """
     context = replace(context, neuron=neuron, time_steps=model.time_steps)
     task = task_of(model)
-    if context.token_group is not None:
-        shared_tokens(task.tokens, context.token_group.size)
+    _require_cuttable(task, context)
     layers, ties = _separated(model, context)
     if single_rank_layers is not None:
         _refuse_made_before(single_rank_layers, layers)
@@ -168,6 +167,7 @@ def build(
     for number, name in task.input_names.items():
         spec = task.inputs[name]
         frames = spec.frames(spec.empty(DRY_SAMPLES, context.numerics.compute_dtype))
+        # Every rank has the inputs whole.
         outputs[number] = _Output(frames, [False])
     if not isinstance(task.target, str):
         targets = task.target.empty(DRY_SAMPLES, context.numerics.compute_dtype)
@@ -194,6 +194,19 @@ def build(
     if task.classes:
         _require_logits(model, built[-1])
     return built
+
+
+def _require_cuttable(task: Task, context: BuildContext) -> None:
+    """Raises ValueError for inputs without the rows or tokens that context-parallel ranks divide."""
+    if context.token_group is not None:
+        shared_tokens(task.tokens, context.token_group.size)
+    if context.row_group is not None:
+        for name, spec in task.inputs.items():
+            if len(spec.shape) - spec.over_time < 2:
+                raise ValueError(
+                    f"--context-parallel-cut rows cuts images, and the input {name} {[*spec.shape]} is none: use "
+                    "--context-parallel-cut samples, or tokens"
+                )
 
 
 def _separated(model: Model, context: BuildContext) -> tuple[list[Layer], TiedTensors]:
@@ -254,6 +267,7 @@ def _sources_of(layers: Sequence[Layer], task: Task) -> list[tuple[int, ...]]:
                 raise ValueError(f"{layer.name} takes {name!r}; inputs and earlier layers are {', '.join(numbers)}")
         if layer.name in input_names.values():
             raise ValueError(f"the layer {layer.name!r} has the name of an input; give it another one")
+        # Without `takes`: the layer before; the first layer takes the first input, which is -1.
         sources = tuple(numbers[name] for name in layer.takes) or (number - 1,)
         sources_of_layers.append(sources)
         used.update(sources)

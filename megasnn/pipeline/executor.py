@@ -103,6 +103,7 @@ class PipelineExecutor:
         graphs = [segment.graphs for segment in self._segments.values() if segment.graphs is not None]
         if graphs and consume is None:
             self._begin_graphs(graphs, tuple(micro.whole or micro.size for micro in micro_batches))
+        # Only a profiler sees the names of actions, and each costs two calls of Python.
         if is_traced():
             order = [(action, [partial(_in_trace, action, works)]) for action, works in order]
         if self._timers is not None:
@@ -148,8 +149,10 @@ class PipelineExecutor:
             segment = action.segment
             works: list[Work] = []
             if self._transfers is not None and action.kind in COMPUTE:
+                # Receives are posted before a computation, so that messages arrive during it.
                 works.append(partial(self._transfers.announce, action))
             if self._weights is not None and action.kind in USES_WEIGHTS:
+                # An earlier UNSHARD has started the gather.
                 works.append(partial(self._weights.wait_unshard, segment))
             if segment in scattered and action.kind in _BACKWARDS:
                 is_first = action.kind is Kind.INPUT_GRADIENT
@@ -160,13 +163,13 @@ class PipelineExecutor:
                 works.append(self._work(action))
             graphs = self._segments[segment].graphs if action.kind in FINISHING else None
             if graphs is not None:
+                # After the backward another micro-batch may use the slot of this one.
                 works.append(partial(graphs.done, action.key[1]))
             order.append((action, works))
         self._prepared[schedule.forward_only] = schedule, order
         return order
 
     def _work(self, action: Action) -> Work:
-        """The call that performs an action."""
         match action.kind:
             case Kind.FORWARD:
                 return partial(self._forward, self._segments[action.segment], action.key)
@@ -224,7 +227,7 @@ class PipelineExecutor:
             step.consume(*micro.counted(y))
 
     def _first_forward(self, segment: PipelineChunk, key: ActionKey) -> None:
-        """A forward that a later action recomputes: its graph is freed."""
+        # A later action recomputes this forward: its graph is freed.
         step = self._step
         # The first segment's input stays in the batch.
         stashed = PackedInput([], ()) if segment.is_first else PackedInput(step.inputs[key], segment.receives)

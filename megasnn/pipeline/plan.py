@@ -117,6 +117,7 @@ def plan_pipeline(
         bounds = (range(len(description.layers)),)
     decides = stages > 1 and looks_at_costs(parallel.pipeline_schedule)
     if bounds is None or parallel.memory_budget is not None or decides:
+        # Measuring takes seconds, and is left out where no decision depends on it.
         costs = pipeline_costs(description, built, config, context)
     if state.dp_shard.size > 1:
         layers = [each.module for each in built]

@@ -212,9 +212,11 @@ def command(found: Plan, config: PretrainConfig, path: Path) -> str:
     if found.layout.has_graphs:
         run += " --cuda-graphs on"
     if all(getattr(config.training, name) is None for name in LENGTHS):
+        # A run needs a length, and a plan does not.
         run += " --train-epochs N"
     if config.data.data_path == SAMPLE:
         run += " --data-path SHARDS"
+    # The ranks of one node need no address to meet at.
     where = "--standalone"
     if ranks > of_node:
         meet = "--rdzv-id JOB --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:PORT_OF_THE_JOB"

@@ -69,6 +69,7 @@ class Search:
         fitting = sorted((each for each in estimated if not each.reason), key=self.rank)
         smallest = sorted((each for each in estimated if not math.isinf(each.bytes)), key=BYTES)[:simulations]
         alone = sorted((each for each in fitting if each.layout.ranks == 1), key=SECONDS)[:1]
+        # A layout that takes longer than one device gains nothing by its memory.
         if alone and self._prefer != "speed":
             one_device = self._simulate(alone[0])
             if not one_device.reason:
@@ -95,6 +96,7 @@ class Search:
         ):
             each = Candidate(layout, reason=refused) if refused else self._estimated(layout)
             if not each.reason:
+                # The grids to come are held against it in `_may_be_best`.
                 self._fastest = min(self._fastest, each.seconds)
             yield each
 
@@ -142,6 +144,7 @@ class Search:
         predicted = None
         segments = len(each.layout.placement)
         if each.layout.recompute != NEVER or each.layout.grid.dp_shard > 1:
+            # These schedules go layer by layer.
             segments = len(self._analysis.layers)
         # A forward, an input gradient and a weight gradient for each segment.
         if 3 * self._predictor.micro_batches(each.layout) * segments > MOST_COMPUTATIONS:
@@ -160,7 +163,6 @@ class Search:
         return found
 
     def _preferred(self, each: Candidate) -> float:
-        """Quantity to minimise before a step's time."""
         if self._prefer == "memory":
             return each.bytes
         if self._prefer == "capacity":

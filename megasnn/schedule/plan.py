@@ -83,7 +83,6 @@ class ScheduleChoice:
 
     @property
     def segment_counts(self) -> tuple[int, ...]:
-        """One count per chunk."""
         return self.segments_per_chunk or (1,) * len(self.placement)
 
     @property
