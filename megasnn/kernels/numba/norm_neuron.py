@@ -57,16 +57,16 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
         merged = np.empty((2, channels))
         run_kernel(loops.merge, 1, means, squares, slice_pixels, self.values, merged)
         values = torch.from_numpy(merged)
-        return Statistics(values, None if norm is None else self._coefficients(merged[0], merged[1], norm))
+        if norm is None:
+            return Statistics(values)
+        mean, variance = values.unbind()
+        return Statistics(values, self.coefficients(mean, variance, norm))
 
     def coefficients(self, mean: Tensor, variance: Tensor, norm: BatchNorm) -> Tensor:
-        return self._coefficients(mean.numpy(), variance.numpy(), norm)
-
-    def _coefficients(self, mean: np.ndarray, variance: np.ndarray, norm: BatchNorm) -> Tensor:
         weight = np.ones(self.channels) if norm.weight is None else _copied(norm.weight)
         bias = np.zeros(self.channels) if norm.bias is None else _copied(norm.bias)
         found = np.empty((4, self.channels))
-        norm_coefficients(mean, variance, weight, bias, self.norm_neuron.eps, found)
+        norm_coefficients(mean.numpy(), variance.numpy(), weight, bias, self.norm_neuron.eps, found)
         return torch.from_numpy(found)
 
     def fire(self, inputs: NormNeuronInput, packed: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -124,7 +124,9 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
         of_weight = np.empty(channels)
         of_bias = np.empty(channels)
         fold_slices(sums, coefficients, total, of_weight, of_bias)
-        return BackwardSums(torch.from_numpy(total), g, _like(of_weight, inputs.weight), _like(of_bias, inputs.bias))
+        g_weight = None if inputs.weight is None else torch.from_numpy(of_weight).to(inputs.weight.dtype)
+        g_bias = None if inputs.bias is None else torch.from_numpy(of_bias).to(inputs.bias.dtype)
+        return BackwardSums(torch.from_numpy(total), g, g_weight, g_bias)
 
     def input_gradient(
         self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, intermediate: np.ndarray
@@ -171,10 +173,6 @@ def _copied(parameter: Tensor) -> np.ndarray:
     """In double precision."""
     # A copy, because memory that numpy has seen cannot be freed for a while: gathered weights come and go.
     return parameter.detach().to(torch.float64, copy=True).numpy()
-
-
-def _like(gradient: np.ndarray, parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else torch.from_numpy(gradient).to(parameter.dtype)
 
 
 def pixels_of(x: Tensor) -> np.ndarray:
