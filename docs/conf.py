@@ -27,7 +27,7 @@ nitpicky = True
 highlight_language = "none"  # default for code blocks without a language
 
 CONTENTS = {
-    "Start": ["quickstart", "models", "tasks", "data", "recipes", "python", "beside"],
+    "Start": ["quickstart", "models", "tasks", "language", "data", "recipes", "python", "beside"],
     "Many ranks": ["parallelism", "schedules", "memory", "planner", "clusters"],
     "Runs": ["watching", "checkpoints", "nir", "flags", "gpu", "api"],
 }

@@ -25,14 +25,17 @@ in_one_process() {
 
 # train RUN MODEL/RECIPE FLAGS...: trains in the folder RUN. Flags win over the recipe, later flags over earlier ones.
 train() {
-    local run=$1 recipe=$2 length=--train-iters status=0 each file checkpoints tensorboard before
+    local run=$1 recipe=$2 length=--train-iters status=0 each file checkpoints tensorboard before program
     shift 2
-    if asks_for_help "$@"; then exec "$PYTHON" "$ROOT/pretrain_${recipe%%/*}.py" --config "$recipe" "$@"; fi
+    # Models without a file of their own start by their name.
+    program=("$ROOT/pretrain_${recipe%%/*}.py")
+    if [[ ! -e ${program[0]} ]]; then program=(-m megasnn "${recipe%%/*}"); fi
+    if asks_for_help "$@"; then exec "$PYTHON" "${program[@]}" --config "$recipe" "$@"; fi
     set -- --tensorboard-dir "$run/tensorboard" "$@"
     if ! evaluates "$@"; then set -- --save "$run/checkpoints" "$@"; fi
     checkpoints=$(option --save "" "$@") tensorboard=$(option --tensorboard-dir "" "$@")
     before=$(last_saved "$checkpoints")
-    "${START[@]}" "$ROOT/pretrain_${recipe%%/*}.py" --config "$recipe" "$@" || status=$?
+    "${START[@]}" "${program[@]}" --config "$recipe" "$@" || status=$?
     if ((status != 0)) && [[ $(last_saved "$checkpoints") == "$before" ]]; then return "$status"; fi
     file=$ROOT/megasnn/models/${recipe/\//\/recipes\/}.json
     if grep -q '"train_epochs"' "$file"; then length=--train-epochs; fi

@@ -217,6 +217,13 @@ def test_the_segmentation_of_the_page_learns(tmp_path: Path, capsys) -> None:
     assert float(capsys.readouterr().out.split("'iou': ")[1].split("}")[0]) > 0.7
 
 
+def test_a_language_model_writes_as_on_the_page(tmp_path: Path) -> None:
+    flags = "--config spike_lm/text --train-iters 2 --lr-warmup-iters 0 --eval-iters 0 --num-workers 0 --save".split()
+    run(ROOT, "-m", "megasnn", "spike_lm", *flags, tmp_path / "checkpoints")
+    output = run(tmp_path, program("docs/language.md", "Let it write", tmp_path))
+    assert output.startswith("The value of ") and len(output) > 60
+
+
 def printed(path: str, folder: str) -> list[str]:
     """Lines that the loop of the README prints, in a folder of its own."""
     torch.manual_seed(17 + torch.distributed.get_rank())

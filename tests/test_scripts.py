@@ -42,6 +42,7 @@ SCRIPTS = [
      f"{TP2_PP2} --micro-batch-size 32 --save-interval 400 --eval-interval 400"),
     ("spikformer_slurm", DATA, 8, "spikformer_slurm_7", "spikformer/imagenet",
      f"{TP2_PP2} --save-interval 2500 --eval-interval 2500"),
+    ("spike_lm_tp2_pp2", "--lr 2e-3", 4, "spike_lm_tp2_pp2", "spike_lm/text", f"{TP2_PP2} --save-interval 50"),
     ("vgg_dvs", "", 2, "vgg_dvs", "vgg_dvs/digits", f"{TP2} --save-interval 50"),
     ("vgg_dvs", "--tensor-model-parallel-size 1", 1, "vgg_dvs", "vgg_dvs/digits", "--save-interval 50"),
     ("vgg_dvs", "--data-path d", 2, "vgg_dvs_cifar10dvs", "vgg_dvs/cifar10dvs", f"{TP2} --save-interval 700"),
@@ -84,9 +85,10 @@ def configuration(model: str, words: list[str]) -> PretrainConfig:
 def test_a_script_gives_its_recipe_and_the_users_flags(script, arguments, ranks, run, recipe, flags, tmp_path) -> None:
     started, model = start(tmp_path, script, arguments), recipe.partition("/")[0]
     assert started.status == 0, started.said
-    place = started.words.index(str(ROOT / f"pretrain_{model}.py"))
+    place = started.words.index("spike_lm" if model == "spike_lm" else str(ROOT / f"pretrain_{model}.py"))
     given = started.words[place + 1 :]
     assert started.words[:2] == ["-m", "torch.distributed.run"] if ranks else place == 0
+    assert model != "spike_lm" or started.words[place - 2 : place] == ["-m", "megasnn"]
     if ranks:
         options = parse_args(started.words[2:])
         assert options.nproc_per_node == str(ranks)
@@ -134,7 +136,7 @@ def test_a_script_asks_for_its_data(script, arguments, tmp_path) -> None:
 def test_a_recipe_is_complete(name) -> None:
     """It trains on one rank, with nothing but data."""
     model = name.partition("/")[0]
-    data = [] if name.endswith("/digits") else ["--data-path", "d"]
+    data = [] if name.endswith(("/digits", "/text")) else ["--data-path", "d"]
     validate(configuration(model, ["--config", name, *data]), 1)
 
 

@@ -34,7 +34,7 @@ from megasnn.data.images import NORMALISATIONS
 from megasnn.export.model_card import About, model_card
 from megasnn.export.preprocess import Sample, preprocess
 from megasnn.layers.context import BuildContext, Numerics
-from megasnn.models.arrays import not_finite
+from megasnn.models.arrays import ArraySpec, not_finite
 from megasnn.models.model import Model
 from megasnn.models.registry import MODELS, saved_model
 from megasnn.pipeline.chunk import build_chunks
@@ -117,7 +117,7 @@ class TrainedModel(nn.Module):
 
         Args:
             inputs: tensors or NumPy arrays by name, or the only input: images `[N, C, H, W]` or event frames
-                `[N, T, C, H, W]`, normalised as in training. N may be 0.
+                `[N, T, C, H, W]`, normalised as in training; tokens `[N, L]`, L up to the training's. N may be 0.
         Raises:
             ValueError: unknown inputs, another shape, integers for floating-point values, or infinite values or NaN.
         """
@@ -153,7 +153,7 @@ class TrainedModel(nn.Module):
             is_empty = isinstance(x, Tensor) and x.ndim > 0 and len(x) == 0 and not samples
             if is_empty:
                 x = x.new_zeros(1, *x.shape[1:])
-            problem = spec.problem(name, x, samples, reads=True) or not_finite(name, x.to(self.dtype))
+            problem = _of_length(spec, x).problem(name, x, samples, reads=True) or not_finite(name, x.to(self.dtype))
             if problem:
                 raise ValueError(problem)
             if not is_empty:
@@ -204,6 +204,13 @@ class TrainedModel(nn.Module):
         except (OSError, SafetensorError, DescriptionError) as error:
             raise DamagedError(f"cannot read {path}: {error}") from None
         return cls(about, values, model)
+
+
+def _of_length(spec: ArraySpec, x: Any) -> ArraySpec:
+    """For fewer tokens than in training: a spec of their number. A prompt grows while a text is generated."""
+    if not spec.over_tokens or not isinstance(x, Tensor) or not 0 < x.shape[-1] < spec.shape[-1]:
+        return spec
+    return replace(spec, shape=(*spec.shape[:-1], x.shape[-1]))
 
 
 def _remade(

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megasnn.common.registry import Registry, later
-from megasnn.kernels.neuron_spec import FUSED_CHARGES, FUSED_SURROGATES, NEURONS, SURROGATES, NeuronSpec
+from megasnn.kernels.neuron_spec import (
+    COMPILED_NEURONS,
+    FUSED_CHARGES,
+    FUSED_SURROGATES,
+    NEURONS,
+    SURROGATES,
+    NeuronSpec,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,10 +69,10 @@ BACKENDS: Registry[NeuronBackend] = Registry(
         ),
         "fused": NeuronBackend(
             "kernels compiled for the CPU",
-            FUSED_CHARGES,
+            COMPILED_NEURONS,
             FUSED_SURROGATES,
             later("megasnn.kernels.numba.norm_neuron:NumbaNormNeuron"),
-            later("megasnn.kernels.numba.neuron:NumbaNeuron"),
+            later("megasnn.kernels.numba.neuron:neuron_kernels"),
             later("megasnn.kernels.numba.available:why_unusable"),
         ),
         "triton": NeuronBackend(

@@ -2,14 +2,14 @@
 
 With the input x_t, the amplitude a_t and m_0 = x_0:
 
-    m_t = 0.25 m_{t-1} (a_{t-1} - a_{t-1} s_{t-1}) + x_t      s_t = round(clip(m_t / a_t, -1, 1)), half to even
+    m_t = m_{t-1} 0.25 (a_{t-1} - a_{t-1} s_{t-1}) + x_t      s_t = round(clip(m_t / a_t, -1, 1)), half to even
     ds/dm = 1 / a_t where |m_t| <= a_t, else 0                 the s of the reset has no gradient
 
 The authors' spikes are a_t s_t, with the gradient 1 (Xingrun-Xing/SpikeLM, spikeLM-BERT/spiking.py). Here a spike has
 no amplitude: it stays exact in two bits, and whoever needs a_t s_t multiplies. A spike of -1 does not reset: it doubles
 the potential that is carried on.
 
-The state between time steps is v = 0.25 m (a - a s), so that m_t = v + x_t.
+The state between time steps is v = m 0.25 (a - a s), so that m_t = v + x_t.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ def amplitudes_of(amplitude: Tensor | None, spec: NeuronSpec, like: Tensor, dtyp
     if amplitude.shape != (len(like),):
         raise ValueError(f"a {spec.kind} neuron has {amplitude.numel()} amplitudes for {len(like)} time steps")
     return amplitude.detach().to(dtype)
+
+
+def scales_of(amplitude: Tensor) -> Tensor:
+    """`[4, T]`: a, a / 2, which is also what a spike of -1 carries on, a / 4, what no spike does, and 1 / a."""
+    return torch.stack([amplitude, 0.5 * amplitude, DECAY * amplitude, amplitude.reciprocal()])
 
 
 class CompiledBiSpike(NeuronKernels):

@@ -259,6 +259,7 @@ class FusedSurrogate(NamedTuple):
 
 
 FUSED_CHARGES = ("lif", "if", "plif")
+COMPILED_NEURONS = (*FUSED_CHARGES, "bispike")
 FUSED_SURROGATES: Registry[FusedSurrogate] = Registry(
     "--surrogate",
     {"sigmoid": FusedSurrogate("SIGMOID", 1.0, 1.0), "atan": FusedSurrogate("ATAN", 0.5, math.pi / 2)},

@@ -151,7 +151,7 @@ def _bispike_multi_step(x: Tensor, v0: Tensor | None, w: Tensor | None, spec: Ne
     for current, a in zip(inputs, amplitudes_of(w, spec, x, dtype), strict=True):
         m = v + current
         spike = _Ternary.apply(m, a)
-        v = m * DECAY * (a - a * spike.detach())
+        v = m * (DECAY * (a - a * spike.detach()))
         spikes.append(spike)
     return _stacked(spikes).to(x.dtype), v
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.norm_neuron import BatchNorm, NormNeuron, norm_pool_neuron
 from megasnn.kernels.norm_neuron_kernels import NeuronUse
+from megasnn.layers.bispike import ParallelBiSpike
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import NeuronLayer, ParallelNeuron, make_neuron
@@ -150,7 +151,7 @@ def neuron_uses(layers: Iterable[nn.Module]) -> set[NeuronUse]:
             if isinstance(module, ConvNormNeuron) and module.is_fused and isinstance(module.neuron, ParallelNeuron):
                 uses.add(NeuronUse(module.neuron.spec, has_norm=True, pools=module.max_pool is not None))
                 fused.add(module.neuron)
-            elif isinstance(module, ParallelNeuron) and module not in fused:
+            elif isinstance(module, ParallelNeuron | ParallelBiSpike) and module not in fused:
                 uses.add(NeuronUse(module.spec, has_norm=False))
     return uses
 

@@ -25,6 +25,7 @@ class ParallelLayerNorm(nn.Module):
 
     Args:
         channels: C, global; each rank holds `channels / size`.
+        blocks: as in ParallelConv, after fused q, k, v.
         initialise, initialise_bias: fill the global weight and bias; default ones and zeros.
     Raises:
         ValueError: in the dry run, another number of channels.
@@ -40,6 +41,7 @@ class ParallelLayerNorm(nn.Module):
         context: BuildContext | None = None,
         *,
         eps: float = 1e-5,
+        blocks: int = 1,
         initialise: Initialiser = ones,
         initialise_bias: Initialiser = zeros,
     ) -> None:
@@ -48,8 +50,8 @@ class ParallelLayerNorm(nn.Module):
         self.channels = channels
         self.eps = eps
         self._group = context.tp
-        declare(self, "weight", context.shard((channels,), 0, initialise=initialise), context.dtype)
-        declare(self, "bias", context.shard((channels,), 0, initialise=initialise_bias), context.dtype)
+        declare(self, "weight", context.shard((channels,), 0, blocks, initialise=initialise), context.dtype)
+        declare(self, "bias", context.shard((channels,), 0, blocks, initialise=initialise_bias), context.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta and x.shape[2] * self._group.size != self.channels:

@@ -13,6 +13,7 @@ from megasnn.common.bundle import Bundle, entries_of, logits_of
 from megasnn.common.grid import ContextCut, Grid
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.apply import make_whole
+from megasnn.layers.bispike import ParallelBiSpike
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.init import tensors_of
 from megasnn.layers.layer import Layer
@@ -65,7 +66,7 @@ def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
             spec = getattr(module, "spec", None)
             if isinstance(spec, NeuronSpec):
                 neurons.add(spec)
-            if isinstance(module, ParallelNeuron):
+            if isinstance(module, ParallelNeuron | ParallelBiSpike):
                 kernel_neurons.add(module.spec.kind)
             elif isinstance(module, NeuronLayer) or hasattr(module, "surrogate_function"):
                 plain_neurons.add(type(module).__name__)

@@ -16,6 +16,7 @@ from megasnn.models.model import Model, run_config
 from megasnn.models.qkformer.model import QKFormer
 from megasnn.models.sew_resnet.model import SewResNet
 from megasnn.models.spike_driven.model import SpikeDrivenTransformer
+from megasnn.models.spike_lm.model import SpikeLM
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.models.weight_names import Dialect
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
 MODELS: Registry[type[Model]] = Registry(
     "model",
-    {each.name: each for each in (Spikformer, VggDvs, SewResNet, QKFormer, SpikeDrivenTransformer, ESpikeFormer)},
+    {
+        each.name: each
+        for each in (Spikformer, VggDvs, SewResNet, QKFormer, SpikeDrivenTransformer, ESpikeFormer, SpikeLM)
+    },
 )
 
 

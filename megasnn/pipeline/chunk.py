@@ -232,9 +232,7 @@ class PipelineChunk(nn.Module):
             raise ValueError(f"its output has the entries {[*keys]}, in the dry run {[*each.entries]}")
         return map_entries(to_channels_last, plain_bundle(y))
 
-    def _called_in_trace(
-        self, each: _LayerCall, inputs: list[Bundle], samples: range | None, goes_on: bool
-    ) -> Bundle:
+    def _called_in_trace(self, each: _LayerCall, inputs: list[Bundle], samples: range | None, goes_on: bool) -> Bundle:
         with named(each.name):
             return self._called(each, inputs, samples, goes_on)
 

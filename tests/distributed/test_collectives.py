@@ -27,6 +27,8 @@ SHAPES = [(1, 1), (3, 5), (7, 8), (13, 3), (64, 16)]  # rows, columns of a rank:
 def _values(content: Content, rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
     if content is Content.SPIKES:
         return spikes(rows, columns, seed=seed, dtype=dtype)
+    if content is Content.TERNARY:
+        return spikes(rows, columns, seed=seed, dtype=dtype) - spikes(rows, columns, seed=seed + 9, dtype=dtype)
     if content is Content.COUNTS:
         return (random(rows, columns, seed=seed).abs() * 80).floor().clamp(max=255).to(dtype)
     return random(rows, columns, seed=seed, dtype=dtype)
@@ -41,8 +43,9 @@ def _rows_and_columns() -> tuple[int, ...]:
                 whole = [_values(content, rows, columns, seed, dtype) for seed in range(group.size)]
                 full, payloads = gather_columns(whole[group.rank], group, content)
                 assert full.dtype == dtype and torch.equal(full, torch.cat(whole, dim=1)), (rows, columns, content)
-                bits = {Content.SPIKES: 1, Content.COUNTS: 8, Content.DENSE: 8 * dtype.itemsize}[content]
-                assert [each.nbytes for each in payloads] == [-(-rows * columns * bits // 8)] * group.size
+                bits = {Content.COUNTS: 8, Content.DENSE: 8 * dtype.itemsize}.get(content, 1)
+                size = -(-rows * columns * bits // 8) * (2 if content is Content.TERNARY else 1)
+                assert [each.nbytes for each in payloads] == [size] * group.size
         for dtype in (torch.float32, torch.float64):
             whole = [random(rows, columns * group.size, seed=seed, dtype=dtype) for seed in range(group.size)]
             whole[group.rank] = whole[group.rank].t().contiguous().t()  # not contiguous, as gradients can be

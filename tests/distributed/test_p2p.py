@@ -39,7 +39,12 @@ from tests.models.test_bundles import Meeting
 
 CPU, PAIR = torch.device("cpu"), Group("pp", (0, 1), process_group=mock.Mock())
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-SIZE = {Content.DENSE: lambda t: t.nbytes, Content.SPIKES: lambda t: -(-t.numel() // 8), Content.COUNTS: torch.numel}
+SIZE = {
+    Content.DENSE: lambda t: t.nbytes,
+    Content.SPIKES: lambda t: -(-t.numel() // 8),
+    Content.TERNARY: lambda t: 2 * -(-t.numel() // 8),
+    Content.COUNTS: torch.numel,
+}
 
 
 def spec_of(tensor: Tensor, content: Content = Content.DENSE) -> TensorSpec:
@@ -57,15 +62,17 @@ def tensors(draw: st.DrawFn) -> Tensor:
     shape = draw(st.lists(st.integers(1, 4), min_size=0, max_size=5))
     count = torch.Size(shape).numel()
     dtype = draw(st.sampled_from(list(BITS)))
-    kind = draw(st.sampled_from([values, st.sampled_from([0.0, 1.0]), st.integers(0, 255).map(float)]))
+    kinds = [values, st.sampled_from([0.0, 1.0]), st.sampled_from([-1.0, 0.0, 1.0]), st.integers(0, 255).map(float)]
+    kind = draw(st.sampled_from(kinds))
     content = torch.tensor(draw(st.lists(kind, min_size=count, max_size=count)), dtype=dtype).view(shape)
     return content.permute(draw(st.permutations(range(len(shape)))))
 
 
 def fits(tensor: Tensor, content: Content) -> bool:
-    largest = {Content.DENSE: math.inf, Content.SPIKES: 1, Content.COUNTS: 255}[content]
+    largest = {Content.DENSE: math.inf, Content.SPIKES: 1, Content.TERNARY: 1, Content.COUNTS: 255}[content]
+    lowest = -1 if content is Content.TERNARY else 0
     numbers = tensor.double().flatten().tolist()
-    whole = (value.is_integer() and 0 <= value <= largest and math.copysign(1, value) > 0 for value in numbers)
+    whole = (value.is_integer() and lowest <= value <= largest and str(value) != "-0.0" for value in numbers)
     return content is Content.DENSE or all(whole)
 
 

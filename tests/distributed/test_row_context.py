@@ -46,7 +46,7 @@ from tests.distributed.whole import channels_last, everybody, fill_mantissas, ra
 T, N, C = 2, 3, 8
 CLOSE = dict(rtol=1e-9, atol=1e-11)
 HEIGHT, WIDTH = 9, 3
-HEIGHTS = (9, 8, 9)  # of which rows move, for each content
+HEIGHTS = (9, 8, 9, 9)  # of which rows move, for each content
 MOVES = {
     "halo": (range(-1, 4), range(2, 7), range(5, 10)),
     "far": (range(7, 12), range(-2, 1), range(2, 8)),
@@ -73,6 +73,7 @@ def _moved(needed: tuple[range, ...], height: int, content: Content) -> tuple:
     images = {
         Content.DENSE: random(*shape, seed=1),
         Content.SPIKES: spikes(*shape, seed=1),
+        Content.TERNARY: spikes(*shape, seed=1) - spikes(*shape, seed=2),
         Content.COUNTS: (random(*shape, seed=1) * 20).abs().round(),
     }[content]
     own = move.local_rows[group.rank]
@@ -105,7 +106,8 @@ def test_rows_and_their_gradients_arrive(ranks, case) -> None:
                 if row in range(height):
                     expected[:, :, :, row] += weights[:, :, :, coordinates]
         torch.testing.assert_close(torch.cat([gradient for gradient, *_ in found], 3), expected)
-        size = {Content.DENSE: 8.0, Content.SPIKES: 1 / 8, Content.COUNTS: 1.0}[content] * 2 * 3 * C * WIDTH
+        bits = {Content.DENSE: 64, Content.SPIKES: 1, Content.TERNARY: 2, Content.COUNTS: 8}[content]
+        size = bits / 8 * 2 * 3 * C * WIDTH
         for rank, (*_, moved, own) in enumerate(found):
             assert moved == size * sum(row not in own and row in range(height) for row in MOVES[case][rank])
 

@@ -21,22 +21,23 @@ import megasnn
 from megasnn import ConvNormNeuron, MeanLinear, layer
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.norm_neuron_kernels import NeuronUse
-from megasnn.kernels.numba import ahead, loops, pool
+from megasnn.kernels.numba import ahead, bispike_loops, loops, pool
 from megasnn.kernels.numba.jit import kernel, progress, run_kernel
 from megasnn.layers.blocks import NeuronConvNorm, neuron_uses
+from megasnn.layers.neuron import make_neuron
 from megasnn.models.model import Model
 from tests.forking import forking
 
 KERNELS = (
     loops.slice_statistics, loops.merge, loops.fire_block, loops.block_backward, loops.norm_input_gradient,
-    pool.fire_pooled, pool.pooled_backward,
+    pool.fire_pooled, pool.pooled_backward, bispike_loops.fire, bispike_loops.back,
 )  # fmt: skip
 SECONDS = 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pooled(Model):
-    """All kernels of neurons: with a norm, with pooling behind it, and alone."""
+    """All kernels of neurons: with a norm, with pooling behind it, alone, and ternary."""
 
     name = "pooled"
 
@@ -44,6 +45,7 @@ class Pooled(Model):
         yield layer("stem", ConvNormNeuron(self.in_channels, 8, kernel_size=3, max_pool=True))
         yield layer("body", ConvNormNeuron(8, 8, kernel_size=3))
         yield layer("residual", NeuronConvNorm(8, 8, kernel_size=3))
+        yield layer("ternary", make_neuron(NeuronSpec("bispike")))
         yield layer("head", MeanLinear(8, self.num_classes))
 
 

@@ -18,7 +18,7 @@ from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO_BACKEND
 from megasnn.kernels.neuron import neuron_multi_step
 from megasnn.kernels.norm_neuron import BatchNorm, NormNeuron, norm_pool_neuron
-from megasnn.kernels.spike_codec import COUNTS, SPIKES, Content, decode_into, encode
+from megasnn.kernels.spike_codec import COUNTS, SPIKES, TERNARY, Content, decode_into, encode
 
 GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 CPU = torch.device("cpu")
@@ -146,7 +146,8 @@ def test_spikes_and_counts_are_packed_exactly(device: str, dtype: torch.dtype) -
         generator = torch.Generator().manual_seed(size)
         counts = torch.randint(0, 256, (size,), generator=generator).to(device, dtype)
         spikes = (counts > 127).to(dtype)
-        for values, content in ((spikes, SPIKES), (counts, COUNTS)):
+        ternary = ((counts > 170).int() - (counts < 85).int()).to(dtype)
+        for values, content in ((spikes, SPIKES), (ternary, TERNARY), (counts, COUNTS)):
             require_exact(values, content)
 
 

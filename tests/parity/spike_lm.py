@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,14 @@ from torch import Tensor
 
 from megasnn.models.spike_lm.model import SpikeLM
 
-Weights = Mapping[str, Tensor]
+
+@dataclass(frozen=True)
+class Given:
+    """A model with whole weights by name, and the amplitude of its neurons."""
+
+    model: SpikeLM
+    weights: Mapping[str, Tensor]
+    amplitude: float = 1.0
 
 
 def bispike(x: Tensor, amplitudes: Tensor) -> Tensor:
@@ -49,8 +57,9 @@ def attention(qkv: Tensor, model: SpikeLM) -> Tensor:
     return (scores.softmax(-1) @ v).transpose(2, 3).flatten(-2)
 
 
-def stream(model: SpikeLM, weights: Weights, tokens: Tensor) -> Tensor:
+def stream(given: Given, tokens: Tensor) -> Tensor:
     """Logits of every step, `[T, N, L, words]`, from tokens `[N, L]`."""
+    model, weights = given.model, given.weights
 
     def norm(name: str, x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])
@@ -58,23 +67,24 @@ def stream(model: SpikeLM, weights: Weights, tokens: Tensor) -> Tensor:
     def linear(name: str, x: Tensor) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"].squeeze(-1), weights[f"{name}.bias"])
 
+    def spikes(name: str, x: Tensor) -> Tensor:
+        fixed = torch.full((model.time_steps,), given.amplitude, dtype=x.dtype)
+        return bispike(norm(f"{name}.norm", x), weights.get(f"{name}.neuron.amplitude", fixed))
+
     x = F.embedding(tokens, weights["embedding.weight"])
     if model.positions == "learned":
         x = x + weights["embedding.positions"][: tokens.shape[1]]
     x = x.expand(model.time_steps, *x.shape)
-    ones = torch.ones(model.time_steps, dtype=x.dtype)
     for block in range(model.depth):
         name = f"blocks.{block}.attention"
-        spikes = bispike(norm(f"{name}.norm", x), weights.get(f"{name}.neuron.amplitude", ones))
-        x = x + linear(f"{name}.projection", attention(linear(f"{name}.qkv", spikes), model))
+        x = x + linear(f"{name}.projection", attention(linear(f"{name}.qkv", spikes(name, x)), model))
         name = f"blocks.{block}.mlp"
-        spikes = bispike(norm(f"{name}.norm", x), weights.get(f"{name}.neuron.amplitude", ones))
-        x = x + linear(f"{name}.fc2", F.gelu(linear(f"{name}.fc1", spikes)))
+        x = x + linear(f"{name}.fc2", F.gelu(linear(f"{name}.fc1", spikes(name, x))))
     output = weights["embedding.weight" if model.tied else "head.weight"]
     return F.linear(norm("norm", x), output)
 
 
-def losses(model: SpikeLM, weights: Weights, tokens: Tensor, targets: Tensor) -> Tensor:
+def losses(given: Given, tokens: Tensor, targets: Tensor) -> Tensor:
     """Each sample's mean cross-entropy of the logits' mean over time, `[N]`."""
-    logits = stream(model, weights, tokens).mean(0)
+    logits = stream(given, tokens).mean(0)
     return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)

@@ -31,7 +31,11 @@ LEARNED = SpikeLM(
     vocab_size=WORDS,
     positions="learned",
 )
-MODELS = {"learned": LEARNED, "tied": replace(LEARNED, tied=True)}
+MODELS: dict[str, tuple[SpikeLM, dict[str, Any]]] = {
+    "learned": (LEARNED, {}),
+    "tied": (replace(LEARNED, tied=True, positions="rotary"), {"v_threshold": 0.7}),
+}
+"""With their neuron's flags."""
 FLAGS = {"micro_batch_size": MICRO, "global_batch_size": SAMPLES, "precision": "fp64", "weight_decay": 0.0}
 
 
@@ -56,8 +60,9 @@ def text() -> tuple[Tensor, Tensor]:
 
 def found(name: str, flags: Mapping[str, Any]) -> Found:
     tokens, targets = text()
-    options = {**FLAGS, "train_iters": STEPS, "lr": 1e-2, **flags}
-    with Engine(MODELS[name], **options) as engine:
+    model, of_neuron = MODELS[name]
+    options = {**FLAGS, **of_neuron, "train_iters": STEPS, "lr": 1e-2, **flags}
+    with Engine(model, **options) as engine:
         results = [engine.train_step(tokens, targets)]
         gradients = parts.gradients(engine.distributed.owned)
         for _ in range(STEPS - 1):
@@ -76,11 +81,18 @@ def one(name: str) -> Found:
 
 
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "dp2": (2, "learned", {}),
+    "cp2 tokens": (2, "learned", {"context_parallel_size": 2, "context_parallel_cut": "tokens"}),
     "tp2": (2, "learned", {"tensor_model_parallel_size": 2}),
     "pp2 zbv tied": (2, "tied", {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}),
 }
 MATRIX: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "dp2": (2, "learned", {}),
+    "cp5 tokens": (5, "tied", {"context_parallel_size": 5, "context_parallel_cut": "tokens"}),
+    "cp2 tokens tp2": (
+        4,
+        "tied",
+        {"context_parallel_size": 2, "context_parallel_cut": "tokens", "tensor_model_parallel_size": 2},
+    ),
     "tp4": (4, "tied", {"tensor_model_parallel_size": 4}),
     "pp3 interleaved": (3, "learned", {"pipeline_model_parallel_size": 3, "pipeline_schedule": "interleaved"}),
     "weights 2": (2, "learned", {"weight_parallel_size": 2, "micro_batch_size": 4}),
@@ -113,14 +125,14 @@ def test_every_layout_computes_what_one_rank_does(ranks, ranks_used: int, model:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_rank_is_plain_pytorch(name: str) -> None:
-    model = MODELS[name]
+    model, of_neuron = MODELS[name]
     tokens, targets = text()
-    flags = {**FLAGS, "clip_grad": 0.0, "lr_decay_style": "constant", "lr": 1e-2, "train_iters": 1}
+    flags = {**FLAGS, **of_neuron, "clip_grad": 0.0, "lr_decay_style": "constant", "lr": 1e-2, "train_iters": 1}
     with Engine(model, **flags) as engine:
         weights = {key: value.requires_grad_() for key, value in engine.state_dict().items()}
         result = engine.train_step(tokens, targets)
         gradients = parts.assemble([parts.gradients(engine.distributed.owned)])
-    loss = plain.losses(model, weights, tokens, targets).mean()
+    loss = plain.losses(plain.Given(model, weights, of_neuron.get("v_threshold", 1.0)), tokens, targets).mean()
     loss.backward()
     assert result.loss == pytest.approx(loss.item(), rel=1e-12)
     assert gradients.keys() == weights.keys()
@@ -131,10 +143,11 @@ def test_one_rank_is_plain_pytorch(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prediction_is_the_mean_logits_behind_the_last_token(name: str) -> None:
-    model = MODELS[name]
+    model, of_neuron = MODELS[name]
     tokens, _ = text()
-    with Engine(model, **FLAGS, lr=1e-2, train_iters=1) as engine:
-        logits = plain.stream(model, engine.state_dict(), tokens)[:, :, -1].mean(0)
+    with Engine(model, **FLAGS, **of_neuron, lr=1e-2, train_iters=1) as engine:
+        given = plain.Given(model, engine.state_dict(), of_neuron.get("v_threshold", 1.0))
+        logits = plain.stream(given, tokens)[:, :, -1].mean(0)
         torch.testing.assert_close(engine.predict(tokens), logits, rtol=1e-12, atol=1e-14)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from megasnn.kernels.neuron_spec import NEURONS, NeuronSpec
 from megasnn.kernels.norm_neuron_kernels import NeuronInput, NeuronUse, NormNeuron, NormNeuronInput
+from megasnn.kernels.numba.bispike import NumbaBiSpike
 from megasnn.kernels.numba.jit import progress
 from megasnn.kernels.numba.neuron import NumbaNeuron
 from megasnn.kernels.numba.norm_neuron import NumbaNormNeuron
@@ -22,6 +23,8 @@ _SECONDS = {  # processor seconds of compiling on an AMD EPYC (Zen 4), which ord
     "statistics": 1.8,
     "backward": 1.7,
     "backward without norm": 1.3,
+    "ternary forward": 1.3,
+    "ternary backward": 0.9,
     "forward": 1.2,
     "forward without norm": 1.1,
     "input gradient": 0.5,
@@ -36,9 +39,7 @@ class Trial(NamedTuple):
     call: Callable[[], object]
 
 
-def compile_ahead(
-    uses: Collection[NeuronUse], dtype: torch.dtype, trains: bool, rank: int = 0, ranks: int = 1
-) -> None:
+def compile_ahead(uses: Collection[NeuronUse], dtype: torch.dtype, trains: bool, rank: int = 0, ranks: int = 1) -> None:
     """Compiles or loads all kernels of a run. The ranks of a host begin with different ones.
 
     Args:
@@ -60,6 +61,9 @@ def compile_ahead(
 def trials_of(use: NeuronUse, dtype: torch.dtype, trains: bool) -> Iterator[Trial]:
     spec = use.spec
     x = torch.zeros(_SHAPE, dtype=dtype)
+    if NEURONS[spec.kind].ternary:
+        yield from _trials_of_ternary(spec, dtype, trains)
+        return
     w = torch.zeros((), dtype=dtype) if NEURONS[spec.kind].learns else None
     if not use.has_norm:
         neuron = NumbaNeuron(x.shape, dtype, spec)
@@ -80,3 +84,14 @@ def trials_of(use: NeuronUse, dtype: torch.dtype, trains: bool) -> Iterator[Tria
         yield Trial(f"backward{pooled}", spec, partial(kernels.backward_sums, inputs, g_spikes, learn=False))
         gradient = torch.zeros(x.movedim(2, -1).shape, dtype=torch.float32 if dtype in REDUCED else dtype).numpy()
         yield Trial("input gradient", None, partial(kernels.input_gradient, inputs, g_spikes, None, 1, gradient))
+
+
+def _trials_of_ternary(spec: NeuronSpec, dtype: torch.dtype, trains: bool) -> Iterator[Trial]:
+    rows = torch.zeros((1, 8), dtype=dtype)
+    kernels = NumbaBiSpike(rows.shape, dtype, spec)
+    amplitude = torch.ones(1, dtype=torch.float32 if dtype in REDUCED else dtype)
+    # Another amplitude takes the same kernels.
+    yield Trial("ternary forward", None, partial(kernels.fire, rows, None, amplitude, packed=True))
+    if trains:
+        places = torch.zeros(2, 1, 1, dtype=torch.uint8)
+        yield Trial("ternary backward", None, partial(kernels.backward, places, places[0, 0], amplitude, rows, None))

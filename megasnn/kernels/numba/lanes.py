@@ -181,6 +181,47 @@ def _store_bits(context, array, index, flags):
     return types.void(array, types.intp, flags), generate
 
 
+def _put_bits(context, array, start, position, flags):
+    """Stores flags as bits from bit `position` behind byte ``array[start]`` on.
+
+    Several flags fill whole bytes. A single one, at a byte's first bit, clears the rest of the byte.
+    """
+
+    def generate(context, builder, signature, args):
+        struct = context.make_array(array)(context, builder, args[0])
+        byte = builder.add(args[1], builder.lshr(args[2], ir.IntType(64)(3)))
+        place = builder.gep(struct.data, [byte])
+        if flags.count > 1:
+            number = builder.bitcast(args[3], ir.IntType(flags.count))
+            builder.store(number, builder.bitcast(place, number.type.as_pointer()), align=1)
+            return
+        shift = builder.trunc(builder.and_(args[2], ir.IntType(64)(7)), ir.IntType(8))
+        bit = builder.shl(builder.zext(builder.bitcast(args[3], ir.IntType(1)), ir.IntType(8)), shift)
+        is_first = builder.icmp_unsigned("==", shift, ir.IntType(8)(0))
+        before = builder.select(is_first, ir.IntType(8)(0), builder.load(place))
+        builder.store(builder.or_(before, bit), place)
+
+    return types.void(array, types.intp, types.intp, flags), generate
+
+
+def _load_bits(context, array, start, position, like):
+    """Flags for as many lanes as `like` has, as `put_bits` stored them."""
+    kind = Flags(like.count)
+
+    def generate(context, builder, signature, args):
+        struct = context.make_array(array)(context, builder, args[0])
+        byte = builder.add(args[1], builder.lshr(args[2], ir.IntType(64)(3)))
+        place = builder.gep(struct.data, [byte])
+        vector = context.get_value_type(kind)
+        if like.count > 1:
+            number = ir.IntType(like.count)
+            return builder.bitcast(builder.load(builder.bitcast(place, number.as_pointer()), align=1), vector)
+        shift = builder.trunc(builder.and_(args[2], ir.IntType(64)(7)), ir.IntType(8))
+        return builder.bitcast(builder.trunc(builder.lshr(builder.load(place), shift), ir.IntType(1)), vector)
+
+    return kind(array, types.intp, types.intp, like), generate
+
+
 def _where(context, flags, a, b):
     """Selects `a` in lanes with a set flag, otherwise `b`. Both are lanes, or a number for all lanes."""
     element = a.element if isinstance(a, Lanes) else a
@@ -224,6 +265,8 @@ stream: Any = intrinsic(_stream)
 ordered: Any = intrinsic(_ordered)
 prefetch: Any = intrinsic(_prefetch)
 store_bits: Any = intrinsic(_store_bits)
+put_bits: Any = intrinsic(_put_bits)
+load_bits: Any = intrinsic(_load_bits)
 where: Any = intrinsic(_where)
 multiply_add: Any = intrinsic(_multiply_add)
 

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from megasnn.kernels.compiled_neuron import CompiledNeuron
 from megasnn.kernels.layout import empty_array
-from megasnn.kernels.norm_neuron_kernels import NeuronInput
+from megasnn.kernels.neuron_spec import NEURONS, NeuronSpec
+from megasnn.kernels.norm_neuron_kernels import NeuronInput, NeuronKernels
 from megasnn.kernels.numba import loops
+from megasnn.kernels.numba.bispike import NumbaBiSpike
 from megasnn.kernels.numba.jit import run_kernel
 from megasnn.kernels.numba.norm_neuron import bits_for, constants_of
 from megasnn.kernels.torch_backend import REDUCED
@@ -50,6 +52,10 @@ class NumbaNeuron(CompiledNeuron):
         run_kernel(loops.block_backward, blocks, data, None, first, upstream, g_v, g_x, sums, 1, _ROW_BLOCK, 1, p)
         total = torch.from_numpy(sums[:, 2]).sum() if learn else None
         return torch.from_numpy(g_x).view(x.shape).to(x.dtype), torch.from_numpy(g_v).view(x.shape[1:]), total
+
+
+def neuron_kernels(shape: torch.Size, dtype: torch.dtype, spec: NeuronSpec) -> NeuronKernels:
+    return (NumbaBiSpike if NEURONS[spec.kind].ternary else NumbaNeuron)(shape, dtype, spec)
 
 
 def _rows(x: Tensor) -> np.ndarray:

@@ -29,7 +29,7 @@ from megasnn.kernels.numba.step import charged, fired, of_factor, of_potential, 
 # registers. The next values lie in as many rows of memory as there are steps. Hardware prefetchers cannot track so many
 # streams, so the loop prefetches.
 LANES = VECTOR_BYTES // 4  # the most lanes of a value: those of float32
-_AHEAD = 256  # neurons between a load and its prefetch
+AHEAD = 256  # neurons between a load and its prefetch
 _LARGE = 4 * 2**20  # bytes: larger arrays leave the L2 cache before they are read
 
 
@@ -73,7 +73,7 @@ def fire_lanes(like, first, last, x, at_x, norm, v_first, v_last, spikes, at, bi
             v = load(v_first, 0, at + j, like)
         for t in range(spikes.shape[0]):
             row = min(t, x.shape[0] - 1)
-            prefetch(x, row, at_x + j + _AHEAD, like)
+            prefetch(x, row, at_x + j + AHEAD, like)
             y = load(x, row, at_x + j, like)
             if norm is not None:
                 y = y * scale + shift
@@ -140,8 +140,8 @@ def lanes_back(like, first, last, x, at_x, norm, v_first, g_spikes, at, g_v, g_x
         # Potentials before firing, computed again, go to row t of `scratch`.
         for t in range(steps):
             row = min(t, input_steps - 1)
-            prefetch(x, row, at_x + j + _AHEAD, like)
-            prefetch(g_spikes, t, at + j + _AHEAD, like)
+            prefetch(x, row, at_x + j + AHEAD, like)
+            prefetch(g_spikes, t, at + j + AHEAD, like)
             y = load(x, row, at_x + j, like)
             if norm is not None:
                 y = y * scale + shift

@@ -1,72 +1,73 @@
-"""SpikeLM's blocks: causal attention and MLP, each with a shortcut."""
+"""SpikeLM's blocks: causal attention and MLP, each with a shortcut. Products take ternary spikes."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.layers import ParallelConv, SpikingNeuron
-from megasnn.layers.attention import own_heads
+from megasnn.layers import CausalAttention, CausalSpikingAttention, NeuronLayer, ParallelConv
+from megasnn.layers.bispike import ParallelBiSpike
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import Style
 from megasnn.layers.init import trunc_normal, zeros
 from megasnn.layers.layer_norm import ParallelLayerNorm
-from megasnn.layers.neuron import State
-
-
-class _BiSpike(SpikingNeuron):
-    """Stand-in."""
-
-    def __init__(self, channels: int, context: BuildContext | None = None) -> None:
-        super().__init__(channels, context, largest=None)
-
-    def charge(self, x: Tensor, state: State) -> Tensor:
-        return state["v"] + x
-
-    def fire(self, h: Tensor, state: State) -> Tensor:
-        scaled = h.clamp(-1.0, 1.0)
-        return (scaled.round() - scaled).detach() + scaled
-
-    def reset(self, h: Tensor, spikes: Tensor, state: State) -> State:
-        return {"v": 0.25 * h * (1.0 - spikes.detach())}
-
-
-class _Attention(nn.Module):
-    """Stand-in."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-
-    def forward(self, qkv: Tensor) -> Tensor:
-        if qkv.is_meta:
-            return qkv[:, :, : qkv.shape[2] // 3]
-        time, samples, channels, length = qkv.shape
-        parts = qkv.movedim(2, -1).reshape(time * samples, length, 3, self.heads, -1)
-        q, k, v = parts.permute(2, 0, 3, 1, 4).unbind()
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return out.transpose(1, 2).reshape(time, samples, length, channels // 3).movedim(-1, 2)
+from megasnn.layers.neuron import make_neuron
 
 
 class AttentionHalf(nn.Module):
-    """A block's first half: x + attention(neuron(norm(x))), on `[T, N, C_local, L]`.
+    """A block's first half: x + projection(attention(qkv(neuron(norm(x))))), on `[T, N, C_local, L]`.
+
+    Args:
+        dim: C, global.
+        rotary: rotary positions in the attention.
+    """
+
+    mixes_tokens = False
+
+    def __init__(self, dim: int, num_heads: int, rotary: bool, context: BuildContext | None = None) -> None:
+        super().__init__()
+        context = context_for(context)
+        self.norm = ParallelLayerNorm(dim, context)
+        self.neuron = make_neuron(None, context)
+        self.qkv = _product(dim, 3 * dim, "column", context, blocks=3)
+        self.attention = CausalAttention(dim, num_heads, context, rotary_base=10000.0 if rotary else None)
+        self.projection = _product(dim, dim, "row", context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = product_of_spikes(self.neuron, self.qkv, self.norm(x))
+        return x + self.projection(self.attention(qkv))
+
+
+class SpikingAttentionHalf(nn.Module):
+    """The same with attention on spikes, without softmax. All products take spikes.
+
+    Norms before the neurons of q, k, v and of the attention's output keep them firing: the output's sums grow with the
+    number of tokens.
 
     Args:
         dim: C, global.
     """
 
+    mixes_tokens = False
+
     def __init__(self, dim: int, num_heads: int, context: BuildContext | None = None) -> None:
         super().__init__()
         context = context_for(context)
-        local_heads = own_heads(dim, num_heads, context.tp.size)
         self.norm = ParallelLayerNorm(dim, context)
-        self.neuron = _BiSpike(dim, context)
+        self.neuron = make_neuron(None, context)
         self.qkv = _product(dim, 3 * dim, "column", context, blocks=3)
-        self.attention = _Attention(local_heads)
+        self.qkv_norm = ParallelLayerNorm(3 * dim, context, blocks=3)
+        self.qkv_neuron = make_neuron(None, context)
+        self.attention = CausalSpikingAttention(dim, num_heads, context)
+        self.output_norm = ParallelLayerNorm(dim, context)
+        self.output_neuron = make_neuron(None, context)
         self.projection = _product(dim, dim, "row", context)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.projection(self.attention(self.qkv(self.neuron(self.norm(x)))))
+        qkv = product_of_spikes(self.neuron, self.qkv, self.norm(x))
+        # Without amplitudes, which the norm behind the attention would cancel.
+        attended = self.attention(self.qkv_neuron(self.qkv_norm(qkv)))
+        return x + product_of_spikes(self.output_neuron, self.projection, self.output_norm(attended))
 
 
 class MLPHalf(nn.Module):
@@ -76,16 +77,18 @@ class MLPHalf(nn.Module):
         dim, hidden: global.
     """
 
+    mixes_tokens = False
+
     def __init__(self, dim: int, hidden: int, context: BuildContext | None = None) -> None:
         super().__init__()
         context = context_for(context)
         self.norm = ParallelLayerNorm(dim, context)
-        self.neuron = _BiSpike(dim, context)
+        self.neuron = make_neuron(None, context)
         self.fc1 = _product(dim, hidden, "column", context)
         self.fc2 = _product(hidden, dim, "row", context)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.fc2(F.gelu(self.fc1(self.neuron(self.norm(x)))))
+        return x + self.fc2(F.gelu(product_of_spikes(self.neuron, self.fc1, self.norm(x))))
 
 
 def _product(inputs: int, outputs: int, style: Style, context: BuildContext, blocks: int = 1) -> ParallelConv:
@@ -102,3 +105,14 @@ def _product(inputs: int, outputs: int, style: Style, context: BuildContext, blo
         blocks=blocks,
         initialise_bias=zeros,
     )
+
+
+def product_of_spikes(neuron: NeuronLayer, product: ParallelConv, x: Tensor) -> Tensor:
+    """The product of a neuron's spikes times their amplitude, plus the bias."""
+    spikes = neuron(x)
+    if not isinstance(neuron, ParallelBiSpike):
+        return product(spikes)
+    # Unit spikes travel as two bits, so the amplitude follows the product.
+    y = neuron.scaled(product(spikes, add_bias=False))
+    assert product.bias is not None
+    return y + product.bias.to(y.dtype).view(-1, 1)

@@ -7,16 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from megasnn.config.checks import Positive, Size
+from pydantic.dataclasses import dataclass as config_dataclass
+
+from megasnn.common.files import STRICT
+from megasnn.config.checks import Positive, Size, flag
+from megasnn.config.neuron import NeuronConfig
+from megasnn.kernels import NEURONS
 from megasnn.models.model import Model
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
     from megasnn.layers.layer import Layer
     from megasnn.models.arrays import ArraySpec
+
+
+@config_dataclass(frozen=True, config=STRICT)
+class SpikeLMNeuronConfig(NeuronConfig):
+    """Defaults of SpikeLM's neuron."""
+
+    neuron: Annotated[str, NEURONS] = "bispike"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +38,7 @@ class SpikeLM(Model):
 
     name = "spike_lm"
     marker = "blocks.0.attention.qkv.bias"
+    neuron: ClassVar[type[NeuronConfig]] = SpikeLMNeuronConfig
 
     embed_dim: Size = 256
     """Channels of the stream."""
@@ -40,7 +54,9 @@ class SpikeLM(Model):
     """Number of tokens in the vocabulary; tensor-parallel ranks divide them as evenly as possible, without padding."""
     tied: bool = False
     """The output layer has the weights of the embedding."""
-    positions: Literal["rotary", "learned"] = "learned"
+    attention: Literal["softmax", "spiking"] = "softmax"
+    """Softmax attention; or attention on spikes without softmax, whose cost is linear in the length."""
+    positions: Literal["rotary", "learned"] = "rotary"
     """Positions of tokens: rotary embeddings in the attention, or a learned vector for each, added to the words."""
 
     @property
@@ -64,8 +80,14 @@ class SpikeLM(Model):
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
+        for field in ("image_size", "in_channels", "num_classes"):
+            value = getattr(self, field)
+            if value != getattr(Model, field):
+                wrong.append(f"{flag(field)} {value}: {self.name} takes tokens and gives words; leave it out")
         if self.embed_dim % self.num_heads:
             wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of --num-heads {self.num_heads}")
+        if self.attention == "spiking" and self.positions == "rotary":
+            wrong.append("--attention spiking has spikes, which do not rotate: give it --positions learned")
         return wrong
 
     def layers(self) -> Iterable[Layer]:
@@ -73,7 +95,7 @@ class SpikeLM(Model):
         from megasnn.layers.layer import layer
         from megasnn.layers.layer_norm import ParallelLayerNorm
         from megasnn.layers.vocabulary import NextTokenLoss
-        from megasnn.models.spike_lm.blocks import AttentionHalf, MLPHalf
+        from megasnn.models.spike_lm.blocks import AttentionHalf, MLPHalf, SpikingAttentionHalf
 
         dim = self.embed_dim
         length = self.seq_length if self.positions == "learned" else 0
@@ -81,7 +103,12 @@ class SpikeLM(Model):
         yield layer("embedding", embedding)
         for block in range(self.depth):
             name = f"blocks.{block}"
-            yield layer(f"{name}.attention", AttentionHalf(dim, self.num_heads), layer_group=name)
+            attention: Module
+            if self.attention == "spiking":
+                attention = SpikingAttentionHalf(dim, self.num_heads)
+            else:
+                attention = AttentionHalf(dim, self.num_heads, rotary=self.positions == "rotary")
+            yield layer(f"{name}.attention", attention, layer_group=name)
             yield layer(f"{name}.mlp", MLPHalf(dim, int(dim * self.mlp_ratio)), layer_group=name)
         yield layer("norm", ParallelLayerNorm(dim), layer_group="head")
         head = NextTokenLoss(dim, self.vocab_size)
