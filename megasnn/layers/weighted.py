@@ -165,8 +165,8 @@ class WeightedLayer(nn.Module):
             return torch.conv2d(images, kernel, None, *along).unflatten(0, x.shape[:2])
         weight = self._parameters["weight"]
         assert weight is not None
-        anchor, queue_gradient = self.weight_gradients.of(weight)
-        kernel = self._cast_weights.of(weight, self.compute_dtype)[self._kernel_index]
+        anchor, queue_gradient = self.weight_gradients.outside_autograd(weight)
+        kernel = self._cast_weights.cast(weight, self.compute_dtype)[self._kernel_index]
         product: Tensor = _Product.apply(x.to(self.compute_dtype), bits, kernel, anchor, queue_gradient, self.options)
         return product
 
