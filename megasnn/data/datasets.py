@@ -125,6 +125,7 @@ class Datasets:
         classes: names by number, from index.json; may be empty.
         warnings: for the user.
         train_units, valid_units: of tokens; None for other samples.
+        tokenizer: its identity; None if unknown, and for other samples.
     """
 
     train: SampleSource
@@ -133,6 +134,7 @@ class Datasets:
     warnings: tuple[str, ...] = ()
     train_units: TextUnits | None = None
     valid_units: TextUnits | None = None
+    tokenizer: str | None = None
 
 
 def open_datasets(
