@@ -206,6 +206,7 @@ class Engine:
             totals[2:] += task.sums(output, targets, task.evaluated)
 
         with self._running(), self._averaged_weights():
+            self._require_amplitudes()
             for batch in batches:
                 distributed.evaluate(self.batches.micro_batches(batch, trains=False), count)
             loss, samples, *sums = distributed.sum_over_replicas(totals).tolist()
@@ -224,6 +225,7 @@ class Engine:
         task = distributed.description.task
         with self._running():
             named, _, samples = self.batches.checked("predict", inputs)
+            self._require_amplitudes()
             empty = task.answer.empty(samples, distributed.context.numerics.dtype)
             answers = torch.zeros_like(empty, device=self.state.device)
 
@@ -351,6 +353,11 @@ class Engine:
             raise
         # After another error the Engine has ended: an exchange, which is collective, would wait for ever.
         self.step.exchange_average()
+
+    def _require_amplitudes(self) -> None:
+        """Raises BatchError on every rank before the first step of neurons that take amplitudes from it."""
+        if self.step.calibration.is_due():
+            raise BatchError("amplitudes of spikes follow from the first batch: take a step before, or load a checkpoint")
 
     def _agree_on_call(self, call: str) -> None:
         self._require_open()
