@@ -357,7 +357,7 @@ class Engine:
     def _require_amplitudes(self) -> None:
         """Raises BatchError on every rank before the first step of neurons that take amplitudes from it."""
         if self.step.calibration.is_due():
-            raise BatchError("amplitudes of spikes follow from the first batch: take a step before, or load a checkpoint")
+            raise BatchError("--amplitude first-batch: take a step of training first, or load a checkpoint")
 
     def _agree_on_call(self, call: str) -> None:
         self._require_open()

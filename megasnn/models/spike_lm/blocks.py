@@ -25,7 +25,9 @@ class AttentionHalf(nn.Module):
 
     mixes_tokens = False
 
-    def __init__(self, dim: int, num_heads: int, calibrated: bool, rotary: bool, context: BuildContext | None = None) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, calibrated: bool, rotary: bool, context: BuildContext | None = None
+    ) -> None:
         super().__init__()
         context = context_for(context)
         self.norm = ParallelLayerNorm(dim, context)
