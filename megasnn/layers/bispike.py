@@ -72,6 +72,11 @@ class ParallelBiSpike(NeuronLayer):
             self.v = v.detach()
         return self.observed(spikes)
 
+    @property
+    def scale(self) -> Tensor | float:
+        """The amplitude; with `calibrated` of each time step, `[T]`."""
+        return self.spec.v_threshold if self.amplitude is None else self.amplitude
+
     def scaled(self, y: Tensor) -> Tensor:
         """A product of the spikes, without bias, `[T, ...]`: as of spikes with the amplitude."""
         if self.amplitude is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasnn.layers import CausalAttention, CausalSpikingAttention, NeuronLayer, ParallelConv
 from megasnn.layers.bispike import ParallelBiSpike
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import Style
+from megasnn.layers.hidden_layer import product_gelu_product
 from megasnn.layers.init import trunc_normal, zeros
 from megasnn.layers.layer_norm import ParallelLayerNorm
 from megasnn.layers.neuron import make_neuron
@@ -93,7 +93,9 @@ class MLPHalf(nn.Module):
         self.fc2 = _product(hidden, dim, "row", context)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.fc2(F.gelu(product_of_spikes(self.neuron, self.fc1, self.norm(x))))
+        spikes = self.neuron(self.norm(x))
+        amplitude = self.neuron.scale if isinstance(self.neuron, ParallelBiSpike) else 1.0
+        return x + product_gelu_product(self.fc1, self.fc2, spikes, amplitude)
 
 
 def _neuron(calibrated: bool, context: BuildContext) -> NeuronLayer:
