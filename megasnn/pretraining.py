@@ -93,21 +93,18 @@ def _require_map_style(given: GivenDatasets) -> None:
 def _check_and_run(
     model: type[Model], flags: Sequence[str], callbacks: Sequence[Callback], given: GivenDatasets
 ) -> int:
-    """Reads and checks the flags, then trains.
-
-    The first rank of each machine reports errors, since command lines of machines may differ. Checks that need no torch
-    run before torch is imported.
-    """
     if wrong := refusal(take_ranks):
         sys.stderr.write(f"{wrong[0]}\n")
         return 2
     rank = os.environ.get("RANK", "0")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    # One rank of each machine reports, since command lines of machines may differ.
     reports = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         config, checkpoint = configuration_and_checkpoint(model, flags, reports, reads_files=given.is_empty)
         config, given = with_datasets(config, given)
         validate(config, world_size)
+        # From here on torch is imported, which takes seconds: wrong flags have been refused before.
         refuse_unbuildable(config)
         refuse_other_device(config)
     except ConfigError as error:

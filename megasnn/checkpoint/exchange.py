@@ -16,7 +16,7 @@ from megasnn.checkpoint.format import AVERAGE, BESIDE, OPTIMIZER, averages_of, o
 from megasnn.checkpoint.save import save_global_tensors
 from megasnn.checkpoint.source import Source, derived, in_our_names
 from megasnn.checkpoint.tensor_io import dtype_name
-from megasnn.common.files import CheckpointError, sync
+from megasnn.common.files import CheckpointError, quantity, sync
 from megasnn.models.registry import all_dialects, dialect_for, dialect_of, model_of
 from megasnn.models.weight_names import renamed
 
@@ -100,7 +100,7 @@ def as_text(source: Source) -> str:
         title = f"{title} of the model {metadata.model}"
     lines = [f"{source.path}: {title}", *source.notices]
     if source.is_checkpoint:
-        lines.append(f"iteration {metadata.iteration}, {metadata.consumed_samples} samples consumed")
+        lines.append(f"iteration {metadata.iteration}, {quantity(metadata.consumed_samples, 'sample')} consumed")
         lines.append(f"written by {_pairs(metadata.versions)}; layout: {_pairs(metadata.layout or {'ranks': 1})}")
         lines += [f"{part}: {_pairs(values)}" for part, values in (metadata.config or {}).items()]
     width = max(map(len, source.tensors), default=0)
@@ -115,7 +115,7 @@ def as_text(source: Source) -> str:
         elements = sum(value.numel() for value in chosen)
         size = sum(value.nbytes for value in chosen)
         kind = f" of {metadata.optimizer}" if prefix == OPTIMIZER and metadata.optimizer else ""
-        lines.append(f"{label}{kind}: {len(chosen)} tensors, {elements:,} elements, {size_text(size)}")
+        lines.append(f"{label}{kind}: {quantity(len(chosen), 'tensor')}, {elements:,} elements, {size_text(size)}")
     return "\n".join(lines)
 
 

@@ -140,7 +140,7 @@ def clean(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def resolve(folder: Path, step: int | None) -> list[Path]:
+def checkpoints_to_try(folder: Path, step: int | None) -> list[Path]:
     """Checkpoints to try, in this order.
 
     Iteration `step` alone; the folder itself ("checkpoints/iter_0000100"); or all, the latest first.
@@ -190,10 +190,10 @@ def choose_checkpoint(folder: Path, step: int | None) -> ChosenCheckpoint:
     """Iteration `step`, or the latest with an intact description.
 
     Raises:
-        NoCheckpointError, CheckpointError: as `resolve`.
+        NoCheckpointError, CheckpointError: as `checkpoints_to_try`.
         DamagedError: the description is damaged; without a `step`, all are.
     """
-    paths = resolve(folder, step)
+    paths = checkpoints_to_try(folder, step)
     if step is not None:
         return ChosenCheckpoint(folder, paths[0], read_metadata(paths[0]), by_step=True)
     return _newest_described(folder, paths, ())

@@ -21,7 +21,7 @@ from megasnn.checkpoint.folder import ChosenCheckpoint, choose_checkpoint, choos
 from megasnn.checkpoint.format import AVERAGE, AVERAGED_STEPS, OPTIMIZER, Metadata, SavedTensor, averages_of, own_names
 from megasnn.checkpoint.optimizer_state import LocalState, OptimizerStates, allocate, describe_states, state_names
 from megasnn.checkpoint.save import PathLike, optimizer_name
-from megasnn.checkpoint.tensor_io import damage, dtype_name, read_boxes, read_full
+from megasnn.checkpoint.tensor_io import damaged_files, dtype_name, read_boxes, read_full
 from megasnn.common.files import CheckpointError, DamagedError, raise_problems
 from megasnn.parallel.agreement import broadcast_result, gather, run_and_gather, run_on_all_ranks
 from megasnn.parallel.sharding import ShardedTensor
@@ -192,7 +192,7 @@ def _examine(
         # Checksums of large files take minutes: a rank that sees a misfit answers at once.
         return (wanted, states), (fit, [])
     share = (0, 1) if group is None else (group.rank(), group.size())
-    return (wanted, states), (fit, damage(chosen.path, chosen.metadata, *share))
+    return (wanted, states), (fit, damaged_files(chosen.path, chosen.metadata, *share))
 
 
 def _used_names(saved: Mapping[str, SavedTensor], wanted: Iterable[ShardedTensor], state: LocalState) -> set[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megasnn.checkpoint.folder import resolve
+from megasnn.checkpoint.folder import checkpoints_to_try
 from megasnn.checkpoint.format import Metadata, read_metadata
 from megasnn.checkpoint.tensor_io import allocated, read_full
 from megasnn.checkpoint.weight_file import read_weights
@@ -56,7 +56,7 @@ def open_source(path: Path, values: bool = True, ema: bool = True) -> Source:
         file = read_weights(path, ema)
         return Source(path, file.tensors, notices=file.notices)
     # The latest alone: a tool must not pass over a damaged checkpoint, as a run does.
-    path = resolve(path, None)[0]
+    path = checkpoints_to_try(path, None)[0]
     metadata = read_metadata(path)
     if values:
         return Source(path, read_full(path, metadata, metadata.tensors), metadata, True)

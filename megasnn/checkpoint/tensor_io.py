@@ -112,7 +112,7 @@ def file_checksum(path: Path) -> str:
     return f"{crc32:08x}"
 
 
-def damage(path: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> list[str]:
+def damaged_files(path: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> list[str]:
     """Problems in one checkpoint's files (`.../iter_0000100`), after reading every byte.
 
     Args:
@@ -137,8 +137,8 @@ def damage(path: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> lis
 
 
 def require_intact(path: Path, metadata: Metadata) -> None:
-    """Raises DamagedError with all damaged files; see `damage`."""
-    if problems := damage(path, metadata):
+    """Raises DamagedError with all damaged files; see `damaged_files`."""
+    if problems := damaged_files(path, metadata):
         raise DamagedError(*problems)
 
 
@@ -175,7 +175,7 @@ def read_boxes(path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[S
 
 @contextmanager
 def _utf8_name(folder: Path) -> Iterator[Path]:
-    """The folder under a name in UTF-8: safetensors opens no other."""
+    # safetensors opens no file whose name is not UTF-8.
     if os.fsencode(folder) == str(folder).encode(errors="replace"):
         yield folder
         return

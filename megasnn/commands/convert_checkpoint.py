@@ -34,9 +34,9 @@ from megasnn.checkpoint.exchange import (
 from megasnn.checkpoint.format import averages_of
 from megasnn.checkpoint.reshard import Target, reshard
 from megasnn.checkpoint.source import Source, in_our_names, open_source
-from megasnn.checkpoint.tensor_io import damage
+from megasnn.checkpoint.tensor_io import damaged_files
 from megasnn.commands.flags import name_in
-from megasnn.common.files import CheckpointError
+from megasnn.common.files import CheckpointError, quantity
 from megasnn.export.trained_model import load_model
 from megasnn.schedule.partition import PLACEMENTS
 
@@ -64,13 +64,13 @@ def _verify(path: PathArgument) -> HasFindings:
     source = open_source(path, values=False)
     if not source.is_checkpoint:
         raise CheckpointError(f"{path} is no checkpoint: a file of weights has no checksums to verify")
-    problems = damage(source.path, source.metadata)
+    problems = damaged_files(source.path, source.metadata)
     name = source.metadata.model
     title = f"{source.path}, of the model {name}" if name else str(source.path)
     total = size_text(sum(file.bytes for file in source.metadata.files.values()))
     for problem in problems:
         print(problem)
-    print(f"{title}: {total} read, {len(problems) or 'no'} problem(s)")
+    print(f"{title}: {total} read, {quantity(len(problems), 'problem')}")
     return bool(problems)
 
 
@@ -198,13 +198,13 @@ def _diff(first: PathArgument, second: PathArgument, tolerance: float = 0.0, mod
         else:
             mark = "close"
         print(f"{each.name:<{width}}  {mark:<7}  {each.largest:<10.4g} {each.note}".rstrip())
-    print(f"{differing} of {len(tensors)} tensors differ by more than {tolerance:g}")
+    print(f"more than {tolerance:g} of difference: {differing} of {quantity(len(tensors), 'tensor')}")
     return differing > 0
 
 
 def _counts(source: Source) -> str:
     elements = sum(value.numel() for value in source.tensors.values())
-    return f"{len(source.tensors)} tensors, {elements:,} elements"
+    return f"{quantity(len(source.tensors), 'tensor')}, {elements:,} elements"
 
 
 COMMANDS: dict[str, Callable[..., HasFindings]] = {

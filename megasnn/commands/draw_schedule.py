@@ -19,6 +19,7 @@ from typing import Annotated
 import tyro
 
 from megasnn.commands.flags import ScheduleName, run_tool
+from megasnn.common.files import quantity
 from megasnn.schedule import ChunkCost, generate, per_stage, simulate
 from megasnn.schedule.draw import chart
 
@@ -63,7 +64,7 @@ def draw(options: DrawOptions) -> None:
         costs_of,
     )
     result = simulate(schedule, costs_of(schedule.placement))
-    print(f"{schedule.name}: {schedule.ranks} stages, {schedule.micro_batches} micro-batches")
+    print(f"{schedule.name}: {quantity(schedule.ranks, 'stage')}, {quantity(schedule.micro_batches, 'micro-batch')}")
     print(f"makespan {result.makespan:g}")
     for rank in range(schedule.ranks):
         print(

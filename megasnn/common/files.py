@@ -88,6 +88,16 @@ def in_message(value: object) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
+def quantity(number: int, noun: str) -> str:
+    """Number and noun of a sentence, such as "1 micro-batch" and "2 micro-batches"."""
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith("y"):
+        return f"{number} {noun[:-1]}ies"
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
+
+
 @lru_cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)

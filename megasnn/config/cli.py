@@ -52,6 +52,7 @@ def parse(
             the shell into several words.
     """
     plain: Any = config_class()
+    # Unknown flags are collected here: the error names each with its nearest neighbour.
     arguments, unknown = _parser(plain, recipes).parse_known_args(argv)
     values = _file_values(config_class, arguments, recipes, checkpoint_values)
     if arguments.help:
@@ -211,7 +212,6 @@ def _file_values(
 
 
 def _read_value_file(config_class: type[Any], name: str, recipes: Mapping[str, Path]) -> dict[str, Any]:
-    """A file's values, checked against this configuration's fields and model."""
     path = recipes.get(name, Path(name))
     shown = f"--config {in_message(str(path))}"
     try:

@@ -155,6 +155,7 @@ class OptimizerConfig:
         if not self.lr_warmup_epochs:
             return self.lr_warmup_iters
         warm_up = self.lr_warmup_epochs * epoch
+        # A rate that changes every iteration counts whole iterations.
         return warm_up if self.lr_interval == "epoch" else int(warm_up)
 
     @property

@@ -70,6 +70,7 @@ class ParallelConfig:
         stages = self.pipeline_model_parallel_size
         chunks = self.num_virtual_stages_per_pipeline_rank
         if chunks is None and self.pipeline_schedule == AUTO_SCHEDULE:
+            # Without other stages no chunk ever waits.
             if stages == 1:
                 chunks = 1
             elif self.layout is not None:

@@ -125,5 +125,6 @@ class PretrainConfig:
         """How context-parallel ranks share a micro-batch: `context_parallel_cut` with auto resolved."""
         if self.parallel.context_parallel_cut != "auto":
             return self.parallel.context_parallel_cut
+        # Ranks with samples of their own exchange statistics alone; rows are exchanged in every convolution.
         has_enough = self.training.micro_batch_size >= self.parallel.context_parallel_size
         return "samples" if has_enough else "rows"

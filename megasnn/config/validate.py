@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
+from megasnn.common.files import quantity
 from megasnn.common.grid import Grid, micro_batch_sizes
-from megasnn.config.checks import ConfigError, flag, refusal
+from megasnn.config.checks import ConfigError, as_flag, flag, refusal
 from megasnn.config.data import SAMPLE
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.run import PretrainConfig
@@ -63,6 +64,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     training = config.training
     if not training.evaluate_only and all(getattr(training, name) is None for name in LENGTHS):
         problems.append(f"give {' or '.join(map(flag, LENGTHS))}; none was given")
+    problems += _schedule_problems(config)
     problems += _evaluation_problems(config)
     problems += _mixing_problems(config)
     problems += _neuron_problems(config)
@@ -161,14 +163,14 @@ def _replicas_without_work(config: PretrainConfig, grid: Grid) -> str:
         smaller = f"--micro-batch-size {largest}, which batch norm then normalises over"
     sizes = f"world size {grid.world_size} / tensor {grid.tp} / pipeline {grid.pp} / context {grid.cp}"
     return (
-        f"{_batch_text(config)} is {training.micro_batches} micro-batch(es); {grid.replicas} data parallel replicas "
-        f"({sizes}) need one each; use {smaller}; or a larger --context-parallel-size or --tensor-model-parallel-size, "
-        "which change no result"
+        f"{_batch_text(config)} is {quantity(training.micro_batches, 'micro-batch')}; {grid.replicas} data parallel "
+        f"replicas ({sizes}) need one each; use {smaller}; or a larger --context-parallel-size or "
+        "--tensor-model-parallel-size, which change no result"
     )
 
 
 def _unequal_replicas(config: PretrainConfig, grid: Grid) -> Iterator[str]:
-    """Replicas gather shared weights together, so they need the same number of micro-batches."""
+    # Replicas gather shared weights together, so they need the same number of micro-batches.
     count = config.training.micro_batches
     # An evaluation pads with empty micro-batches; a training would change its mean.
     if grid.dp_shard > 1 and count % grid.replicas and not config.training.evaluate_only:
@@ -189,7 +191,7 @@ def _ranks_without_samples(config: PretrainConfig) -> Iterator[str]:
         last = micro_batch_sizes(training.global_batch_size, size)[-1]
         if last < context:
             batch = _batch_text(config)
-            yield f"{asked}: {batch} ends with {last} sample(s), and each rank needs one; change either size"
+            yield f"{asked}: {batch} ends with {quantity(last, 'sample')}, and each rank needs one; change either size"
 
 
 def _window_problems(config: PretrainConfig) -> Iterator[str]:
@@ -267,6 +269,21 @@ def _evaluation_problems(config: PretrainConfig) -> Iterator[str]:
     needed = "pretrain(..., valid_dataset=...)" if config.data.is_in_python else "--valid-data-path"
     for each in asked:
         yield f"{each} needs {needed}"
+
+
+def _schedule_problems(config: PretrainConfig) -> Iterator[str]:
+    """Warm-up and cool-down longer than the training, where the flags count alike; otherwise the data decide."""
+    training = config.training
+    rates = config.optimizer
+    if training.evaluate_only:
+        return
+    if training.train_epochs is not None and rates.lr_warmup_epochs + rates.lr_cooldown_epochs > training.train_epochs:
+        names = [name for name in ("lr_warmup_epochs", "lr_cooldown_epochs") if getattr(rates, name)]
+        asked = " and ".join(as_flag(name, getattr(rates, name)) for name in names)
+        yield f"{asked}: longer than --train-epochs {training.train_epochs}; lower these, or raise --train-epochs"
+    if training.train_iters is not None and rates.lr_warmup_iters > training.train_iters:
+        warm_up = f"--lr-warmup-iters {rates.lr_warmup_iters}"
+        yield f"{warm_up}: longer than --train-iters {training.train_iters}; lower it, or raise --train-iters"
 
 
 def _mixing_problems(config: PretrainConfig) -> Iterator[str]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasnn.augment import AUGMENTATIONS, SampleKey
-from megasnn.common.files import SAMPLE_LIMIT, require_size
+from megasnn.common.files import SAMPLE_LIMIT, quantity, require_size
 from megasnn.config.data import CHANGES, SAMPLE
 from megasnn.data.arrays import ArrayFormat
 from megasnn.data.events import FrameOptions
@@ -61,7 +61,7 @@ class ShardDataset(SampleSource):
         if num_classes and len(wrong):
             first = int(wrong[0])
             raise ValueError(
-                f"{len(wrong)} of {len(self)} labels are outside 0..{num_classes - 1}: the first is "
+                f"{len(wrong)} of {quantity(len(self), 'label')} outside 0..{num_classes - 1}: the first is "
                 f"{self.labels[first]} of {self.describe(first)}, the largest {self.labels.max()}; "
                 f"raise --num-classes (now {num_classes}) or correct the data"
             )

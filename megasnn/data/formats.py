@@ -13,7 +13,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from megasnn.augment import AUGMENTATIONS, EVENT_FRAMES, Augmentation, SampleKey
-from megasnn.common.files import read_arrays
+from megasnn.common.files import quantity, read_arrays
 from megasnn.data.events import (
     FrameOptions,
     Recording,
@@ -100,8 +100,8 @@ class EventFormat(SampleFormat):
             sample = make_frames(sample, self.settings)
         elif len(sample) != self.settings.time_steps:
             raise FormatMismatch(
-                f"has {len(sample)} frames, and the model takes --time-steps {self.settings.time_steps}; set "
-                f"--time-steps {len(sample)}, or preprocess again (--keep-events allows any number)"
+                f"has {quantity(len(sample), 'frame')}, and the model takes --time-steps {self.settings.time_steps}; "
+                f"set --time-steps {len(sample)}, or preprocess again (--keep-events allows any number)"
             )
         elif size is not None and sample.shape[2:] != (size, size):
             sample = resize_frames(sample, size)

@@ -288,7 +288,7 @@ def epoch_samples(samples: int, global_batch_size: int, last_batch: str) -> int:
     if samples < global_batch_size:
         raise ValueError(
             f"--last-batch drop leaves none of the {samples} training samples, since --global-batch-size is "
-            f"{global_batch_size}; lower --global-batch-size or use --last-batch continue"
+            f"{global_batch_size}; lower it to {samples} or less, or use --last-batch continue"
         )
     return samples - samples % global_batch_size
 

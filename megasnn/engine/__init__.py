@@ -4,12 +4,13 @@ engine.py       the Python interface
 step.py         forward, backward, reduction, clip, update, statistics, average
 step_sums.py    sums over all ranks
 model.py        this rank's chunks, run over micro-batches
-loss.py         loss and metrics
+loss.py         loss and metrics of a step
+evaluation.py   loss and metrics of an evaluation, answers of a prediction
 batch.py        from whole batches to this rank's micro-batches
 windows.py      truncated backpropagation
 build.py        from model and flags to configuration, context and plan
 replica.py      from a plan to chunks, gradients and executor
-checkpoint.py   checkpoint contents
+checkpoint.py   checkpoints: contents, saving, loading
 not_finite.py   the first layer or gradient with nan or infinities
 """
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megasnn.augment.mixing import Mixing
+from megasnn.common.files import quantity
 from megasnn.common.grid import micro_batch_counts, micro_batch_sizes
 from megasnn.common.memory import without_waiting
 from megasnn.config import PretrainConfig
@@ -121,7 +122,6 @@ class Batches:
             raise BatchError(f"ranks have different numbers of samples (0 after the last batch): {of_ranks}")
 
     def _problem(self, call: Call, inputs: Any, targets: Any, own: SampleShare | None) -> str | None:
-        """Why a batch is refused; None for a valid one."""
         task = self._task
         if not isinstance(inputs, Mapping) or inputs.keys() != task.inputs.keys():
             got = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
@@ -167,7 +167,6 @@ class Batches:
         return None
 
     def _size_problem(self, samples: int) -> str | None:
-        """Why ranks cannot share a step's samples; None if they can."""
         size = self._config.training.micro_batch_size
         sizes = micro_batch_sizes(samples, min(size, samples))
         replicas = self._state.dp.size
@@ -177,10 +176,10 @@ class Batches:
         if len(sizes) >= replicas and is_even and sizes[-1] >= self._samples.size:
             return None
         return (
-            f"{samples} samples are {len(sizes)} micro-batch(es) of micro_batch_size {size}, the last of {sizes[-1]}: "
-            f"{replicas} data parallel replicas need one each (equally many, where weight_parallel_size "
-            f"{weight} is above 1), and a micro-batch needs context_parallel_size {self._samples.size} samples; give "
-            "more samples, or the Engine another micro_batch_size"
+            f"{quantity(samples, 'sample')} in micro-batches of micro_batch_size {size} are {len(sizes)}, the last of "
+            f"{sizes[-1]}: {replicas} data parallel replicas need one each (equally many, where "
+            f"weight_parallel_size {weight} is above 1), and a micro-batch needs context_parallel_size "
+            f"{self._samples.size} samples; give more samples, or the Engine another micro_batch_size"
         )
 
     def local_batch(
@@ -270,6 +269,7 @@ class Batches:
             samples = range(first, first + micro.size)
             if trains and self._mixing is not None:
                 inputs, targets, samples = self._mixed(self._mixing, inputs, targets, samples)
+            # On all ranks that share the micro-batch, which replay the same CUDA graphs.
             size = sizes[micro.start // sizes[0]]
             whole.append(MicroBatchInput(inputs, targets, len(samples), samples, left_out=micro.left_out, whole=size))
         if not trains:
@@ -283,7 +283,6 @@ class Batches:
         return windows
 
     def _on_device(self, micro: MicroBatch) -> tuple[dict[str, Tensor] | None, Tensor | None]:
-        """A micro-batch's inputs by name, and targets, in the model's types. The host waits for no copy."""
         device = self._state.device
         specs = self._task.inputs
         inputs: dict[str, Tensor] | None = None

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.common.bundle import Bundle
 from megasnn.common.checks import context_of_error
 from megasnn.common.memory import keep_free_memory
 from megasnn.config import PretrainConfig
@@ -27,6 +26,7 @@ from megasnn.engine.build import (
     run_configuration,
 )
 from megasnn.engine.checkpoint import Checkpoints
+from megasnn.engine.evaluation import Answers, EvaluationSums
 from megasnn.engine.share import SampleShare, share_of
 from megasnn.engine.step import TrainStep
 from megasnn.engine.windows import describe_windows
@@ -194,26 +194,15 @@ class Engine:
 
     def evaluate_on(self, batches: Iterable[GlobalBatch]) -> EvaluationRecord:
         """Evaluates this rank's shares, from `megasnn.data.BatchLoader`."""
-        distributed = self.distributed
-        task = distributed.description.task
-        # Loss, samples and metrics. On the device, so that the host waits only at the end.
-        totals = torch.zeros(2 + len(task.evaluated), dtype=torch.float64, device=self.state.device)
-
-        def count(output: Bundle, targets: Tensor) -> None:
-            totals[0] += distributed.loss.of_evaluation(output, targets)
-            if distributed.context.counts_samples:
-                totals[1] += len(targets)
-            totals[2:] += task.sums(output, targets, task.evaluated)
-
+        sums = EvaluationSums(self.distributed)
         with self._running(), self._averaged_weights():
             self._require_amplitudes()
             for batch in batches:
-                distributed.evaluate(self.batches.micro_batches(batch, trains=False), count)
-            loss, samples, *sums = distributed.sum_over_replicas(totals).tolist()
+                self.distributed.evaluate(self.batches.micro_batches(batch, trains=False), sums.add)
+            samples, loss, metrics = sums.read()
         if not samples:
             raise ValueError("there are no samples to evaluate")
-        metrics = {name: each / samples for name, each in zip(task.evaluated, sums, strict=True)}
-        return EvaluationRecord(self.iteration, self.consumed_samples, int(samples), loss / samples, metrics)
+        return EvaluationRecord(self.iteration, self.consumed_samples, samples, loss, metrics)
 
     def predict(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Answers for any number of samples, in order, on every rank's CPU.
@@ -221,32 +210,17 @@ class Engine:
         The model's `predict` defines answers, by default the logits' mean over time, `[N, classes]`. Uses averaged
         weights with `ema_decay`.
         """
-        distributed = self.distributed
-        task = distributed.description.task
         with self._running():
             named, _, samples = self.batches.checked("predict", inputs)
             self._require_amplitudes()
-            empty = task.answer.empty(samples, distributed.context.numerics.dtype)
-            answers = torch.zeros_like(empty, device=self.state.device)
-
-            def fill(output: Bundle, indices: Tensor) -> None:
-                found = task.answers_of(output)
-                if found.shape[1:] != answers.shape[1:]:
-                    raise ValueError(
-                        f"a rank's answers are {[*found.shape]} and the whole ones [N, ...] of {[*answers.shape[1:]]}: "
-                        "an answer for each token needs --context-parallel-cut samples"
-                    )
-                answers[indices] = found.to(answers.dtype)
-
+            answers = Answers(self.distributed, samples)
             # Each sample's index takes the place of its target, and says which row its answer fills.
             indices = torch.arange(samples)
             with self._averaged_weights():
                 for batch in self.batches.for_evaluation(named, indices, samples):
                     micro_batches = self.batches.micro_batches(batch, trains=False)
-                    distributed.evaluate([replace(each, predicts=True) for each in micro_batches], fill)
-            # Each row is an answer on one rank and zeros on all others, so that the sum joins them. Of ranks that
-            # divide tokens, each has its part of the answer.
-            return distributed.sum_over_replicas(answers).cpu()
+                    self.distributed.evaluate([replace(each, predicts=True) for each in micro_batches], answers.fill)
+            return answers.gathered()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights and buffers by global name, as unsharded copies on every rank's CPU."""

@@ -97,6 +97,7 @@ class DistributedModel:
         self.loss.begin(global_batch_size)
         self.gradient_buckets.zero(len(micro_batches))
         for norm in self.norms:
+            # Nothing merges the records of a step that was skipped.
             norm.pending.clear()
         schedule = self.plan.schedules.training(len(micro_batches))
         with self._mode(trains=True):

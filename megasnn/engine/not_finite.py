@@ -58,7 +58,6 @@ def _in_forward(distributed: DistributedModel, micro_batches: Sequence[MicroBatc
 
 
 def _paths(distributed: DistributedModel) -> dict[nn.Module, tuple[int, str]]:
-    """Every module's chunk and name."""
     paths = {}
     # In reverse, so that a module in two places gets the first.
     for index, chunk in reversed([*distributed.chunks.items()]):

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from megasnn.checkpoint.folder import resolve
+from megasnn.checkpoint.folder import checkpoints_to_try
 from megasnn.checkpoint.format import AVERAGE, Metadata, averages_of, own_names, read_metadata
 from megasnn.checkpoint.load import load_globals_into
 from megasnn.checkpoint.tensor_io import file_checksum, read_full
@@ -246,7 +246,7 @@ def load_model(
         CheckpointError: no such checkpoint, or it holds no configuration or another model.
         DamagedError: the checkpoint is damaged.
     """
-    path = resolve(Path(checkpoint), step)[0]
+    path = checkpoints_to_try(Path(checkpoint), step)[0]
     metadata = read_metadata(path)
     if metadata.model is None or metadata.config is None:
         raise CheckpointError(f"{path} holds weights without the configuration of a model: give one that a run saved")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from megasnn.common.registry import Registry, later
 from megasnn.kernels.neuron_spec import (
     COMPILED_NEURONS,
-    FUSED_CHARGES,
     FUSED_SURROGATES,
     NEURONS,
     SURROGATES,
@@ -72,15 +71,15 @@ BACKENDS: Registry[NeuronBackend] = Registry(
             COMPILED_NEURONS,
             FUSED_SURROGATES,
             later("megasnn.kernels.numba.norm_neuron:NumbaNormNeuron"),
-            later("megasnn.kernels.numba.neuron:neuron_kernels"),
+            later("megasnn.kernels.numba.neuron:numba_neuron_kernels"),
             later("megasnn.kernels.numba.available:why_unusable"),
         ),
         "triton": NeuronBackend(
             "kernels compiled for NVIDIA GPUs",
-            FUSED_CHARGES,
+            COMPILED_NEURONS,
             FUSED_SURROGATES,
             later("megasnn.kernels.triton.norm_neuron:TritonNormNeuron"),
-            later("megasnn.kernels.triton.neuron:TritonNeuron"),
+            later("megasnn.kernels.triton.neuron:triton_neuron_kernels"),
             later("megasnn.kernels.triton.available:why_unusable"),
         ),
     },

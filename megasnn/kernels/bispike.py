@@ -48,7 +48,7 @@ def scales_of(amplitude: Tensor) -> Tensor:
 
 
 class CompiledBiSpike(NeuronKernels):
-    """Kernels with their own backward, which reads three bits a value.
+    """Kernels with their own backward, which reads three bits a value, two of them those of the packed spikes.
 
     Packed arrays `[..., T, ceil(M / 8)]` have a row of bytes for each time step's M values, the first one's bit lowest.
     """

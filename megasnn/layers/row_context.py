@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megasnn.common.files import quantity
 from megasnn.common.recompute import cached_collective, is_replaying
 from megasnn.kernels.spike_codec import Content, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext, context_for
@@ -28,7 +29,7 @@ def shared_rows(height: int, ranks: int) -> tuple[range, ...]:
     """Each rank's rows, divided as evenly as possible. Raises ValueError for fewer rows than ranks."""
     if height < ranks:
         raise ValueError(
-            f"there are {height} row(s) for {ranks} ranks: with --context-parallel-cut rows, --context-parallel-size "
+            f"{quantity(height, 'row')} for {ranks} ranks: with --context-parallel-cut rows, --context-parallel-size "
             f"may be {height} at most here"
         )
     # From the height alone, so residual branches fit each other.

@@ -51,6 +51,7 @@ class WeightGradients:
 
         (None, None) for a frozen parameter. Autograd calls none of the parameter's hooks.
         """
+        # CUDA graphs ask which parameters come this way: see `takes`.
         self._parameters[id(parameter)] = parameter
         if not parameter.requires_grad:
             return None, None

@@ -85,12 +85,12 @@ class ProductOptions:
         images = rows.view(time, samples, height, width, rows.shape[1]).movedim(-1, 2).flatten(0, 1)
         if self.pool > 1:
             images = average_pool(images, self.pool)
-        bits = self.bits_of_images(payloads) if self.products.sparse else None
-        return images if bits is None else remember_bits(images, bits)
+        return remember_bits(images, self.bits_of_images(payloads), self.content)
 
     def bits_of_images(self, payloads: list[Tensor]) -> Tensor | None:
-        are_spikes = self.content is Content.SPIKES and self.pool == 1 and len(payloads) == 1
-        return payloads[0] if are_spikes and self.products.sparse else None
+        """Packed images, where sums over spikes use them."""
+        are_bits = self.content.is_bits and self.pool == 1 and len(payloads) == 1
+        return payloads[0] if are_bits and self.products.sparse else None
 
 
 class WeightedLayer(nn.Module):
@@ -125,6 +125,7 @@ class WeightedLayer(nn.Module):
         self._time_steps = context.time_steps
         # Indexing, because .view would give a single channel other strides.
         self._kernel_index = (..., *[None] * (4 - len(weight.local_shape)))
+        # All ranks compute a whole layer, and its operations count once.
         self._is_counted = not context.is_whole or context.state.tp.rank == 0
 
     def tell_observer(self, x: Tensor) -> None:
@@ -292,7 +293,8 @@ def _add_weight_gradient(
     if products.sparse:
         bits = options.bits_of_images(payloads)
         shape = torch.Size((len(grad), *input_shape[2:]))
-        if bits is not None and products.add_weight_gradient_of_bits(kernel, grad, bits, shape):
+        are_spikes = options.content is Content.SPIKES
+        if bits is not None and are_spikes and products.add_weight_gradient_of_bits(kernel, grad, bits, shape):
             return
     channels = input_shape[2]
     size = (input_shape.numel() // channels, channels)
@@ -302,6 +304,5 @@ def _add_weight_gradient(
 
 
 def _unpooled(matrix: Tensor, shape: torch.Size, pool: int) -> Tensor:
-    """Input gradient of this shape, from the pooled one as a matrix."""
     images = from_matrix(matrix, (*shape[:3], *pooled_space(shape[3:], pool))).flatten(0, 1)
     return average_pool_gradient(images, pool, shape[3:]).unflatten(0, shape[:2])

@@ -172,6 +172,7 @@ def build(
     for number, name in task.input_names.items():
         spec = task.inputs[name]
         frames = spec.frames(spec.empty(DRY_SAMPLES, context.numerics.compute_dtype))
+        # Every rank has the inputs whole.
         outputs[number] = _Output(frames, [False])
     if not isinstance(task.target, str):
         targets = task.target.empty(DRY_SAMPLES, context.numerics.compute_dtype)
@@ -258,6 +259,7 @@ def _sources_of(layers: Sequence[Layer], task: Task) -> list[tuple[int, ...]]:
                 raise ValueError(f"{layer.name} takes {name!r}; inputs and earlier layers are {', '.join(numbers)}")
         if layer.name in input_names.values():
             raise ValueError(f"the layer {layer.name!r} has the name of an input; give it another one")
+        # Without `takes`: the layer before; the first layer takes the first input, which is -1.
         sources = tuple(numbers[name] for name in layer.takes) or (number - 1,)
         sources_of_layers.append(sources)
         used.update(sources)

@@ -103,7 +103,6 @@ def _join(output: Bundle, evaluated: Bundle, same_shapes: bool) -> None:
 
 @contextmanager
 def _counting(layer: nn.Module, found: list[int]) -> Iterator[None]:
-    """Counts one sample's multiply-adds."""
 
     def add(module: ParallelConv | ParallelLinear, inputs: object, output: Tensor) -> None:
         found.append(output.numel() * module.weight[0].numel() // DRY_SAMPLES)

@@ -61,6 +61,7 @@ class Model(ABC):
     """Number of classes."""
 
     def __init_subclass__(cls) -> None:
+        # Not inherited: a model derived from another one is another model.
         if "name" not in cls.__dict__:
             cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
 

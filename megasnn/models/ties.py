@@ -111,7 +111,6 @@ def _copied(each: Layer) -> nn.Module:
 
 
 def _renew(module: nn.Module, name: str) -> Tensor:
-    """Replaces a shared tensor by a new one."""
     old = getattr(module, name)
     made = torch.empty_like(old)
     if isinstance(old, nn.Parameter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from megasnn.common.files import quantity
 from megasnn.config.optimizer import DECAY_STYLES, OptimizerConfig
 
 
@@ -34,6 +35,7 @@ def require_schedule(config: OptimizerConfig, iterations: int, epoch: Fraction) 
     if config.warmup_iterations(epoch) + cooldown > iterations:
         raise ValueError(
             f"warm-up (--lr-warmup-epochs {config.lr_warmup_epochs}, --lr-warmup-iters {config.lr_warmup_iters}) and "
-            f"cool-down (--lr-cooldown-epochs {config.lr_cooldown_epochs}) take more than the training's {iterations} "
-            f"iterations, with {float(epoch):g} in an epoch: lower them, or raise --train-iters or --train-epochs"
+            f"cool-down (--lr-cooldown-epochs {config.lr_cooldown_epochs}) take more than the training's "
+            f"{quantity(iterations, 'iteration')}, with {float(epoch):g} in an epoch: lower them, or raise "
+            "--train-iters or --train-epochs"
         )

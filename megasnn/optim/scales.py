@@ -57,7 +57,6 @@ def _depths(description: ModelDescription) -> dict[str, int]:
 
 
 def _layer_of(name: str, layers: Mapping[str, int]) -> str:
-    """The longest layer name among a parameter's prefixes."""
     while name and name not in layers:
         name = name.rpartition(".")[0]
     return name

@@ -68,6 +68,7 @@ class Bucket:
             self.is_late = scattered and parameters[0] in weights.multiplied
             self.local_parts = list(shards)
             gradients = self.fsdp_shards.sums
+        # Shards of FSDP are divided once more, among the ranks with the same shards.
         if owners is not None:
             self.zero_shards = ParameterShards(self.local_parts, gradients, owners)
         self.shards_of_rank = [shards for shards in (self.fsdp_shards, self.zero_shards) if shards is not None]
@@ -291,11 +292,13 @@ class GradientBuckets:
 def _weak(method: Callable[..., None]) -> Callable[..., None]:
     """Calls a method without keeping its object alive; does nothing afterwards."""
     reference = WeakMethod(method)
-    return lambda *arguments: (reference() or _ignore)(*arguments)
 
+    def call(*arguments: object) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*arguments)
 
-def _ignore(*_: object) -> None:
-    pass
+    return call
 
 
 def _groups(entries: list[ShardedTensor], late: set[Tensor]) -> list[tuple[list[Tensor], bool]]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megasnn.common.checks import error_context
+from megasnn.common.files import quantity
 from megasnn.config import PretrainConfig
 from megasnn.config.training import PRECISIONS, TrainingConfig
 from megasnn.kernels.layout import CAPABILITY, CUBLAS, CUDNN, let_products_round, takes_tf32
@@ -151,7 +152,7 @@ def _missing_gpu(gpus: int) -> str:
         )
     # Slurm sets CUDA_VISIBLE_DEVICES to show each rank its own GPU.
     if gpus < ranks and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        return f"there are {gpus} GPU(s) for {ranks} ranks, and NCCL needs one for each: start fewer ranks"
+        return f"{quantity(gpus, 'GPU')} for {ranks} ranks, and NCCL needs one for each: start fewer ranks"
     return ""
 
 

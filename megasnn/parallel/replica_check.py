@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megasnn.common.files import quantity
 from megasnn.common.random import keyed_generator
 from megasnn.kernels.layout import flat_in_memory
 from megasnn.parallel.agreement import gather
@@ -52,7 +53,8 @@ def compare_replicas(entries: Sequence[ShardedTensor], state: ParallelState, ite
     for rank, (checksums, host) in enumerate(gather(state.world.handle, (found, socket.gethostname()))):
         for label, checksum in checksums.items():
             ranks_of[label][checksum].append(f"{rank} on {host}")
-    lines = [f"replicas differ at iteration {iteration}; checksums of {len(ranks_of)} tensor(s), {NAMED} at most:"]
+    number = quantity(len(ranks_of), "tensor")
+    lines = [f"replicas differ at iteration {iteration}; checksums of {number}, {NAMED} at most:"]
     for label, holders in list(ranks_of.items())[:NAMED]:
         values = []
         for checksum, ranks in holders.items():

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megasnn.common.files import quantity
 from megasnn.common.grid import FLAG_OF_AXIS, HOLDING_AXES, Axis, Coordinates
 
 Initialiser = Callable[[Tensor, torch.Generator], object]
@@ -117,8 +118,9 @@ class Shard:
             length = len(indices[cut.dim])
             if cut.even and length % (cut.blocks * size):
                 raise ValueError(
-                    f"dimension {cut.dim} of shape {list(shape)}, {cut.blocks} block(s) of {length // cut.blocks}, "
-                    f"cannot be cut into {size} equal parts; choose a {FLAG_OF_AXIS[axis]} that divides it"
+                    f"dimension {cut.dim} of shape {list(shape)}, {quantity(cut.blocks, 'block')} of "
+                    f"{length // cut.blocks}, cannot be cut into {size} equal parts; choose a "
+                    f"{FLAG_OF_AXIS[axis]} that divides it"
                 )
             blocks = indices[cut.dim].reshape(cut.blocks, -1)
             own = own_span(blocks.shape[1], [size], self.coordinates.index(axis))

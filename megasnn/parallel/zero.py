@@ -50,6 +50,7 @@ class ParameterShards:
         if local_shards is None:
             destinations = by_owner(parameters, holders)
             self._own_values = destinations[holders.rank]
+            # The values of this rank are in their place: its shards are views.
             destinations[holders.rank] = []
             self.shards = [nn.Parameter(own_param_shard(each, holders)) for each in parameters]
         else:

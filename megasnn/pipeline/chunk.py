@@ -181,6 +181,7 @@ class PipelineChunk(nn.Module):
                 return y
         call = self._called_in_trace if is_traced() else self._called
         with self._explained_layer, self._drawing(samples):
+            # Most models are chains, which need no table of outputs: the host has fewer calls to make.
             if self._is_chain:
                 output: Bundle = received.pop()
                 for each in self._calls:

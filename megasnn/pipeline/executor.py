@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from megasnn.pipeline.p2p import Transfers
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, SENDS, SHARDING, USES_WEIGHTS, ActionKey
 from megasnn.telemetry.operations import not_counting
-from megasnn.telemetry.timers import is_traced, named
+from megasnn.telemetry.timers import Timers, is_traced, named
 
 LossFunction = Callable[[Bundle, Any, bool], Tensor]
 """(output of the model, targets, is a recomputation) -> this micro-batch's share of the global batch's mean loss."""
@@ -37,6 +37,12 @@ _PHASES = {
     **dict.fromkeys(SHARDING, "weights"),
 }
 """Phase for counted traffic; all other actions are part of the backward."""
+_TIMED = {
+    Kind.FORWARD: "forward",
+    **dict.fromkeys((Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT), "backward"),
+    Kind.RECOMPUTE: "recompute",
+}
+"""Part of a step that an action's time counts to; all other actions are transfers between ranks."""
 _BACKWARDS = PROPAGATING | FINISHING
 MOST_GRAPHED = 2
 """Number of step sizes with CUDA graphs, which take memory: the usual one, and a smaller last step of an epoch."""
@@ -76,6 +82,7 @@ class PipelineExecutor:
         self._sizes: list[tuple[int, ...]] = []
         # The last schedule of training, and the last one of evaluation.
         self._prepared: dict[bool, tuple[Schedule, PreparedOrder]] = {}
+        self._timers: Timers | None = None
 
     def run(
         self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None
@@ -96,8 +103,11 @@ class PipelineExecutor:
         graphs = [segment.graphs for segment in self._segments.values() if segment.graphs is not None]
         if graphs and consume is None:
             self._begin_graphs(graphs, tuple(micro.whole or micro.size for micro in micro_batches))
+        # Only a profiler sees the names of actions, and each costs two calls of Python.
         if is_traced():
             order = [(action, [partial(_in_trace, action, works)]) for action, works in order]
+        if self._timers is not None:
+            order = [(action, [partial(_timed, self._timers, action, works)]) for action, works in order]
         with error_context("") as context, nullcontext() if consume is None else torch.no_grad():
             for action, works in order:
                 traffic.phase = _PHASES.get(action.kind, "backward")
@@ -116,6 +126,15 @@ class PipelineExecutor:
         step.reset()
         return total
 
+    @contextmanager
+    def timed_by(self, timers: Timers) -> Iterator[None]:
+        """Times the actions inside, as forward, backward, recompute or transfers."""
+        self._timers = timers
+        try:
+            yield
+        finally:
+            self._timers = None
+
     def prepared(self, schedule: Schedule) -> PreparedOrder:
         """This rank's actions with the calls that perform them, found in the schedule's first run."""
         last = self._prepared.get(schedule.forward_only)
@@ -130,8 +149,10 @@ class PipelineExecutor:
             segment = action.segment
             works: list[Work] = []
             if self._transfers is not None and action.kind in COMPUTE:
+                # Receives are posted before a computation, so that messages arrive during it.
                 works.append(partial(self._transfers.announce, action))
             if self._weights is not None and action.kind in USES_WEIGHTS:
+                # An earlier UNSHARD has started the gather.
                 works.append(partial(self._weights.wait_unshard, segment))
             if segment in scattered and action.kind in _BACKWARDS:
                 is_first = action.kind is Kind.INPUT_GRADIENT
@@ -142,13 +163,13 @@ class PipelineExecutor:
                 works.append(self._work(action))
             graphs = self._segments[segment].graphs if action.kind in FINISHING else None
             if graphs is not None:
+                # After the backward another micro-batch may use the slot of this one.
                 works.append(partial(graphs.done, action.key[1]))
             order.append((action, works))
         self._prepared[schedule.forward_only] = schedule, order
         return order
 
     def _work(self, action: Action) -> Work:
-        """The call that performs an action."""
         match action.kind:
             case Kind.FORWARD:
                 return partial(self._forward, self._segments[action.segment], action.key)
@@ -206,7 +227,7 @@ class PipelineExecutor:
             step.consume(*micro.counted(y))
 
     def _first_forward(self, segment: PipelineChunk, key: ActionKey) -> None:
-        """A forward that a later action recomputes: its graph is freed."""
+        # A later action recomputes this forward: its graph is freed.
         step = self._step
         # The first segment's input stays in the batch.
         stashed = PackedInput([], ()) if segment.is_first else PackedInput(step.inputs[key], segment.receives)
@@ -262,6 +283,12 @@ class PipelineExecutor:
         else:
             # Outputs outside the graph take no gradient.
             self._step.gradients[action.key] = [tensors[index] for index in self._step.learning.pop(action.key)]
+
+
+def _timed(timers: Timers, action: Action, works: Sequence[Work]) -> None:
+    with timers(_TIMED.get(action.kind, "transfers")):
+        for work in works:
+            work()
 
 
 def _in_trace(action: Action, works: Sequence[Work]) -> None:

@@ -107,17 +107,21 @@ class MicroBatchInput:
 
 
 class StepState:
-    """A step's tensors by segment and micro-batch, each until its last use.
+    """A step's tensors by segment and micro-batch, each until its last use. Fields stand in a micro-batch's order.
 
     Args:
         anchor: a leaf with a gradient, which makes the detached input of a segment part of autograd's graph.
     Attributes:
-        stashed: packed inputs of forwards to be recomputed.
+        micro_batches: the step's.
         consume: receives outputs in evaluation; None in training.
-        learning: indices of sent output tensors with a gradient.
-        gradients: of outputs, for the tensors with a gradient.
+        inputs: of segments whose forward is still to come.
+        stashed: packed inputs of forwards to be recomputed.
+        outputs: still to be sent.
+        learning: indices of sent outputs with a gradient.
+        losses: of micro-batches, without a graph.
         ends: ends of graphs, from which backward starts; None without a gradient.
         awaited: inputs with a gradient, without values, until the gradient exists.
+        gradients: of outputs with a gradient.
         weight_gradients: tasks left by input gradients.
     """
 
@@ -125,24 +129,25 @@ class StepState:
         self._anchor = anchor
         self.micro_batches: Sequence[MicroBatchInput] = ()
         self.consume: OutputConsumer | None = None
-        self.stashed: dict[ActionKey, PackedInput] = {}
-        self.learning: dict[ActionKey, list[int]] = {}
         self.inputs: dict[ActionKey, list[Tensor]] = {}
+        self.stashed: dict[ActionKey, PackedInput] = {}
         self.outputs: dict[ActionKey, list[Tensor]] = {}
-        self.ends: dict[ActionKey, Tensor | None] = {}
-        self.gradients: dict[ActionKey, Sequence[Tensor]] = {}
-        self.awaited: dict[ActionKey, Sequence[Tensor]] = {}
-        self.weight_gradients: dict[ActionKey, deque[WeightGradientTask]] = {}
+        self.learning: dict[ActionKey, list[int]] = {}
         self.losses: list[Tensor] = []
+        self.ends: dict[ActionKey, Tensor | None] = {}
+        self.awaited: dict[ActionKey, Sequence[Tensor]] = {}
+        self.gradients: dict[ActionKey, Sequence[Tensor]] = {}
+        self.weight_gradients: dict[ActionKey, deque[WeightGradientTask]] = {}
 
     def reset(self, micro_batches: Sequence[MicroBatchInput] = (), consume: OutputConsumer | None = None) -> None:
         """Begins a step, or without micro-batches frees all tensors."""
         self.micro_batches = micro_batches
         self.consume = consume
-        for held in (self.stashed, self.learning, self.inputs, self.outputs, self.ends, self.gradients, self.awaited):
-            held.clear()
-        self.weight_gradients.clear()
         self.losses.clear()
+        forward: tuple[dict[ActionKey, Any], ...] = (self.inputs, self.stashed, self.outputs, self.learning)
+        backward: tuple[dict[ActionKey, Any], ...] = (self.ends, self.awaited, self.gradients, self.weight_gradients)
+        for by_key in forward + backward:
+            by_key.clear()
 
     def begin_graph(self, key: ActionKey) -> Any:
         """A segment's inputs, with which its graph begins: the micro-batch's, or a list for a later segment."""

@@ -53,7 +53,6 @@ class TensorSpec:
     learns: bool = False
 
     def buffer(self, device: torch.device) -> Tensor:
-        """An empty message."""
         return encoded_like(torch.Size(self.shape).numel(), self.content, self.dtype, device)
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -200,7 +199,6 @@ class Link:
         return spec.unpack(buffer)
 
     def finish(self) -> None:
-        """Waits at a step's end until everything sent has left."""
         self.arrived(self.transfers)
         self.transfers = 0
 

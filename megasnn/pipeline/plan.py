@@ -9,6 +9,7 @@ from itertools import chain
 
 from torch import nn
 
+from megasnn.common.files import quantity
 from megasnn.common.grid import micro_batch_counts
 from megasnn.config import ParallelConfig, PretrainConfig
 from megasnn.layers.context import BuildContext
@@ -67,8 +68,8 @@ class PipelinePlan:
         result = self.simulation(count)
         if result is not None:
             lines.append(
-                f"--pipeline-schedule {asked.pipeline_schedule}: {schedule.name}, predicted for {count} micro-batches "
-                f"{1e3 * result.makespan:.1f} ms ({result.idle_share:.1%} bubble)"
+                f"--pipeline-schedule {asked.pipeline_schedule}: {schedule.name}, predicted for "
+                f"{quantity(count, 'micro-batch')} {1e3 * result.makespan:.1f} ms ({result.idle_share:.1%} bubble)"
             )
         if self.costs is not None and self.costs.kept_in:
             lines.append(f"costs of the layers are those of an earlier start, in {self.costs.kept_in}")
@@ -116,6 +117,7 @@ def plan_pipeline(
         bounds = (range(len(description.layers)),)
     decides = stages > 1 and looks_at_costs(parallel.pipeline_schedule)
     if bounds is None or parallel.memory_budget is not None or decides:
+        # Measuring takes seconds, and is left out where no decision depends on it.
         costs = pipeline_costs(description, built, config, context)
     if state.dp_shard.size > 1:
         layers = [each.module for each in built]

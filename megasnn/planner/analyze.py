@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megasnn.common.files import quantity
 from megasnn.common.grid import ContextCut, Grid
 from megasnn.common.memory import keep_free_memory, processor_name, release_free_memory, resident_memory_mb
 from megasnn.config import PretrainConfig
@@ -253,7 +254,7 @@ def _machine(device: torch.device, link: LinkCost | None, ranks: int) -> Machine
         start=0.0,
         graph_start=None,
         within=link or base.within,
-        source=f"measured with {ranks} rank(s)" + ("" if link else ", links from the table of devices"),
+        source=f"measured with {quantity(ranks, 'rank')}" + ("" if link else ", links from the table of devices"),
     )
 
 

@@ -105,6 +105,7 @@ class Layout:
             context_parallel_size=self.grid.cp,
             context_parallel_cut=cut,
             weight_parallel_size=self.grid.dp_shard,
+            # A run refuses the flag where no weights are shared.
             reshard_after_forward=base.reshard_after_forward or self.grid.dp_shard == 1,
             pipeline_schedule=schedule,
             num_virtual_stages_per_pipeline_rank=chunks,
@@ -189,7 +190,6 @@ def layouts(
 
 
 def _cuts(analysis: Analysis) -> tuple[ContextCut, ...]:
-    """How context-parallel ranks may share a micro-batch; by tokens where the model has them."""
     return ("samples", "rows", "tokens") if "tokens" in analysis.possible else ("samples", "rows")
 
 
@@ -248,6 +248,7 @@ def _size_refusal(analysis: Analysis, config: PretrainConfig, plain: Layout) -> 
 def _schedules(stages: int, layers: int) -> Iterator[tuple[str, int]]:
     """Schedules with their possible chunks a rank. Each chunk has a layer."""
     if stages == 1:
+        # A single stage never waits, so that all schedules are equal.
         yield "1f1b", 1
         return
     for name, named in SCHEDULES.items():
@@ -259,6 +260,7 @@ def _schedules(stages: int, layers: int) -> Iterator[tuple[str, int]]:
 
 def _has_given_flags(config: PretrainConfig, layout: Layout, names: set[str]) -> bool:
     """True if the layout has the user's values for these flags."""
+    # A flag at its default leaves the choice to the planner.
     given = [name for name in set_flags(config.parallel) if name in names]
     if not given:
         return True

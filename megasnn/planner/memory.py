@@ -60,8 +60,10 @@ def states_of(
             owned.append(gradient.shard(weight * owners))
         exchanges += exchanges_of(gradients, receivers, on_gpu)
     weights = sum(resident) + buffers
+    # The moving average has the parameters that this rank updates, and all buffers.
     if optimizer.ema_decay:
         weights += sum(owned) + buffers
+    # Reduced gradients of shards stand beside the whole ones, which replicas still add to.
     buckets = whole
     if weight > 1:
         buckets += sum(resident)

@@ -16,7 +16,7 @@ from math import isinf
 from pathlib import Path
 from typing import get_args
 
-from megasnn.common.files import write_whole
+from megasnn.common.files import quantity, write_whole
 from megasnn.common.grid import micro_batch_counts
 from megasnn.config import ConfigError, PretrainConfig
 from megasnn.config.checks import flag
@@ -170,14 +170,14 @@ def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterato
         able = [size for size in range(1, most + 1) if batch % (size * replicas) == 0]
         if able and able[-1] < micro_batch:
             yield (
-                f"{count} micro-batch(es) for {stages} stages are few, about four a stage hide the bubble: "
+                f"{quantity(count, 'micro-batch')} for {stages} stages: about four a stage hide the bubble. "
                 f"--micro-batch-size {able[-1]} would give them, and norms would see {able[-1]} samples and not "
                 f"{micro_batch}"
             )
     if layout.ranks < cluster.ranks:
         yield (
-            f"{cluster.ranks - layout.ranks} of {cluster.ranks} devices are left out: with --global-batch-size "
-            f"{batch} in micro-batches of {micro_batch} they would not help"
+            f"{layout.ranks} of {cluster.ranks} devices are used: with --global-batch-size {batch} in micro-batches of "
+            f"{micro_batch} more would not help"
         )
 
 
@@ -212,9 +212,11 @@ def command(found: Plan, config: PretrainConfig, path: Path) -> str:
     if found.layout.has_graphs:
         run += " --cuda-graphs on"
     if all(getattr(config.training, name) is None for name in LENGTHS):
+        # A run needs a length, and a plan does not.
         run += " --train-epochs N"
     if config.data.data_path == SAMPLE:
         run += " --data-path SHARDS"
+    # The ranks of one node need no address to meet at.
     where = "--standalone"
     if ranks > of_node:
         meet = "--rdzv-id JOB --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:PORT_OF_THE_JOB"
@@ -237,8 +239,9 @@ def cuts(analysis: Analysis, ranks: int) -> str:
     parameters = sum(each.parameters for each in analysis.layers)
     operations = sum(each.operations for each in analysis.layers)
     lines = [
-        f"{analysis.model}: {count} layers, {parameters:,} parameters, {operations:,} multiply-adds a sample",
-        f"pipeline: up to {count} stages, a layer each",
+        f"{analysis.model}: {quantity(count, 'layer')}, {parameters:,} parameters, "
+        f"{operations:,} multiply-adds a sample",
+        f"pipeline: up to {quantity(count, 'stage')}, a layer each",
     ]
     for axis, name in WAYS:
         if axis not in analysis.possible:
@@ -271,7 +274,7 @@ def table(plan: Plan) -> str:
         cells = [text.ljust(width) for text, width in zip(row[:4], widths, strict=True)]
         lines.append("  ".join([*cells, row[4]]).rstrip())
     refused = Counter(each.reason for each in plan.candidates if isinf(each.seconds))
-    lines += [f"{count} layouts are impossible: {reason}" for reason, count in refused.most_common(SHOWN)]
+    lines += [f"{quantity(count, 'impossible layout')}: {reason}" for reason, count in refused.most_common(SHOWN)]
     return "\n".join(lines)
 
 
@@ -291,8 +294,8 @@ def _summary(plan: Plan) -> list[str]:
         f"+ updated shards {1e3 * time.sharing:.1f}",
         f"  memory of the largest rank {plan.bytes / GB:.2f} of {cluster.machine.memory / GB:.2f} GB: "
         f"{1e-6 * plan.bytes:.0f} MB = {largest.parts_text}{unused_text}",
-        f"  {plan.predicted.micro_batches} micro-batch(es) a replica; the largest that would fit has about "
-        f"{plan.largest_micro_batch} samples",
+        f"  {quantity(plan.predicted.micro_batches, 'micro-batch')} a replica; the largest that would fit has about "
+        f"{quantity(plan.largest_micro_batch, 'sample')}",
     ]
     if plan.layout.grid.pp > 1:
         lines.append(f"  layers of each chunk {layers_per_chunk(plan.predicted.bounds)}")

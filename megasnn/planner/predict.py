@@ -109,8 +109,10 @@ class Predictor:
             if splits:
                 # About half of the micro-batches under way wait for their weight gradients.
                 stashed = max(stashed, (stashed + stage.deferred) // 2)
+            # Gradients are exchanged after the last backward, when no activation is left.
             peak = max(equal.stashed[rank] * stashed + stage.working + stage.messages, of_rank.exchanged)
             if layout.has_graphs:
+                # A pool keeps all tensors of its graphs, for each micro-batch under way.
                 pools = equal.under_way[rank] * (stage.stashed + stage.deferred)
                 peak = max(peak, pools + stage.messages)
             need = max(need, of_rank.resident + self.samples(layout, rank) + gathered + peak)
@@ -177,6 +179,7 @@ class Predictor:
         if rank != layout.placement[0]:
             return 0
         itemsize = ITEM_SIZES[PRECISIONS[self._config.training.precision].weights]
+        # Samples mix with partners of the whole micro-batch, also where ranks share it.
         samples = layout.micro_batch_size if self._config.data.mixes else layout.own_samples
         return sample_bytes(self._config, itemsize, self.micro_batches(layout), samples, not self._on_gpu)
 
@@ -205,12 +208,12 @@ class Predictor:
         return machine.program + tensors * (1 + machine.rest)
 
     def _update(self, states: Sequence[PlannedStates]) -> float:
-        """The optimizer step's seconds."""
         return max(each.updated for each in states) * self._cluster.machine.update
 
     def _share(self, layout: Layout) -> tuple[LayerShare, LinkCost]:
         """A rank's share, and the slowest link between ranks that share a layer."""
         grid = layout.grid
+        # The seconds of a layer depend on how many ranks of the node compute at the same time.
         busy = min(layout.ranks, self._cluster.ranks_of_node)
         share = LayerShare(grid.tp, grid.cp, layout.cut, layout.own_samples, busy)
         # Tensor parallel ranks are neighbours, context parallel ones further apart.

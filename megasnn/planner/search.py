@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 
+from megasnn.common.files import quantity
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import flag
 from megasnn.planner.candidates import Candidate, Layout, Prefer, layouts, set_flags
@@ -68,6 +69,7 @@ class Search:
         fitting = sorted((each for each in estimated if not each.reason), key=self.rank)
         smallest = sorted((each for each in estimated if not math.isinf(each.bytes)), key=BYTES)[:simulations]
         alone = sorted((each for each in fitting if each.layout.ranks == 1), key=SECONDS)[:1]
+        # A layout that takes longer than one device gains nothing by its memory.
         if alone and self._prefer != "speed":
             one_device = self._simulate(alone[0])
             if not one_device.reason:
@@ -94,6 +96,7 @@ class Search:
         ):
             each = Candidate(layout, reason=refused) if refused else self._estimated(layout)
             if not each.reason:
+                # The grids to come are held against it in `_may_be_best`.
                 self._fastest = min(self._fastest, each.seconds)
             yield each
 
@@ -141,6 +144,7 @@ class Search:
         predicted = None
         segments = len(each.layout.placement)
         if each.layout.recompute != NEVER or each.layout.grid.dp_shard > 1:
+            # These schedules go layer by layer.
             segments = len(self._analysis.layers)
         # A forward, an input gradient and a weight gradient for each segment.
         if 3 * self._predictor.micro_batches(each.layout) * segments > MOST_COMPUTATIONS:
@@ -159,7 +163,6 @@ class Search:
         return found
 
     def _preferred(self, each: Candidate) -> float:
-        """Quantity to minimise before a step's time."""
         if self._prefer == "memory":
             return each.bytes
         if self._prefer == "capacity":
@@ -192,7 +195,7 @@ class Search:
         return min(fastest, key=simplicity, default=None)
 
     def _why_none(self, considered: Sequence[Candidate]) -> str:
-        devices = f"no layout of {self._cluster.ranks} device(s)"
+        devices = f"no layout of {quantity(self._cluster.ranks, 'device')}"
         simulated = [each for each in considered if each.simulated]
         if not simulated:
             parallel = self._config.parallel

@@ -80,6 +80,7 @@ def _stage(
         memory = segments[i]
         working = memory.working[Kind.BACKWARD]
         if recomputes:
+            # A layer keeps its input alone, and all else for the time of its own backward.
             stashed += memory.entering
             working += memory.resident
         else:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from megasnn.common.files import quantity
 from megasnn.schedule.actions import Kind, Schedule
 from megasnn.schedule.simulate import Simulation, TimedAction
 from megasnn.telemetry.pictures import pixels
@@ -79,7 +80,8 @@ def chart(
     axes.set_xlim(0, span * scale)
     axes.set_xlabel(unit)
     caption = (
-        f"{schedule.name}, {schedule.ranks} ranks, {schedule.micro_batches} micro-batches: makespan "
+        f"{schedule.name}, {quantity(schedule.ranks, 'rank')}, "
+        f"{quantity(schedule.micro_batches, 'micro-batch')}: makespan "
         f"{simulation.makespan * scale:.4g} {unit}, most activations on a rank: "
         f"{max(simulation.peak_activations):g} micro-batches of a whole stage"
     )

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations_with_replacement, groupby, pairwise, product
 
+from megasnn.common.files import quantity
 from megasnn.common.registry import Registry
 
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
@@ -30,7 +31,7 @@ def balanced_bounds(costs: Sequence[float], parts: int) -> list[range]:
             raise ValueError(f"costs must be finite and not negative, got {cost}")
     if parts > len(costs):
         raise ValueError(
-            f"{parts} pipeline chunks for {len(costs)} layers leave chunks without a layer; lower "
+            f"{parts} pipeline chunks for {quantity(len(costs), 'layer')} leave chunks without a layer; lower "
             f"--pipeline-model-parallel-size or --num-virtual-stages-per-pipeline-rank"
         )
     largest, _ = _best_ends(costs, parts, max)
@@ -168,8 +169,8 @@ def layout_to_bounds(layout: Sequence[int], group_of_layer: Sequence[str], chunk
     """
     if chunks is not None and len(layout) != chunks:
         raise ValueError(
-            f"{LAYOUT_FLAG} {layout_text(layout)} has {len(layout)} entries for {chunks} chunks "
-            f"(--pipeline-model-parallel-size x --num-virtual-stages-per-pipeline-rank)"
+            f"{LAYOUT_FLAG} {layout_text(layout)} has {quantity(len(layout), 'entry')} for "
+            f"{quantity(chunks, 'chunk')} (--pipeline-model-parallel-size x --num-virtual-stages-per-pipeline-rank)"
         )
     groups = []
     group_sizes = []

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any
 
+from megasnn.common.files import quantity
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.costs import ChunkCost
 from megasnn.schedule.generators import forward_only
@@ -82,7 +83,6 @@ class ScheduleChoice:
 
     @property
     def segment_counts(self) -> tuple[int, ...]:
-        """One count per chunk."""
         return self.segments_per_chunk or (1,) * len(self.placement)
 
     @property
@@ -213,5 +213,5 @@ def chunks_of_schedule(name: str, asked: int | None = None) -> int | None:
         return named.chunks
     if named.any_chunks and asked > named.chunks:
         return asked
-    needs = f"needs {named.chunks} or more" if named.any_chunks else f"computes {named.chunks} chunk(s)"
+    needs = f"needs {named.chunks} or more" if named.any_chunks else f"computes {quantity(named.chunks, 'chunk')}"
     raise ValueError(f"{FLAG} {asked}: --pipeline-schedule {name} {needs} per pipeline rank; leave the flag out")

@@ -37,10 +37,8 @@ def known_arrivals(schedule: Schedule, rank: int) -> dict[Action, int]:
 
 
 def sent_by_then(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
-    """Receives to post before each computation and receive; their messages were certainly sent.
-
-    Prevents deadlocks with transfers queued on a device, at any relative speed of the ranks.
-    """
+    """Receives to post before each computation and receive; their messages were certainly sent."""
+    # Otherwise transfers that are queued on a device would deadlock, at some relative speed of the ranks.
     in_flight: list[list[Action]] = [[] for _ in schedule.actions]  # by receiving rank, receives not posted yet
     unposted = [0] * schedule.ranks  # by sending rank, the number of its sends among them
     sent: set[Action] = set()

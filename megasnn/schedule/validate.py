@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
+from megasnn.common.files import quantity
 from megasnn.schedule.actions import (
     FINISHING,
     PROPAGATING,
@@ -31,8 +32,8 @@ class ScheduleError(ValueError):
         if positions:
             problem = f"{problem} ({positions})"
         super().__init__(
-            f"schedule {schedule.name!r} for {schedule.micro_batches} micro-batches on {schedule.ranks} "
-            f"pipeline rank(s): {problem}\n{format_actions(schedule.actions, marks)}"
+            f"schedule {schedule.name!r} for {quantity(schedule.micro_batches, 'micro-batch')} on "
+            f"{quantity(schedule.ranks, 'pipeline rank')}: {problem}\n{format_actions(schedule.actions, marks)}"
         )
 
 

@@ -193,7 +193,6 @@ class Reporter:
         self._call("evaluation", record)
 
     def report_save(self, iteration: int, path: Path) -> None:
-        """Calls `Callback.save`."""
         self._call("save", iteration, path)
 
     @contextmanager

@@ -40,6 +40,10 @@ class Timers:
 
     def mean_ms(self) -> dict[str, float]:
         """Mean milliseconds by part that ended since the last call."""
+        return {name: sum(each) / len(each) for name, each in self.ended_ms().items()}
+
+    def ended_ms(self) -> dict[str, list[float]]:
+        """Milliseconds of every part that ended since the last call, by name."""
         times: dict[str, list[float]] = {}
         while self._parts:
             name, part = self._parts[0]
@@ -53,7 +57,7 @@ class Timers:
                 milliseconds = begin.elapsed_time(end)
             self._parts.popleft()
             times.setdefault(name, []).append(milliseconds)
-        return {name: sum(each) / len(each) for name, each in times.items()}
+        return times
 
 
 def is_traced() -> bool:

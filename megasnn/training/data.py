@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from megasnn.common.checks import error_context
-from megasnn.config import PretrainConfig
+from megasnn.config import ConfigError, PretrainConfig
+from megasnn.config.checks import refusal
 from megasnn.config.data import NO_DATASETS, GivenDatasets
+from megasnn.config.training import Length
 from megasnn.config.values import CLASS_NAMES, samples
 from megasnn.data import BatchLoader, Datasets, open_datasets
 from megasnn.data.arrays import ArrayFile, ArrayFormat
@@ -66,6 +68,28 @@ def arrays_of(model: Model) -> ArrayFormat | None:
     return ArrayFormat(tuple(files), tuple(task.inputs), target)
 
 
+def length_for(config: PretrainConfig, samples: int, last_batch: str, replicas: int) -> Length:
+    """Length of a training on so many samples.
+
+    Raises:
+        ConfigError: with every size that does not fit them.
+    """
+    training = config.training
+    batch = training.global_batch_size
+    problems = refusal(epoch_samples, samples, batch, last_batch)
+    share = samples // replicas
+    if problems and training.micro_batch_size > share > 0:
+        problems.append(
+            f"--micro-batch-size {training.micro_batch_size} is more than a replica's share of {samples} samples: "
+            f"lower it to {share} or less"
+        )
+    epoch = samples if problems else epoch_samples(samples, batch, last_batch)
+    problems += refusal(training.length, epoch)
+    if problems:
+        raise ConfigError(problems)
+    return training.length(epoch)
+
+
 def token_inputs(model: Model) -> TokenShape | None:
     """Tokens of a language model, whose target is the next ones; None for another model."""
     spec = model.inputs.get(TOKENS)
@@ -114,10 +138,13 @@ class RunData:
             self.datasets = self._from_tokens(tokens, state)
         else:
             self.datasets = self._from_shards(state)
-        batch = training.global_batch_size
-        self.length = training.length(epoch_samples(len(self.datasets.train), batch, data.last_batch))
+        last_batch = data.last_batch
+        if training.evaluate_only:
+            # The samples are in place of those of a training, and an evaluation uses all.
+            last_batch = "continue"
+        self.length = length_for(config, len(self.datasets.train), last_batch, state.dp.size)
         self.data_position: dict[str, object] = {
-            "dataset": order_identity(self.datasets.train, batch, data.last_batch),
+            "dataset": order_identity(self.datasets.train, training.global_batch_size, last_batch),
             "seed": training.seed,
             "shuffle": data.shuffle,
             "last_batch": data.last_batch,

@@ -22,6 +22,8 @@ from megasnn.training.startup_log import record_configuration
 class EngineLog:
     """Console, log.jsonl, TensorBoard and callbacks, as in a run.
 
+    Example::
+
         with megasnn.EngineLog(engine, "runs/own", callbacks=[megasnn.Wandb(project="snn")]) as log:
             for images, labels in batches:
                 log.step(engine.train_step(images, labels))

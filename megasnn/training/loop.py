@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from megasnn.checkpoint.folder import ChosenCheckpoint
 from megasnn.common.checks import error_context
+from megasnn.common.files import quantity
 from megasnn.common.memory import memory_scalars
 from megasnn.config import PretrainConfig
 from megasnn.config.data import NO_DATASETS, GivenDatasets
@@ -126,7 +127,8 @@ class TrainingRun:
         if iteration >= self.iterations:
             self.reporter.line(f"iteration {iteration} of {self.iterations} is reached already: evaluating only")
         if iteration:
-            self.reporter.line(f"continuing at iteration {iteration}, {self.engine.consumed_samples} samples consumed")
+            consumed = quantity(self.engine.consumed_samples, "sample")
+            self.reporter.line(f"continuing at iteration {iteration}, {consumed} consumed")
 
     @property
     def has_diverged(self) -> bool:
@@ -208,8 +210,8 @@ class TrainingRun:
         """Evaluates, saves, and reports why the run ends."""
         if self.has_diverged:
             self.reporter.line(
-                f"WARNING: the last {self._skipped_in_a_row} steps were skipped, since loss or gradient were not "
-                f"finite (--max-skipped-steps): the run ends at iteration {self.engine.iteration} and saves nothing"
+                f"WARNING: {quantity(self._skipped_in_a_row, 'step')} in a row skipped, since loss or gradient were "
+                f"not finite (--max-skipped-steps): the run ends at iteration {self.engine.iteration} and saves nothing"
             )
         elif self.engine.distributed.stop_votes:
             self.reporter.line(f"asked to stop: the run ends at iteration {self.engine.iteration} of {self.iterations}")
@@ -262,7 +264,7 @@ class TrainingRun:
         if not self.has_evaluated:
             self.reporter.line(
                 f"asked to stop: the evaluation at iteration {engine.iteration} was left after {record.samples} of "
-                f"{due} samples, and does not count"
+                f"{quantity(due, 'sample')}, and does not count"
             )
             return
         self.saves.consider(engine.iteration, record.metrics.get("top1", 0.0))

@@ -12,7 +12,7 @@ import torch
 from megasnn.checkpoint.folder import ChosenCheckpoint
 from megasnn.common.checks import error_context
 from megasnn.common.memory import available_memory_mb, resident_memory_mb
-from megasnn.config import PretrainConfig, validate
+from megasnn.config import ConfigError, PretrainConfig, validate
 from megasnn.config.training import Length
 from megasnn.config.validate import micro_batch_candidates, with_micro_batch
 from megasnn.engine import Engine
@@ -35,7 +35,8 @@ def find_micro_batch(
     Args:
         checkpoint: to continue from; its size is kept.
     Raises:
-        ValueError: even the smallest size does not fit.
+        ValueError: even the smallest size does not fit in memory.
+        ConfigError: the checkpoint's size does not fit the other flags.
     """
     if not config.training.finds_micro_batch:
         return config, ""
@@ -52,7 +53,12 @@ def find_micro_batch(
         else:
             found, why = _largest_in_free_memory(config, state, sizes)
     resolved = with_micro_batch(config, found)
-    validate(resolved, state.world.size)
+    try:
+        validate(resolved, state.world.size)
+    except ConfigError as error:
+        # Candidates fit: this is the checkpoint's size, which the command line does not show.
+        problems = [f"--micro-batch-size auto keeps the checkpoint's {found}: {problem}" for problem in error.problems]
+        raise ConfigError(problems) from None
     return resolved, f"--micro-batch-size auto: {found}, {why}"
 
 

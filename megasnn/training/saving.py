@@ -142,8 +142,14 @@ def how_to_go_on(options: CheckpointConfig, succeeded: bool) -> str:
         return "the last checkpoint could not be written: the run goes on from the one before it"
     folder = shlex.quote(options.save)
     text = f"to go on, give the same command with --load {folder} --save {folder}"
+    # Flags about the start that a run which continues would refuse, or take for another start.
+    dropped = []
     if options.finetune:
-        text += ", without --finetune"
+        dropped.append("--finetune")
     if options.ckpt_step is not None:
-        text += ", without --ckpt-step"
+        dropped.append("--ckpt-step")
+    if not options.ema:
+        dropped.append("--no-ema")
+    if dropped:
+        text += f", without {' and '.join(dropped)}"
     return text

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megasnn.checkpoint.folder import ChosenCheckpoint, choose_checkpoint, list_checkpoints, resolve
+from megasnn.checkpoint.folder import ChosenCheckpoint, checkpoints_to_try, choose_checkpoint, list_checkpoints
 from megasnn.checkpoint.lock import FolderLock
 from megasnn.common.checks import error_context
 from megasnn.common.files import CheckpointError, NoCheckpointError
@@ -88,7 +88,7 @@ def decide_start(config: PretrainConfig, checkpoint: ChosenCheckpoint | None) ->
     # A restarted job has checkpoints in --save and needs none in --load. Any other --load is checked before --save is
     # made, so that a mistyped one leaves nothing behind.
     if must_load and checkpoint is None and not may_be_restarted:
-        resolve(Path(str(options.load)), options.ckpt_step)
+        checkpoints_to_try(Path(str(options.load)), options.ckpt_step)
     if not options.save or config.training.evaluate_only:
         return _start_from_load(options, checkpoint), None
     folder = Path(options.save)

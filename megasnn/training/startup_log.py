@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megasnn.common.files import write_whole
+from megasnn.common.files import quantity, write_whole
 from megasnn.config import PretrainConfig, changed_flags, to_dict, to_json, with_model_name
 from megasnn.config.data import SAMPLE
 from megasnn.config.parallel import ParallelConfig
@@ -123,7 +123,7 @@ def _summary(config: PretrainConfig, engine: Engine) -> list[str]:
     name = type(config.model).__name__
     frozen = distributed.parameters - distributed.trained_parameters
     frozen_text = f" ({frozen:,} of them frozen)" if frozen else ""
-    ranks = f"{state.world.size} rank{'s' * (state.world.size > 1)} ({state.grid})"
+    ranks = f"{quantity(state.world.size, 'rank')} ({state.grid})"
     data = config.data.data_path
     if config.training.evaluate_only and config.data.valid_data_path:
         data = config.data.valid_data_path
@@ -138,8 +138,8 @@ def _summary(config: PretrainConfig, engine: Engine) -> list[str]:
     if description.plain_neurons:
         neurons.append(f"{', '.join(sorted(description.plain_neurons))} in plain PyTorch")
     return [
-        f"{name} with {distributed.parameters:,} parameters{frozen_text} in {len(description.layers)} layers on "
-        f"{ranks}, {_device(state.device, config.parallel)}",
+        f"{name} with {distributed.parameters:,} parameters{frozen_text} in "
+        f"{quantity(len(description.layers), 'layer')} on {ranks}, {_device(state.device, config.parallel)}",
         _length(config, engine),
         f"data: {data}",
         f"neurons: {'; '.join(neurons) or 'none'}",
@@ -155,13 +155,14 @@ def _length(config: PretrainConfig, engine: Engine) -> str:
     to_go = length.iterations - done
     epochs = engine.consumed_samples / length.epoch_samples + float(to_go / length.epoch)
     text = (
-        f"{length.iterations} iterations of {training.global_batch_size} samples ({training.micro_batches} "
-        f"micro-batches of {training.micro_batch_size}): {epochs:.1f} epochs of {length.epoch_samples} samples"
+        f"{quantity(length.iterations, 'iteration')} of {quantity(training.global_batch_size, 'sample')} "
+        f"({quantity(training.micro_batches, 'micro-batch')} of {training.micro_batch_size}): {epochs:.1f} epochs of "
+        f"{quantity(length.epoch_samples, 'sample')}"
     )
     if done:
-        text += f"; {done} iterations are done, {to_go} to go"
+        text += f"; {quantity(done, 'iteration')} done, {to_go} to go"
     if length.left_over:
-        text += f"; the last {length.left_over} samples fill no global batch and are left out"
+        text += f"; left out at the end: {quantity(length.left_over, 'sample')}, too few for a global batch"
     return text
 
 
@@ -182,7 +183,7 @@ def _device(device: torch.device, parallel: ParallelConfig) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
-    text = f"CPU with {threads} thread{'s' * (threads > 1)} a rank"
+    text = f"CPU with {quantity(threads, 'thread')} a rank"
     _, reason = choose_device(parallel.device)
     return f"{text} ({reason})" if reason else text
 

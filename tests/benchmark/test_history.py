@@ -65,11 +65,14 @@ def test_a_second_run_prints_its_ratio_to_the_first(tmp_path: Path, capsys) -> N
     first, second, theirs = lines(log)
     ratio = second["step_ms"]["median"] / first["step_ms"]["median"]
     assert second["x_earlier"] == pytest.approx(ratio) and "x_earlier" not in theirs
-    assert capsys.readouterr().out.splitlines()[4].split()[-1] == f"{ratio:.3f}"
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[4].split()[-1] == f"{ratio:.3f}"
+    assert f"now/then compares with the run of {first['time']} at {first['commit']}\n" in printed
     assert second["regime"] == "strong" and second["replicas"] == 1
     assert second["global_batch_size"] == 4 and second["rank_batch_size"] == 2
     assert second["samples_per_s_rank"] == pytest.approx(second["samples_per_s"] / 2)
     assert 0 < second["tp_calls"] <= second["calls"] and 0 < second["tp_mb"] <= second["moved_mb"]
     longest = second["step_ms"]["most"]
-    assert all(0 < second[f"{part}_ms"]["most"] < longest for part in ("forward_backward", "optimizer"))
-    assert theirs["optimizer_ms"] is None and theirs["tp_calls"] == 0
+    timed = "forward", "backward", "forward_backward", "optimizer"
+    assert all(0 < second[f"{part}_ms"]["most"] < longest for part in timed)
+    assert theirs["forward_backward_ms"] is None and theirs["tp_calls"] == 0

@@ -103,6 +103,12 @@ def test_a_short_run_of_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert theirs["needed_mb"] is None and one["x_megasnn"]["median"] == 1 and one["calls"] == 0
     assert zbv["ranks"] == 2 and zbv["calls"] > 0 and 0 < zbv["needed_mb"] and zbv["layers"].count("|") == 3
     assert zbv["schedule"] == "zbv" and zbv["simulated_ms"]["median"] > 0 < zbv["x_simulated"]["median"]
+    parts = {part: one[f"{part}_ms"]["median"] for part in ("forward", "backward", "transfers", "forward_backward")}
+    assert 0 < parts["forward"] + parts["backward"] + parts["transfers"] <= parts["forward_backward"]
+    # The second stage waits for a forward of the first one.
+    assert zbv["transfers_ms"]["median"] > 0.1 and zbv["recompute_ms"] is None
+    assert min(theirs[f"{part}_ms"]["median"] for part in ("forward", "backward", "optimizer")) > 0
+    assert theirs["transfers_ms"] is None
     assert same["x_same"]["median"] == 1 and zbv["x_same"]["median"] > 0 and 0 < zbv["packed"] < 1
     assert one["flags"]["global_batch_size"] == 4 and one["versions"]["torch"] == version("torch")
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if " (" in line][: len(rows)] == rows
@@ -158,7 +164,7 @@ def test_data(shard: Path, tmp_path: Path) -> None:
     small = "--image-size 16 --time-steps 2 --batch-size 3 --samples 6 --rounds 1 --workers 0 1 --augment dvs".split()
     assert main(["--data", "--kinds", "events", "--data-path", str(shard), *small, "--output", str(log)]) == 0
     found = lines(log)
-    assert [each["row"] for each in found] == ["events, 0 workers", "events, 1 workers"]
+    assert [each["row"] for each in found] == ["events, 0 workers", "events, 1 worker"]
     assert all(each["ratio"]["median"] > 0 < each["samples_per_s"]["median"] for each in found)
 
 

@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint.folder import resolve
+from megasnn.checkpoint.folder import checkpoints_to_try
 from megasnn.checkpoint.format import Progress, read_metadata
 from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
 from megasnn.checkpoint.save import save_checkpoint, save_global_tensors
-from megasnn.checkpoint.tensor_io import damage as damage_of
-from megasnn.checkpoint.tensor_io import file_checksum
+from megasnn.checkpoint.tensor_io import damaged_files, file_checksum
 from megasnn.common.files import DamagedError
 from megasnn.common.grid import Grid
 from tests.checkpoint.fake_model import CONFIG, Rank, known
@@ -91,8 +90,8 @@ def everything(folder: Path, step: int | None = None) -> tuple[float, str]:
 def test_without_damage_nothing_is_said(folder):
     loaded, said = everything(folder)
     assert loaded == 300 and "iter_" not in said
-    (path, *_), metadata = resolve(folder, None), read_metadata(folder / "iter_0000300")
-    assert damage_of(path, metadata) == []
+    (path, *_), metadata = checkpoints_to_try(folder, None), read_metadata(folder / "iter_0000300")
+    assert damaged_files(path, metadata) == []
     for name, told in metadata.files.items():  # checksums are those that other tools compute
         content = (path / name).read_bytes()
         assert (told.bytes, told.crc32) == (len(content), f"{zlib.crc32(content):08x}")

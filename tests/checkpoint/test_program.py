@@ -16,7 +16,7 @@ from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
 
 from megasnn.checkpoint.exchange import largest_difference
-from megasnn.checkpoint.folder import list_checkpoints, resolve
+from megasnn.checkpoint.folder import checkpoints_to_try, list_checkpoints
 from megasnn.checkpoint.format import Progress, read_metadata
 from megasnn.checkpoint.load import load_global_tensors, load_globals_into
 from megasnn.checkpoint.optimizer_state import LocalState
@@ -67,7 +67,7 @@ def test_what_a_checkpoint_is_of_is_said_and_kept(tmp_path, capsys, name):
     assert answers(capsys, "reshard", "--load", path, "--save", tmp_path / "new")[0] == 0
     assert answers(capsys, "export", "--load", tmp_path / "new", "--output", tmp_path / "w.pt")[0] == 0
     assert answers(capsys, "import", "--input", tmp_path / "w.pt", "--save", tmp_path / "start")[0] == 0
-    assert {read_metadata(resolve(tmp_path / each, None)[0]).model for each in ("new", "start")} == {name}
+    assert {read_metadata(checkpoints_to_try(tmp_path / each, None)[0]).model for each in ("new", "start")} == {name}
 
 
 def test_diff_across_formats(run, tmp_path, capsys):

@@ -14,7 +14,7 @@ from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
 from megasnn.checkpoint.optimizer_state import LocalState, allocate, describe_states
 from megasnn.checkpoint.reshard import Target, model_of_checkpoint, reshard
 from megasnn.checkpoint.source import open_source
-from megasnn.checkpoint.tensor_io import damage
+from megasnn.checkpoint.tensor_io import damaged_files
 from megasnn.commands.convert_checkpoint import main
 from megasnn.common.files import CheckpointError
 from megasnn.schedule.partition import layout_to_bounds, parse_layout
@@ -47,7 +47,7 @@ def test_each_rank_opens_its_own_file_only(checkpoint, tmp_path, monkeypatch, na
     _, folder = checkpoint
     target, opened = TARGETS[name], list[str]()
     path, layout = reshard(open_source(folder, values=False), tmp_path / "new", target)
-    assert same(tmp_path / "new", folder) and damage(path, read_metadata(path)) == []
+    assert same(tmp_path / "new", folder) and damaged_files(path, read_metadata(path)) == []
     metadata, (_, model) = read_metadata(path), model_of_checkpoint(open_source(path))
     layer_groups = [str(number) for number in range(len(model.layers))]
     bounds = layout_to_bounds(parse_layout(layout), layer_groups)
@@ -86,7 +86,7 @@ def test_it_says_what_it_said_before_and_any_layout_loads_it(checkpoint, tmp_pat
         (["--pipeline-model-parallel-size", "40"], "--pipeline-model-parallel-size"),
         (["--pipeline-model-parallel-size", "0"], "(1, 0, 1)"),
         (["--placement", "v"], "two chunks on each rank"),
-        (["--pipeline-model-parallel-layout", "1|1"], "has 2 entries for 1 chunks"),
+        (["--pipeline-model-parallel-layout", "1|1"], "has 2 entries for 1 chunk "),
     ],
 )
 def test_impossible_targets_are_refused(tmp_path, capsys, flags, reason):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -29,6 +30,7 @@ from megasnn.common.files import (
     cache_folder,
     cached_name,
     described,
+    quantity,
     read_arrays,
     read_file,
 )
@@ -217,6 +219,19 @@ def added(function: Any, dtype: str) -> float:
     x = np.zeros(9, dtype)
     run_kernel(function, 9, x)
     return float(x.sum())
+
+
+def test_a_number_and_its_noun() -> None:
+    assert [quantity(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert quantity(2, "micro-batch") == "2 micro-batches" and quantity(2, "entry") == "2 entries"
+
+
+def test_no_message_leaves_the_plural_to_the_reader() -> None:
+    root = Path(__file__).parents[2]
+    sources = [*(root / "megasnn").rglob("*.py"), *(root / "tools").rglob("*.py")]
+    assert len(sources) > 200
+    left = [path.name for path in sources if re.search(r"\w\((s|es)\)", path.read_text().replace("http(s)", ""))]
+    assert left == []
 
 
 def test_machine_code_is_found_again(compiled, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,6 +150,17 @@ def test_all_problems_are_told_at_once() -> None:
     assert [problem.split()[0] for problem in found] == ["--embed-dim", "--micro-batch-size", "--min-lr", "world"]
 
 
+def test_a_schedule_longer_than_the_training_is_known_without_data() -> None:
+    epochs = "--lr-warmup-epochs 2 --lr-cooldown-epochs 2"
+    (problem,) = problems(epochs, length="--train-epochs 3")
+    assert "--lr-warmup-epochs 2 and --lr-cooldown-epochs 2" in problem and "--train-epochs 3" in problem
+    (problem,) = problems("--lr-warmup-iters 11")
+    assert "--lr-warmup-iters 11" in problem and "--train-iters 10" in problem
+    assert problems(epochs, length="--train-epochs 4") == problems("--lr-warmup-iters 10") == []
+    # Epochs beside iterations: the data decide.
+    assert problems(epochs) == []
+
+
 def test_objects_made_in_python_are_checked_too() -> None:
     config = parse(run_config(Spikformer), ["--train-iters", "1"])
     with pytest.raises(ConfigError, match="--depth"):

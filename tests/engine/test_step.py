@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,6 +32,8 @@ from megasnn.models.spikformer.model import Spikformer
 from megasnn.optim.build import build_optimizer, takes_found_inf
 from megasnn.parallel.sharding import Shard, ShardedTensor
 from megasnn.pipeline.executor import PipelineExecutor
+from megasnn.schedule import Kind
+from megasnn.telemetry.timers import Timers
 from tests.gpu_waits import copies_of_a_replayed_step, copies_of_a_step, found_in_steps, pageable_copies
 from tests.models.networks import CLASSES, Tied, between
 from tests.sums import worth_by_time
@@ -66,6 +69,22 @@ def layers() -> Iterable[Layer]:
     yield layer("second", ConvNormNeuron(4, 4))
 
 
+def test_actions_are_timed_by_kind_where_asked() -> None:
+    actions = Timers(torch.device("cpu"))
+    with Engine(between(layers), **FLAGS, recompute="always") as engine:
+        executor = engine.distributed.executor
+        batch = batch_of(engine)
+        with executor.timed_by(actions):
+            engine.train_on(batch)
+        counts = {name: len(times) for name, times in actions.ended_ms().items()}
+        kinds = Counter(action.kind for action in engine.plan.schedules.training(2).actions[0])
+        expected = {"forward": Kind.FORWARD, "recompute": Kind.RECOMPUTE, "backward": Kind.BACKWARD}
+        expected["transfers"] = Kind.REDUCE_GRAD
+        assert counts == {name: kinds[kind] for name, kind in expected.items()} and counts["recompute"] > 0
+        engine.train_on(batch)
+        assert actions.ended_ms() == {}
+
+
 # --- the host waits once
 
 
@@ -85,7 +104,7 @@ def test_a_step_is_read_once_and_copies_from_pinned_memory(ranks, model, count, 
     """The first one, too: no rank is told by another what a boundary carries."""
     for found in ranks(count, found_in_steps, model, flags, fewer):
         assert found.first == found.second == found.smaller == ["megasnn/engine/step_sums.py, read: tolist"]
-        reads = "model.py, evaluate: tolist", "engine.py, evaluate_on: tolist"
+        reads = "model.py, evaluate: tolist", "evaluation.py, read: tolist"
         assert found.evaluation == [f"megasnn/engine/{each}" for each in reads]
         assert found.log == ["megasnn/telemetry/spikes.py, reduce: tolist"]
         assert found.copies == []

@@ -17,9 +17,9 @@ from functools import cache
 import pytest
 import torch
 
-from megasnn.checkpoint.folder import list_checkpoints, resolve
+from megasnn.checkpoint.folder import checkpoints_to_try, list_checkpoints
 from megasnn.checkpoint.format import read_metadata
-from megasnn.checkpoint.tensor_io import damage
+from megasnn.checkpoint.tensor_io import damaged_files
 from tests.faults.launch import PP2, Ranks
 from tests.training.runs import TINY, same, saved, train
 
@@ -93,10 +93,10 @@ def test_nothing_is_lost_and_nothing_is_wrong(ranks, straight, tmp_path, layout,
     )
     kill(Ranks(tmp_path, 2, *TINY, *flags), draw)
     if kept := list_checkpoints(folder):
-        newest = read_metadata(resolve(folder, None)[0]).iteration
+        newest = read_metadata(checkpoints_to_try(folder, None)[0]).iteration
         assert same(saved(folder), expected[newest]) and newest >= kept[-1] - 1
         path = folder / f"iter_{kept[-1]:07d}"
-        assert damage(path, read_metadata(path)) == []
+        assert damaged_files(path, read_metadata(path)) == []
     outcomes = ranks(2, train, os.environ["MEGASNN_CACHE"], *flags)
     assert {outcome.iteration for outcome in outcomes} == {LAST}
     assert same(saved(folder, LAST), expected[LAST])

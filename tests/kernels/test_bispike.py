@@ -136,6 +136,27 @@ def test_spikes_leave_packed_with_their_content() -> None:
                 assert bits_of(neuron_multi_step(x, SPEC, backend=backend)[0], TERNARY) is None
 
 
+def test_backward_keeps_three_bits_a_value_and_no_input() -> None:
+    """Two of them are the packed spikes, which the next product keeps too: in the same memory."""
+    x = channels_last(4, 2, 16, 5).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
+        saved = list[Tensor]()
+        spikes, _ = neuron_multi_step(x, SPEC, backend="fused")
+    bits = bits_of(spikes, TERNARY)
+    sizes = {(each.dtype, each.numel()) for each in saved}
+    assert sizes == {(torch.uint8, x.numel() // 4), (torch.uint8, x.numel() // 8), (torch.float64, len(x))}
+    assert bits is not None and any(each.data_ptr() == bits.data_ptr() for each in saved)
+
+
+def test_windows_go_on_from_the_potential_that_is_carried() -> None:
+    x = channels_last(6, 2, 8, 3)
+    layer = make_neuron(SPEC, BuildContext(time_steps=3, stateful=True))
+    windows = [layer(part) for part in x.split(3)]
+    assert torch.equal(torch.cat(windows), neuron_multi_step(x, SPEC)[0])
+    layer.forget()
+    assert torch.equal(layer(x[:3]), windows[0]) and not torch.equal(windows[1], neuron_multi_step(x[3:], SPEC)[0])
+
+
 def test_bfloat16_computes_in_float32() -> None:
     for backend in USABLE:
         x = channels_last(5, 2, 7, 3, dtype=torch.float32).bfloat16().requires_grad_()

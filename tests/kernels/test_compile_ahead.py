@@ -30,7 +30,7 @@ from tests.forking import forking
 
 KERNELS = (
     loops.slice_statistics, loops.merge, loops.fire_block, loops.block_backward, loops.norm_input_gradient,
-    pool.fire_pooled, pool.pooled_backward, bispike_loops.fire, bispike_loops.back,
+    pool.fire_pooled, pool.pooled_backward, bispike_loops.fire_ternary, bispike_loops.back_ternary,
 )  # fmt: skip
 SECONDS = 30
 

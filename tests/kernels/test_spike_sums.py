@@ -20,7 +20,7 @@ from megasnn.kernels import products
 from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve
 from megasnn.kernels.numba.spike_sums import Work, spikes_in
 from megasnn.kernels.products import Products
-from megasnn.kernels.spike_codec import pack_bits, remember_bits
+from megasnn.kernels.spike_codec import TERNARY, pack_bits, pack_ternary, remember_bits
 from megasnn.models.build import describe_model
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
@@ -164,6 +164,20 @@ def test_packed_spikes_are_not_unpacked() -> None:
     with mock.patch("megasnn.kernels.numba.spike_sums.pack_where_not_zero") as packs:
         spikes = spikes_in(remember_bits(x, packed))
     assert spikes is not None and not packs.called and not spikes.values.size
+
+
+def test_packed_ternary_spikes_say_where_they_are() -> None:
+    """Their values are read where sums are formed, from the tensor."""
+    torch.manual_seed(0)
+    weight, grad = kernel(16, 24, (1, 1), torch.float32), torch.randn(3, 16, 6, 5)
+    x = images((3, 24, 6, 5), 0.2, torch.float32) * (1 - 2 * images((3, 24, 6, 5), 0.5, torch.float32)) + 0.0
+    assert sorted(x.unique().tolist()) == [-1, 0, 1]
+    remember_bits(x, pack_ternary(x, check=True), TERNARY)
+    with mock.patch("megasnn.kernels.numba.spike_sums.pack_where_not_zero") as packs, counted() as found:
+        y, of_weight = SPARSE.output(x, weight), gradient(SPARSE, x, weight, grad)
+    assert not packs.called and (found.outputs, found.gradients) == (1, 1)
+    torch.testing.assert_close(y, convolve(x, weight, Geometry()), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(of_weight, gradient(Products(), x, weight, grad), rtol=1e-4, atol=1e-4)
 
 
 def test_a_product_of_rows() -> None:

@@ -160,9 +160,26 @@ def test_codec_and_generator_compile() -> None:
             codec.launch_pack_counts(values, check=True)
             codec.launch_unpack_bits(packed, values.view(1, -1))
         philox.kept_by_kernel(7, torch.tensor([[1], [2]]), 2, *Runs(1, 2**34, 2**34 - 7, 7))
-    assert len(found) == 3 * len(types) + 1
+        signed = torch.zeros(8192)
+        codec.launch_unpack_ternary(codec.launch_pack_ternary(signed, check=True)[0], signed.view(1, -1))
+    assert len(found) == 3 * len(types) + 3
     packing = next(code for code in found if code.kernel == "pack_bits_kernel")
     assert packing.count("ld.global.v4.b32") == packing.count("ld.global.") > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_bispike_compiles_and_fuses_nothing(dtype: torch.dtype) -> None:
+    """Loads are wide, nothing is divided, and registers suffice."""
+    from megasnn.kernels.triton.neuron import triton_neuron_kernels
+
+    x = torch.empty(4, 8, 32, 32, 64, dtype=dtype, device="meta").movedim(-1, 2).requires_grad_()
+    with compiling_for(90) as found:
+        spikes, _ = triton_neuron_kernels(x.shape, dtype, NeuronSpec("bispike")).multi_step(x, None, None)
+        spikes.backward(spikes.detach())
+    assert [code.kernel for code in found] == ["fire_ternary_kernel", "ternary_gradient_kernel"]
+    for code in found:
+        assert code.stack == 0 and not code.count("fma.") and not code.count("div.") and not code.count("rcp.")
+        assert code.count("ld.global.v") >= 1
 
 
 def test_gpus_that_cannot_be_used_are_told_of() -> None:

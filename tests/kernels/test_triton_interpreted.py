@@ -19,7 +19,7 @@ from megasnn.kernels.backends import AUTO_BACKEND, BACKENDS, backend_for
 from megasnn.kernels.neuron import neuron_multi_step
 from megasnn.kernels.norm_neuron import BatchNorm, NormNeuron, norm_pool_neuron
 from megasnn.kernels.philox import Runs, kept_by_tensors
-from megasnn.kernels.spike_codec import bits_of, pack_bits, pack_counts
+from megasnn.kernels.spike_codec import TERNARY, bits_of, pack_bits, pack_counts, pack_ternary
 from tests.kernels.far_memory import BLOCK, FAR, far_kernels
 from tests.kernels.models import (
     assert_close,
@@ -225,6 +225,49 @@ def codec_in_there(size, dtype) -> None:
     assert torch.equal(wide[:, 2:9], bits.view(-1, 7)) and not wide[:, [0, 1, 9]].any()
 
 
+@given(st.integers(0, 4100), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64]))
+@EXAMPLES
+def ternary_codec_in_there(size, dtype) -> None:
+    from megasnn.kernels.triton import codec
+
+    generator = torch.Generator().manual_seed(size)
+    spikes = torch.randint(-1, 2, (size,), generator=generator).to(dtype)
+    packed, strange = codec.launch_pack_ternary(spikes, True)
+    assert torch.equal(packed, pack_ternary(spikes)) and not strange.any()
+    for odd in (-0.0, 0.5, -2.0, 2.0, math.nan) if size and dtype.is_floating_point else ():
+        wrong = spikes.clone()
+        wrong[size // 2] = odd
+        assert codec.launch_pack_ternary(wrong, True)[1].any(), odd
+    out = torch.empty(1, size, dtype=dtype)
+    codec.launch_unpack_ternary(packed, out)
+    assert torch.equal(out[0], spikes)
+    wide = torch.zeros(size // 7, 10)
+    values = spikes[: 7 * (size // 7)].float()
+    codec.launch_unpack_ternary(pack_ternary(values), wide[:, 2:9])
+    assert torch.equal(wide[:, 2:9], values.view(-1, 7)) and not wide[:, [0, 1, 9]].any()
+
+
+def bispike_in_there() -> None:
+    """Spikes, potentials and gradients of the reference, bit for bit, for one amplitude and several."""
+    spec = NeuronSpec("bispike", v_threshold=0.7)
+    assert backend_for(AUTO_BACKEND, torch.zeros(2, 3), spec) is BACKENDS["triton"]
+    for dtype, shape in itertools.product((torch.float32, torch.float64), ((5, 2, 8, 3), (4, 1, 3, 5), (1, 3, 40, 9))):
+        x = channels_last(*shape, dtype=dtype).requires_grad_()
+        v0 = channels_last(1, *shape[1:], dtype=dtype, seed=1)[0].requires_grad_()
+        for w in (None, torch.linspace(0.4, 1.3, shape[0], dtype=dtype)):
+            results = []
+            for backend in ("torch", "triton"):
+                spikes, v = neuron_multi_step(x, spec, v0, w, backend)
+                assert torch.equal(bits_of(spikes, TERNARY), pack_ternary(spikes, check=True))
+                results.append([spikes, v, *gradients(spikes, [x, v0], v)])
+            assert all(map(torch.equal, *results))
+    low = channels_last(4, 2, 7, 3, dtype=torch.float32).bfloat16().requires_grad_()
+    (expected, last), (spikes, v) = (neuron_multi_step(low, spec, backend=each) for each in ("torch", "triton"))
+    assert torch.equal(spikes, expected) and torch.equal(v, last) and spikes.dtype == torch.bfloat16
+    wanted, found = (gradients(each, [low])[0].float() for each in (expected, spikes))
+    assert_close(found, wanted, torch.finfo(torch.bfloat16).eps)  # the interpreter cuts bits off
+
+
 def philox_in_there() -> None:
     from megasnn.kernels.triton.philox import kept_by_kernel
 
@@ -274,6 +317,7 @@ def far_steps_in_there() -> None:
 CASES = (
     *(every_neuron_in_there, any_size_in_there, any_unit_in_there, many_steps_in_there, sums_of_many_programs_in_there),
     *(pool_in_there, reduced_types_in_there, gradients_of_bfloat16_in_there, bits_in_there, codec_in_there),
+    *(ternary_codec_in_there, bispike_in_there),
     *(philox_in_there, saved_in_there, chosen_in_there, far_steps_in_there),
 )
 

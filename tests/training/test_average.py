@@ -20,11 +20,14 @@ from megasnn.checkpoint.source import open_source
 from megasnn.checkpoint.weight_file import read_state_dict
 from megasnn.commands.convert_checkpoint import main as convert
 from megasnn.common.files import CheckpointError
-from megasnn.config import ConfigError, OptimizerConfig, TrainingConfig
+from megasnn.config import ConfigError, OptimizerConfig, TrainingConfig, parse
 from megasnn.engine.model import DistributedModel
 from megasnn.export.trained_model import load_model
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.optim.average import WeightAverage
 from megasnn.parallel.sharding import Shard, ShardedTensor
+from megasnn.training.data import length_for
 from tests.engine.test_engine import MODEL, SIZES
 from tests.training.runs import log_of, train
 
@@ -164,6 +167,28 @@ def test_epochs_in_iterations() -> None:
     assert alone.length(20).iterations == 0
 
 
+def test_all_sizes_that_do_not_fit_the_data_are_told_at_once() -> None:
+    sizes = "--global-batch-size 128 --micro-batch-size 64 --train-samples 100 --last-batch drop"
+    config = parse(run_config(Spikformer), sizes.split())
+    with pytest.raises(ConfigError) as told:
+        length_for(config, 24, "drop", 2)
+    dropped, micro_batch, length = told.value.problems
+    assert "none of the 24" in dropped and "lower it to 24" in dropped
+    assert "--micro-batch-size 64" in micro_batch and "to 12 or less" in micro_batch
+    assert "--train-samples 100 is less than" in length
+    longer = parse(run_config(Spikformer), [*sizes.split(), "--train-samples", "256"])
+    assert length_for(longer, 24, "continue", 2).iterations == 2
+
+
+def test_an_evaluation_of_few_samples_leaves_none_out(cache, tmp_path: Path) -> None:
+    """The recipe's batch is for training, and so is its --last-batch."""
+    folder = str(tmp_path / "run")
+    train(cache, "--train-iters", "1", "--save", folder, "--eval-iters", "0")
+    evaluate = "--evaluate-only --global-batch-size 2000 --last-batch drop --num-workers 0"
+    ended = train(cache, "--load", folder, *evaluate.split())
+    assert ended.iteration == 1
+
+
 @pytest.mark.parametrize("length", [("--train-epochs", "1"), ("--train-samples", "1442")])
 def test_epochs_are_counted_in_samples_whatever_the_batch_was(cache, tmp_path, capsys, length) -> None:
     """An epoch, of which 4 batches of 160 are done and the rest is in batches of 80; the rate goes on where it was."""
@@ -171,7 +196,7 @@ def test_epochs_are_counted_in_samples_whatever_the_batch_was(cache, tmp_path, c
     train(cache, *folder, "--global-batch-size", "160", "--exit-interval", "4")
     ended = train(cache, *folder, "--global-batch-size", "80", "--load", str(tmp_path))
     printed = capsys.readouterr().out
-    assert "the last 2 samples fill no global batch" in printed
+    assert "left out at the end: 2 samples, too few" in printed
     (first, second), lines = log_of(tmp_path, "start"), log_of(tmp_path, "iteration")
     samples = 1442  # of the digits to train on
     assert first["iterations"] == samples // 160 == 9

@@ -103,7 +103,8 @@ def test_a_new_start_and_classes_that_the_data_lack_are_warned_of(cache, tmp_pat
     assert [folder in line for line in warnings] == [True, False] and "--num-classes" in warnings[1]
     train(cache, "--train-iters", "2", *flags)
     again = capsys.readouterr().out
-    assert "1 iterations are done, 1 to go" in again and "WARNING: there is no checkpoint" not in again
+    assert "2 iterations of" in again and "1 iteration done, 1 to go" in again
+    assert "WARNING: there is no checkpoint" not in again
 
 
 def test_another_number_of_time_steps_is_evaluated_where_only_weights_are_taken(cache, run) -> None:

@@ -73,6 +73,8 @@ def test_the_number_follows_the_memory_and_is_kept(cache, tmp_path: Path) -> Non
     with with_room(0.0):
         train(cache, *AUTO, "--train-iters", "2", "--save", folder, "--load", folder)
     assert sizes_of(tmp_path / "run")[2].endswith("12, that of the checkpoint")
+    with pytest.raises(ConfigError, match="auto keeps the checkpoint's 12: --micro-batch-size 12 is larger than"):
+        train(cache, *AUTO, "--global-batch-size", "8", "--train-iters", "3", "--load", folder)
 
 
 @pytest.mark.parametrize(("room", "found"), [(450.0, 4), (1000.0, 6), (101.0, 1)])

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megasnn.augment import AUGMENTATIONS
 from megasnn.commands.flags import name_in
+from megasnn.common.files import quantity
 from megasnn.config import DataConfig
 from megasnn.config.checks import at_least
 from megasnn.data import BatchLoader, BatchShare, ShardDataset
@@ -85,7 +86,7 @@ class Loading(Case):
                 ours, theirs = zip(*rates, strict=True)
                 found.append(
                     {
-                        "row": f"{kind}, {workers} workers",
+                        "row": f"{kind}, {quantity(workers, 'worker')}",
                         "samples_per_s": summary(ours),
                         "dataloader_samples_per_s": summary(theirs),
                         "ratio": ratios(ours, theirs),

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from megasnn.common.memory import processor_name
 from megasnn.config.checks import ConfigError, at_least
-from tools.benchmark.history import compare, read_log
+from tools.benchmark.history import compare, compared_with, read_log
 
 # The figures of one row by name: numbers, texts, Summary, or None.
 Figures = dict[str, Any]
@@ -44,6 +44,8 @@ class Case(ABC):
     """Flags of every case. Subclasses add flags and measure."""
 
     columns: ClassVar[Sequence[Column]]
+    details: ClassVar[Sequence[Column]] = ()
+    """Columns of a second table, for figures that would make the first one too wide."""
     notes: ClassVar[str] = ""
     compared: ClassVar[str | None] = None
     """Figure that is compared with the latest earlier row of the same configuration in the log."""
@@ -79,7 +81,13 @@ def run(case: Case) -> None:
         for row in rows:
             file.write(json.dumps(row, default=_plain) + "\n")
     machine = f"{about['cpu']}, {about['cores']} cores, torch {about['versions']['torch']}"
-    print("\n".join(["", machine, "", table(case.columns, rows), "", case.notes, f"appended to {case.output}"]))
+    lines = ["", machine]
+    for columns in filter(None, (case.columns, case.details)):
+        lines += ["", table(columns, rows)]
+    lines += ["", case.notes]
+    if others := compared_with(rows):
+        lines.append(f"now/then compares with {others}")
+    print("\n".join([*lines, f"appended to {case.output}"]))
 
 
 def surroundings() -> Figures:

@@ -34,6 +34,13 @@ def compare(rows: Sequence[dict[str, Any]], earlier: Sequence[Mapping[str, Any]]
             row["earlier"] = {"time": then.get("time"), "commit": then.get("commit")}
 
 
+def compared_with(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Times and commits of the rows that `compare` has found; "" for none."""
+    found = [row["earlier"] for row in rows if "earlier" in row]
+    texts = [f"the run of {each['time']} at {each['commit'] or 'no commit'}" for each in found]
+    return ", ".join(sorted(set(texts)))
+
+
 def _identity(row: Mapping[str, Any]) -> str:
     """Text that is equal for two rows of the same work on the same processor and version of torch."""
     # Through JSON: a tuple of this run is a list in the log.

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Annotated, Any, ClassVar, Literal
 
 from megasnn.commands.flags import ScheduleName, name_in
+from megasnn.common.files import quantity
 from megasnn.common.grid import Grid
 from megasnn.config import TrainingConfig
 from megasnn.config.checks import at_least, refusal
@@ -31,6 +32,8 @@ DIMENSIONS: dict[str, dict[str, Any]] = {
     "spikformer_s": dict(depth=6, patch_size=16, image_size=64),
     "spikformer_cifar10": {},
 }
+PARTS = ("forward", "backward", "recompute", "transfers", "forward_backward", "optimizer")
+"""Parts of a step with a time of their own, where a row has them."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,20 @@ class Layouts(Case):
         ("x SpikingJelly", f"x_{SPIKINGJELLY}", ".2f"),
         ("peak MB", "peak_mb", ".0f"),
         ("activations MB", "needed_mb", ".0f"),
+        ("now/then", "x_earlier", ".3f"),
+    )
+    details: ClassVar[Sequence[Column]] = (
+        ("row", "row", ""),
+        ("schedule", "schedule", ""),
+        ("forward ms", "forward_ms", ".1f"),
+        ("backward ms", "backward_ms", ".1f"),
+        ("recompute ms", "recompute_ms", ".1f"),
+        ("transfers ms", "transfers_ms", ".1f"),
+        ("optimizer ms", "optimizer_ms", ".1f"),
         ("calls", "calls", "d"),
         ("MB moved", "moved_mb", ".2f"),
-        ("now/then", "x_earlier", ".3f"),
+        ("TP calls", "tp_calls", "d"),
+        ("TP MB", "tp_mb", ".2f"),
     )
     compared: ClassVar[str | None] = "step_ms"
     regime: ClassVar[str] = "strong"
@@ -58,8 +72,10 @@ step ms: median and quartiles of all steps, each on its slowest rank
 x: throughput relative to the row megasnn (one rank, one thread) or spikingjelly, median of the rounds' ratios
 peak MB: largest rank, above its memory before the model was built
 activations MB: peak allocations of a step, above weights, gradients and optimizer state
-calls, MB moved: busiest rank in a step: received in collectives, sent in messages
-now/then: median step relative to the latest earlier one in the log of the same configuration, processor and torch"""
+now/then: median step relative to the latest earlier one in the log of the same configuration, processor and torch
+forward, backward, recompute, transfers: sums over a step's actions of a kind, each on its slowest rank. Exchanges
+   inside layers belong to forward and backward, waits for other stages to transfers
+calls, MB moved: busiest rank in a step: received in collectives, sent in messages. TP: between tensor-parallel ranks"""
 
     model: ModelName = "spikformer_cifar10"
     """Model with SpikingJelly's dimensions; images of 64 pixels, 32 for spikformer_cifar10, 48 for vgg_dvs."""
@@ -106,7 +122,7 @@ now/then: median step relative to the latest earlier one in the log of the same 
             batch = f"--global-batch-size {self.global_batch_size}"
             if self.samples(row) != self.global_batch_size:
                 batch = f"a global batch of {self.samples(row)} ({batch} for each rank)"
-            return [f"row {row.name}: {batch} is not a multiple of its {pieces} micro-batches"]
+            return [f"row {row.name}: {batch} does not divide into {quantity(pieces, 'micro-batch')}"]
         model = self.dimensions_of_model()
         wrong = building_problems(model, model.neuron().spec, Grid(tp=row.sizes.get("tp", 1)))
         config = self.work(row).configuration()
@@ -291,8 +307,7 @@ def _own_figures(row: Row, work: Work, turns: Sequence[Sequence[Turn]], ranks: S
         "global_batch_size": samples,
         "rank_batch_size": samples / work.ranks,
         "step_ms": summary(steps),
-        "forward_backward_ms": _part_ms(turns, "forward_backward"),
-        "optimizer_ms": _part_ms(turns, "optimizer"),
+        **{f"{part}_ms": _part_ms(turns, part) for part in PARTS},
         "samples_per_s": throughput,
         "samples_per_s_rank": throughput / work.ranks,
         "micro_batch_size": work.training.micro_batch_size,
@@ -310,12 +325,13 @@ def _own_figures(row: Row, work: Work, turns: Sequence[Sequence[Turn]], ranks: S
 
 
 def _part_ms(turns: Sequence[Sequence[Turn]], part: str) -> Summary | None:
-    """A part of the step on its slowest rank, over the turns; None where the library has no such timer."""
+    """A part of each step on its slowest rank; None where no rank has it."""
     slowest = []
     for turn in turns:
-        of_ranks = [rank.parts_ms[part] for rank in turn if part in rank.parts_ms]
-        if of_ranks:
-            slowest.append(max(of_ranks))
+        for step in zip(*(rank.parts_ms for rank in turn), strict=True):
+            of_ranks = [parts[part] for parts in step if part in parts]
+            if of_ranks:
+                slowest.append(max(of_ranks))
     return summary(slowest) if slowest else None
 
 

@@ -44,6 +44,7 @@ class Plans(Layouts):
         ("x predicted", "mb_x_foreseen", ".3f"),
         ("now/then", "x_earlier", ".3f"),
     )
+    details: ClassVar[Sequence[Column]] = ()
     notes: ClassVar[str] = """\
 MB: largest rank's allocations in a step, above weights, gradients and optimizer state
 plan for: the planner's choice among all layouts of one and two ranks"""

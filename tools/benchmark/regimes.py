@@ -34,7 +34,7 @@ class Weak(Layouts):
         ("x SpikingJelly", f"x_{SPIKINGJELLY}", ".2f"),
         *Layouts.columns[7:],
     )
-    notes: ClassVar[str] = f"{Layouts.notes}\nin this regime, x is the throughput of a rank, relative to the same"
+    notes: ClassVar[str] = f"{Layouts.notes}\nwith --weak x is the throughput of a rank, relative to the same"
     regime: ClassVar[str] = "weak"
 
     global_batch_size: int = 8
@@ -63,6 +63,7 @@ of at most: the largest that the global batch and the row's number of micro-batc
 predicted MB: forecast for the whole process on the rank that needs most; none where steps were tried
 peak MB: largest rank, above its memory before the model was built
 now/then: micro-batch relative to the latest earlier one in the log of the same configuration, processor and torch"""
+    details: ClassVar[Sequence[Column]] = ()
     compared: ClassVar[str | None] = "micro_batch_size"
     regime: ClassVar[str] = "capacity"
 

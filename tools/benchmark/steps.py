@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -16,6 +16,7 @@ from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, 
 from spikingjelly.activation_based.model import spikformer
 from torch import Tensor, nn
 
+from megasnn.common.files import quantity
 from megasnn.common.memory import AllocationCounter, peak_memory_mb, release_free_memory, reset_peak_memory
 from megasnn.config import OptimizerConfig, ParallelConfig, PretrainConfig, TrainingConfig
 from megasnn.config.neuron import NeuronConfig
@@ -28,6 +29,7 @@ from megasnn.models.vgg_dvs.model import VggDvs, parse_channels
 from megasnn.parallel.process_group import COMMUNICATION_BACKENDS
 from megasnn.parallel.traffic import Traffic, traffic
 from megasnn.pipeline.cost_model import layers_per_chunk
+from megasnn.telemetry.timers import Timers
 from tools.benchmark.harness import seconds
 from tools.benchmark.ranks import join_ranks
 
@@ -86,12 +88,12 @@ class Turn:
 
     Attributes:
         simulated: seconds, from costs measured right before.
-        parts_ms: mean milliseconds of a step's parts, by the names of the Engine's timers.
+        parts_ms: milliseconds of each step's parts, by name.
     """
 
     seconds: list[float]
     simulated: float | None = None
-    parts_ms: Mapping[str, float] = field(default_factory=dict)
+    parts_ms: Sequence[Mapping[str, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,8 @@ class StepRank:
             gpus = torch.cuda.device_count()
             if gpus < self.work.ranks:
                 raise ValueError(
-                    f"--device cuda: {self.work.name} has {self.work.ranks} rank(s), and this machine {gpus} GPU(s)"
+                    f"--device cuda: {self.work.name} has {quantity(self.work.ranks, 'rank')}, and this machine "
+                    f"{quantity(gpus, 'GPU')}"
                 )
             self.device = torch.device("cuda", self._rank)
         # Lazy imports and compiled kernels belong to the baseline of the memory.
@@ -155,8 +158,12 @@ class StepRank:
         for _ in range(warmup):
             step.take()
         step.parts_ms()  # forgets the untimed steps
-        times = [seconds(step.take) for _ in range(count)]
-        return Turn(times, step.simulated(), step.parts_ms())
+        times = []
+        parts = []
+        for _ in range(count):
+            times.append(seconds(step.take))
+            parts.append(step.parts_ms())
+        return Turn(times, step.simulated(), parts)
 
     def facts(self) -> Facts:
         """Figures of the steps so far. Takes some more steps."""
@@ -210,17 +217,23 @@ class _Step:
     def __init__(self, work: Work, device: torch.device) -> None:
         self._engine = Engine(work.configuration(), length=Length(ENDLESS))
         self._batch = random_batch(work.model, work.training.global_batch_size)
+        self._actions = Timers(device)
 
     def take(self) -> float:
         """Takes a step and returns its loss."""
-        return self._engine.train_step(*self._batch).loss
+        # A few microseconds an action, in steps of milliseconds to seconds.
+        with self._engine.distributed.executor.timed_by(self._actions):
+            return self._engine.train_step(*self._batch).loss
 
     def close(self) -> None:
         self._engine.close()
 
     def parts_ms(self) -> dict[str, float]:
-        """Mean milliseconds of a step's parts since the last call."""
-        return self._engine.step.timers.mean_ms()
+        """Milliseconds of the last step's parts: the Engine's timers, and the sum over each kind of action."""
+        parts = self._engine.step.timers.mean_ms()
+        for name, times in self._actions.ended_ms().items():
+            parts[name] = sum(times)
+        return parts
 
     def simulated(self) -> float | None:
         """Seconds from the first to the last action; None without measured costs."""
@@ -249,24 +262,27 @@ class _SpikingJellyStep(_Step):
         self._labels = labels.to(device)
         rates = OptimizerConfig()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=rates.lr, weight_decay=rates.weight_decay)
+        self._timers = Timers(device)
         self._type = device.type if work.training.precision == "bf16" else None
         # Both sides in the same precision.
         let_products_round(work.training.precision == "tf32")
 
     def take(self) -> float:
         self._optimizer.zero_grad()
-        with torch.autocast(self._type, torch.bfloat16) if self._type else nullcontext():
+        with self._timers("forward"), torch.autocast(self._type, torch.bfloat16) if self._type else nullcontext():
             loss = F.cross_entropy(self._forward(self._images).mean(0), self._labels)
-        loss.backward()
+        with self._timers("backward"):
+            loss.backward()
         functional.reset_net(self._model)
-        self._optimizer.step()
+        with self._timers("optimizer"):
+            self._optimizer.step()
         return loss.item()
 
     def close(self) -> None:
         pass
 
     def parts_ms(self) -> dict[str, float]:
-        return {}
+        return self._timers.mean_ms()
 
     def simulated(self) -> None:
         return None

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megasnn.common.files import require_size
+from megasnn.common.files import quantity, require_size
 
 LARGEST_SIDE = 1 << 16
 """Largest height or width of a sensor: coordinates are 16-bit numbers."""
@@ -146,8 +146,8 @@ def _bounds(t: NDArray[np.int64], options: FrameOptions) -> NDArray[np.int64]:
     step = int(t[-1] - t[0]) // count
     if step == 0:
         raise ValueError(
-            f"a recording of {t[-1] - t[0]} us is too short for {count} frames of equal duration; lower --time-steps, "
-            "or use --split-by number"
+            f"a recording of {t[-1] - t[0]} us is too short for {quantity(count, 'frame')} of equal duration; lower "
+            "--time-steps, or use --split-by number"
         )
     return np.append(np.searchsorted(t, t[0] + step * np.arange(count)), len(t))
 

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from megasnn.common.files import quantity
+
 _SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 """Split by lower-case folder name."""
 
@@ -66,7 +68,7 @@ def describe_left_out(folder: Path, used: Collection[Path]) -> str:
         return ""
     types = Counter(path.suffix.lower() for path in others)
     counts = ", ".join(f"{count} {suffix or 'without an ending'}" for suffix, count in sorted(types.items()))
-    return f"{len(others)} files of {folder} are no samples and were left out ({counts}): {others[0]}"
+    return f"left out of {folder}: {quantity(len(others), 'file')} that are no samples ({counts}), such as {others[0]}"
 
 
 def visible(folder: Path) -> list[Path]:

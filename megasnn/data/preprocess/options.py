@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import tyro
 
-from megasnn.common.files import SAMPLE_LIMIT, SAMPLE_MB
+from megasnn.common.files import SAMPLE_LIMIT, SAMPLE_MB, quantity
 from megasnn.data.events import FrameOptions, TimeUnit
 from megasnn.data.preprocess.folders import describe_left_out
 from megasnn.data.preprocess.sources import (
@@ -83,12 +83,14 @@ class ShardOptions(ABC):
             shards = index.of_split(split)
             samples = sum(len(shard.members.keys) for shard in shards)
             megabytes = sum(shard.size for shard in shards) / 1e6
-            lines.append(f"{samples} samples, {megabytes:.1f} MB: {len(shards)} x {self.output / split}-*.tar")
+            found = f"{quantity(samples, 'sample')}, {megabytes:.1f} MB"
+            lines.append(f"{found}: {len(shards)} x {self.output / split}-*.tar")
         broken: list[str] = []
         for shard in index.shards:
             broken += shard.broken
         if broken:
-            lines.append(f"{len(broken)} samples are broken and were left out ({INDEX_NAME} lists all): {broken[0]}")
+            number = quantity(len(broken), "broken sample")
+            lines.append(f"left out: {number} ({INDEX_NAME} lists all), such as {broken[0]}")
         used = set[Path]()
         for items in listing.splits.values():
             used.update(item.source for item in items)

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
-from megasnn.common.files import read_file, require_regular
+from megasnn.common.files import quantity, read_file, require_regular
 from megasnn.data.events import RECORDING_SUFFIXES, FrameOptions, Recording, TimeUnit, make_frames, read_recording
 from megasnn.data.formats import EVENTS, FRAMES, encode_events, encode_frames
 from megasnn.data.images import IMAGE_SUFFIXES, open_image
@@ -196,7 +196,8 @@ def list_event_folders(folder: Path) -> Listing:
         trained = round(_TRAIN_FRACTION * len(items))
         if not 0 < trained < len(items):
             raise ValueError(
-                f"class {name!r} has {len(items)} recordings, too few for a split; make folders train and test"
+                f"class {name!r} has {quantity(len(items), 'recording')}, too few for a split; make folders train and "
+                "test"
             )
         splits["train"] += items[:trained]
         splits["test"] += items[trained:]

@@ -131,7 +131,7 @@ def _write_task(encode: Encode, skip_broken: bool, path: Path, split: str, items
 
 
 def _start_worker() -> None:
-    """Leaves Ctrl-C to the parent process, and ends with it."""
+    # Ctrl-C is for the parent process, with which a worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
 

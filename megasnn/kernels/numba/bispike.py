@@ -30,7 +30,7 @@ class NumbaBiSpike(CompiledBiSpike):
         scales = scales_of(amplitude).numpy()
         one = data.dtype.type(1)
         blocks = -(-size // _BLOCK)
-        run_kernel(bispike_loops.fire, blocks, data, first, last, spikes, places, inside, scales, one, _BLOCK)
+        run_kernel(bispike_loops.fire_ternary, blocks, data, first, last, spikes, places, inside, scales, one, _BLOCK)
         fired = torch.from_numpy(spikes).to(x.dtype)
         return fired, torch.from_numpy(last), torch.from_numpy(places), torch.from_numpy(inside)
 
@@ -43,7 +43,9 @@ class NumbaBiSpike(CompiledBiSpike):
         scales = scales_of(amplitude).numpy()
         one = upstream.dtype.type(1)
         blocks = -(-upstream.shape[1] // _BLOCK)
-        run_kernel(bispike_loops.back, blocks, upstream, last, g_x, places.numpy(), inside.numpy(), scales, one, _BLOCK)
+        run_kernel(
+            bispike_loops.back_ternary, blocks, upstream, last, g_x, places.numpy(), inside.numpy(), scales, one, _BLOCK
+        )
         gradient = torch.from_numpy(g_x)
         return gradient.to(g_spikes.dtype), gradient[0]
 

@@ -26,7 +26,7 @@ from megasnn.kernels.numba.time_loop import AHEAD, large
 
 
 @kernel
-def fire(x, v_first, v_last, spikes, places, inside, scales, one, length, first, last):
+def fire_ternary(x, v_first, v_last, spikes, places, inside, scales, one, length, first, last):
     """Spikes and last potentials. `v_first` may be None.
 
     With packed arrays that are not empty, `places` gets those of 1, then those of -1, and `inside` those with |m| <= a.
@@ -36,14 +36,14 @@ def fire(x, v_first, v_last, spikes, places, inside, scales, one, length, first,
         low = block * length
         n = min(length, size - low)
         whole = n - n % count_of(lanes_of(one))
-        fire_lanes(lanes_of(one), low, low + whole, x, v_first, v_last, spikes, places, inside, scales, one)
-        fire_lanes(lane_of(one), low + whole, low + n, x, v_first, v_last, spikes, places, inside, scales, one)
+        fire_ternary_lanes(lanes_of(one), low, low + whole, x, v_first, v_last, spikes, places, inside, scales, one)
+        fire_ternary_lanes(lane_of(one), low + whole, low + n, x, v_first, v_last, spikes, places, inside, scales, one)
     # Streamed stores have no order of their own, and another thread may read the spikes next.
     ordered()
 
 
 @part
-def fire_lanes(like, first, last, x, v_first, v_last, spikes, places, inside, scales, one):
+def fire_ternary_lanes(like, first, last, x, v_first, v_last, spikes, places, inside, scales, one):
     steps = spikes.shape[0]
     row = (spikes.shape[1] + 7) // 8
     past = large(spikes)
@@ -67,20 +67,20 @@ def fire_lanes(like, first, last, x, v_first, v_last, spikes, places, inside, sc
 
 
 @kernel
-def back(g_spikes, g_last, g_x, places, inside, scales, one, length, first, last):
+def back_ternary(g_spikes, g_last, g_x, places, inside, scales, one, length, first, last):
     """Input gradient; its first time step is the first potential's. `g_last` may be None."""
     size = g_spikes.shape[1]
     for block in range(first, last):
         low = block * length
         n = min(length, size - low)
         whole = n - n % count_of(lanes_of(one))
-        lanes_back(lanes_of(one), low, low + whole, g_spikes, g_last, g_x, places, inside, scales, one)
-        lanes_back(lane_of(one), low + whole, low + n, g_spikes, g_last, g_x, places, inside, scales, one)
+        back_ternary_lanes(lanes_of(one), low, low + whole, g_spikes, g_last, g_x, places, inside, scales, one)
+        back_ternary_lanes(lane_of(one), low + whole, low + n, g_spikes, g_last, g_x, places, inside, scales, one)
     ordered()
 
 
 @part
-def lanes_back(like, first, last, g_spikes, g_last, g_x, places, inside, scales, one):
+def back_ternary_lanes(like, first, last, g_spikes, g_last, g_x, places, inside, scales, one):
     steps = g_spikes.shape[0]
     row = (g_spikes.shape[1] + 7) // 8
     past = large(g_x)

@@ -54,7 +54,7 @@ class NumbaNeuron(CompiledNeuron):
         return torch.from_numpy(g_x).view(x.shape).to(x.dtype), torch.from_numpy(g_v).view(x.shape[1:]), total
 
 
-def neuron_kernels(shape: torch.Size, dtype: torch.dtype, spec: NeuronSpec) -> NeuronKernels:
+def numba_neuron_kernels(shape: torch.Size, dtype: torch.dtype, spec: NeuronSpec) -> NeuronKernels:
     return (NumbaBiSpike if NEURONS[spec.kind].ternary else NumbaNeuron)(shape, dtype, spec)
 
 

@@ -17,7 +17,7 @@ from megasnn.kernels.convolution import Geometry, output_space
 from megasnn.kernels.layout import empty
 from megasnn.kernels.numba import spike_sum_loops as loops
 from megasnn.kernels.numba.jit import run_kernel
-from megasnn.kernels.spike_codec import bits_of, pack_where_not_zero
+from megasnn.kernels.spike_codec import Content, bits_of, pack_where_not_zero
 
 SUMMED_TYPES = (torch.float32, torch.float64)
 
@@ -47,7 +47,7 @@ _SHARING = 0.13  # share of a weight gradient's work that every thread repeats
 
 @dataclass(frozen=True)
 class Spikes:
-    """Nonzero positions in an input `[frames, C, H, W]` of spikes, counts or averages.
+    """Nonzero positions in an input `[frames, C, H, W]` of spikes, ternary ones, counts or averages.
 
     Attributes:
         words: `[pixels, C / 64]`, rounded up: bits packed as in `megasnn.kernels.spike_codec`, channels last.
@@ -107,8 +107,12 @@ def spikes_in(x: Tensor) -> Spikes | None:
     known = bits_of(x)
     if known is not None:
         return _spikes_in_bits(known, x.shape, x.dtype)
-    packed, all_one = pack_where_not_zero(rows)
     values = rows.reshape(-1, x.shape[1]).numpy()
+    ternary = bits_of(x, Content.TERNARY)
+    if ternary is not None:
+        above, below = ternary.view(2, -1)
+        return _spikes(above | below, x.shape, values)
+    packed, all_one = pack_where_not_zero(rows)
     return _spikes(packed, x.shape, values[:0] if all_one else values)
 
 

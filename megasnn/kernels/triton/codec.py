@@ -64,12 +64,15 @@ def pack_ternary_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
     byte = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     place = byte[:, None].to(tl.int64) * 8 + tl.arange(0, 8)[None, :]
     value = tl.load(x + place, mask=place < size, other=0)
+    has_sign = below_zero(value)
+    if value.dtype.is_floating() and value.dtype.primitive_bitwidth == 16:
+        value = value.to(tl.float32)  # the interpreter compares bfloat16 wrongly
     above = (value > 0).to(tl.int32) << tl.arange(0, 8)[None, :]
     below = (value < 0).to(tl.int32) << tl.arange(0, 8)[None, :]
     tl.store(packed + byte, tl.sum(above, axis=1).to(tl.uint8), mask=byte * 8 < size)
     tl.store(packed + tl.cdiv(size, 8) + byte, tl.sum(below, axis=1).to(tl.uint8), mask=byte * 8 < size)
     if strange is not None:
-        odd = ((value != 0) & (value != 1) & (value != -1)) | ((value == 0) & below_zero(value))
+        odd = ((value != 0) & (value != 1) & (value != -1)) | ((value == 0) & has_sign)
         tl.atomic_or(strange, tl.max(tl.max(odd.to(tl.int32), axis=1), axis=0))
 
 

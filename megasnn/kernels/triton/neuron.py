@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels.compiled_neuron import CompiledNeuron
-from megasnn.kernels.neuron_spec import NeuronSpec
-from megasnn.kernels.norm_neuron_kernels import NeuronInput
+from megasnn.kernels.neuron_spec import NEURONS, NeuronSpec
+from megasnn.kernels.norm_neuron_kernels import NeuronInput, NeuronKernels
+from megasnn.kernels.triton.bispike import TritonBiSpike
 from megasnn.kernels.triton.launch import learned_factor
 from megasnn.kernels.triton.norm_neuron_launches import NeuronLaunches
 
@@ -43,3 +44,7 @@ class TritonNeuron(CompiledNeuron):
         q = None if w is None else learned_factor(w, launches.number)
         launches.gradient(x, g_spikes, g_x, None, None, v0, g_last, g_first, q, totals, kept)
         return g_x, g_first, None if totals is None else totals.sum()
+
+
+def triton_neuron_kernels(shape: torch.Size, dtype: torch.dtype, spec: NeuronSpec) -> NeuronKernels:
+    return (TritonBiSpike if NEURONS[spec.kind].ternary else TritonNeuron)(shape, dtype, spec)

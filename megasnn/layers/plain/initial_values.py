@@ -41,7 +41,7 @@ def without_memory() -> Iterator[None]:
 
 @contextmanager
 def _other_draws(seed: int) -> Iterator[None]:
-    """Seeds NumPy's and Python's global generators inside, so that constructors draw alike on all ranks."""
+    # Constructors draw from NumPy's and Python's global generators, too: alike on all ranks.
     of_numpy = np.random.get_state()
     of_python = random.getstate()
     np.random.seed(seed % 2**32)

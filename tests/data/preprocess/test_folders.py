@@ -94,7 +94,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, capsys) -> None:
         put(tmp_path / "in" / path, b"something")
     shards(tmp_path, "image-folder")
     told = capsys.readouterr().out
-    assert "4 files of " in told and "(1 without an ending, 2 .npy, 1 .png): " in told
+    assert "4 files that are no samples" in told and "(1 without an ending, 2 .npy, 1 .png), such as " in told
     put(tmp_path / "events" / "in" / "train" / "cat" / "1.aedat", dvs128(recording(1)))
     put(tmp_path / "events" / "in" / "test" / "cat" / "1.aedat", dvs128(recording(2)))
     shards(tmp_path / "events", "event-folder", "--keep-events")

@@ -266,4 +266,4 @@ def test_a_sample_beyond_the_bound_is_broken(tmp_path, capsys) -> None:
     assert list(found["train"]) == ["cat_2"]
     reasons = sorted(reason for shard in read_index(tmp_path / "out").shards for reason in shard.broken)
     assert "1.png" in reasons[0] and "--max-sample-mb" in reasons[0] and "3.png" in reasons[1]
-    assert "2 samples" in capsys.readouterr().out and json.loads((tmp_path / "out" / "index.json").read_text())
+    assert "2 broken samples" in capsys.readouterr().out and json.loads((tmp_path / "out" / "index.json").read_text())
