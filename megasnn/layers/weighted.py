@@ -170,6 +170,11 @@ class WeightedLayer(nn.Module):
         product: Tensor = _Product.apply(x.to(self.compute_dtype), bits, kernel, anchor, queue_gradient, self.options)
         return product
 
+    def operand(self) -> tuple[Tensor, Tensor | None, QueueGradient | None]:
+        """The weight in the products' type, without gradient; its anchor for autograd; the queue of its gradient."""
+        anchor, queue_gradient = self.weight_gradients.of(self.weight)
+        return self._cast_weights.of(self.weight, self.compute_dtype), anchor, queue_gradient
+
     def learn_input(self, x: Tensor, dim: int, channels: int) -> bool:
         """Records an input's content in the dry run. True if it is whole on every rank.
 

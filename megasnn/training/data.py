@@ -36,7 +36,8 @@ def value_format(model: Model) -> ValueFormat:
     files = []
     for name, each in specs.items():
         files.append(ArrayFile(name, "", each.shape, each.dtype, each.below, each.void))
-    return ValueFormat(tuple(files), tuple(task.inputs), target, task.classes)
+    sized_by_flags = "inputs" not in model.own_task()
+    return ValueFormat(tuple(files), tuple(task.inputs), target, task.classes, sized_by_flags)
 
 
 def arrays_of(model: Model) -> ArrayFormat | None:
