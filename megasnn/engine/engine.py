@@ -196,6 +196,7 @@ class Engine:
         """Evaluates this rank's shares, from `megasnn.data.BatchLoader`."""
         sums = EvaluationSums(self.distributed)
         with self._running(), self._averaged_weights():
+            self._require_amplitudes()
             for batch in batches:
                 self.distributed.evaluate(self.batches.micro_batches(batch, trains=False), sums.add)
             samples, loss, metrics = sums.read()
@@ -211,6 +212,7 @@ class Engine:
         """
         with self._running():
             named, _, samples = self.batches.checked("predict", inputs)
+            self._require_amplitudes()
             answers = Answers(self.distributed, samples)
             # Each sample's index takes the place of its target, and says which row its answer fills.
             indices = torch.arange(samples)
@@ -325,6 +327,11 @@ class Engine:
             raise
         # After another error the Engine has ended: an exchange, which is collective, would wait for ever.
         self.step.exchange_average()
+
+    def _require_amplitudes(self) -> None:
+        """Raises BatchError on every rank before the first step of neurons that take amplitudes from it."""
+        if self.step.calibration.is_due():
+            raise BatchError("--amplitude first-batch: take a step of training first, or load a checkpoint")
 
     def _agree_on_call(self, call: str) -> None:
         self._require_open()

@@ -10,6 +10,7 @@ from megasnn.common.grid import micro_batch_counts
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine.batch import BatchError
+from megasnn.engine.calibration import Calibration
 from megasnn.engine.model import DistributedModel
 from megasnn.engine.not_finite import locate_not_finite
 from megasnn.optim.average import WeightAverage
@@ -48,6 +49,7 @@ class TrainStep:
         # With --evaluate-only the loaded weights may be averages themselves.
         if decay and not config.training.evaluate_only:
             self.average = WeightAverage(distributed.owned, decay)
+        self.calibration = Calibration(distributed)
         self.timers = Timers(distributed.state.device)
         self.iteration = 0
         self.consumed_samples = 0
@@ -84,6 +86,8 @@ class TrainStep:
         # On a GPU the optimizer is launched before the host has read the sums: the device never waits for the host, and
         # skips a void step by itself.
         updates_unread = self._takes_found_inf and checks.runs_ahead(distributed.context.state.device)
+        if not self.calibration.is_done and self.calibration.is_due():
+            self.calibration.run(micro_batches)
         with self.timers("forward_backward"):
             # Zeroes gradients; forward, backward and reductions by schedule.
             sums = distributed.run(micro_batches, batch.size)
@@ -142,6 +146,7 @@ class TrainStep:
             averaged_steps: a loaded moving average's steps; None restarts it.
         """
         self.distributed.refresh_copies()
+        self.calibration.after_loading()
         if self.average is not None and averaged_steps is None:
             self.average.restart()
         elif self.average is not None and averaged_steps is not None:

@@ -61,11 +61,14 @@ def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
     neurons: set[NeuronSpec] = set()
     kernel_neurons: set[str] = set()
     plain_neurons: set[str] = set()
+    calibrates = False
     for _, layer in named:
         for module in layer.modules():
             spec = getattr(module, "spec", None)
             if isinstance(spec, NeuronSpec):
                 neurons.add(spec)
+            if isinstance(module, ParallelBiSpike) and module.amplitude is not None:
+                calibrates = True
             if isinstance(module, ParallelNeuron | ParallelBiSpike):
                 kernel_neurons.add(module.spec.kind)
             elif isinstance(module, NeuronLayer) or hasattr(module, "surrogate_function"):
@@ -79,6 +82,7 @@ def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
         neurons=frozenset(neurons),
         kernel_neurons=frozenset(kernel_neurons),
         plain_neurons=frozenset(plain_neurons),
+        calibrates=calibrates,
     )
 
 

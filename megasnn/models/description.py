@@ -114,6 +114,7 @@ class ModelDescription:
         tensors: a single rank's parameters and buffers.
         kernel_neurons: kinds that MegaSNN's kernels compute.
         plain_neurons: classes that compute in plain PyTorch.
+        calibrates: neurons take their amplitudes from the first batch.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -124,6 +125,7 @@ class ModelDescription:
     neurons: frozenset[NeuronSpec] = frozenset()
     kernel_neurons: frozenset[str] = frozenset()
     plain_neurons: frozenset[str] = frozenset()
+    calibrates: bool = False
 
     def named_layers(self, context: BuildContext) -> list[tuple[str, nn.Module]]:
         """All layers with names, built for a rank without memory."""

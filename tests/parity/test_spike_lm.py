@@ -34,6 +34,9 @@ LEARNED = SpikeLM(
 MODELS: dict[str, tuple[SpikeLM, dict[str, Any]]] = {
     "learned": (LEARNED, {}),
     "tied": (replace(LEARNED, tied=True, positions="rotary"), {"v_threshold": 0.7}),
+    "calibrated": (replace(LEARNED, amplitude="first-batch", positions="rotary"), {}),
+    "spiking": (replace(LEARNED, attention="spiking", amplitude="first-batch"), {}),
+    "spiking fixed": (replace(LEARNED, attention="spiking"), {"v_threshold": 1.5}),
 }
 """With their neuron's flags."""
 FLAGS = {"micro_batch_size": MICRO, "global_batch_size": SAMPLES, "precision": "fp64", "weight_decay": 0.0}
@@ -80,25 +83,32 @@ def one(name: str) -> Found:
     return found(name, {})
 
 
+TP2 = {"tensor_model_parallel_size": 2}
+TOKENS2 = {"context_parallel_size": 2, "context_parallel_cut": "tokens"}
+ZBV2 = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "cp2 tokens": (2, "learned", {"context_parallel_size": 2, "context_parallel_cut": "tokens"}),
-    "tp2": (2, "learned", {"tensor_model_parallel_size": 2}),
-    "pp2 zbv tied": (2, "tied", {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}),
+    "cp2 tokens": (2, "learned", TOKENS2),
+    "cp2 tokens spiking": (2, "spiking", TOKENS2),
+    "tp2": (2, "learned", TP2),
+    "pp2 zbv tied": (2, "tied", ZBV2),
+    "dp2 calibrated": (2, "calibrated", {}),
 }
 MATRIX: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "dp2": (2, "learned", {}),
+    "dp2 pp2 calibrated": (4, "calibrated", ZBV2),
+    "tp2 calibrated": (2, "calibrated", TP2),
+    "tp2 spiking": (2, "spiking", TP2),
     "cp5 tokens": (5, "tied", {"context_parallel_size": 5, "context_parallel_cut": "tokens"}),
-    "cp2 tokens tp2": (
-        4,
-        "tied",
-        {"context_parallel_size": 2, "context_parallel_cut": "tokens", "tensor_model_parallel_size": 2},
-    ),
+    "cp2 tokens tp2": (4, "tied", TOKENS2 | TP2),
+    "cp2 tokens tp2 pp2": (8, "spiking", TOKENS2 | TP2 | ZBV2),
     "tp4": (4, "tied", {"tensor_model_parallel_size": 4}),
     "pp3 interleaved": (3, "learned", {"pipeline_model_parallel_size": 3, "pipeline_schedule": "interleaved"}),
     "weights 2": (2, "learned", {"weight_parallel_size": 2, "micro_batch_size": 4}),
+    "weights 2 zbv": (4, "tied", {"weight_parallel_size": 2, "micro_batch_size": 4} | ZBV2),
     "zero 1": (2, "learned", {"use_distributed_optimizer": True}),
-    "recompute tp2": (2, "tied", {"tensor_model_parallel_size": 2, "recompute": "always"}),
+    "recompute tp2": (2, "tied", TP2 | {"recompute": "always"}),
+    "recompute tokens": (2, "calibrated", TOKENS2 | {"recompute": "always"}),
     "cp2 samples": (2, "learned", {"context_parallel_size": 2, "micro_batch_size": 4}),
+    "cp2 samples calibrated": (2, "calibrated", {"context_parallel_size": 2, "micro_batch_size": 4}),
 }
 
 
@@ -123,16 +133,33 @@ def test_every_layout_computes_what_one_rank_does(ranks, ranks_used: int, model:
             assert error(other.weights[name], value) < TOLERANCE or value.abs().max() < 1e-9, name
 
 
+@torch.no_grad()
+def calibrated(given: plain.Given, tokens: Tensor) -> dict[str, Tensor]:
+    """Each neuron's amplitudes from these tokens."""
+    amplitudes: dict[str, Tensor] = {}
+    plain.stream(replace(given, calibrated=amplitudes), tokens)
+    return amplitudes
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_one_rank_is_plain_pytorch(name: str) -> None:
     model, of_neuron = MODELS[name]
     tokens, targets = text()
     flags = {**FLAGS, **of_neuron, "clip_grad": 0.0, "lr_decay_style": "constant", "lr": 1e-2, "train_iters": 1}
     with Engine(model, **flags) as engine:
-        weights = {key: value.requires_grad_() for key, value in engine.state_dict().items()}
+        before = engine.state_dict()
         result = engine.train_step(tokens, targets)
         gradients = parts.assemble([parts.gradients(engine.distributed.owned)])
-    loss = plain.losses(plain.Given(model, weights, of_neuron.get("v_threshold", 1.0)), tokens, targets).mean()
+        after = engine.state_dict()
+    weights = {key: value.requires_grad_() for key, value in before.items() if not key.endswith("amplitude")}
+    given = plain.Given(model, weights, of_neuron.get("v_threshold", 1.0))
+    if model.amplitude == "first-batch":
+        amplitudes = calibrated(given, tokens[:MICRO])
+        assert amplitudes.keys() == before.keys() - weights.keys() != set()
+        for key, value in amplitudes.items():
+            torch.testing.assert_close(after[key], value, rtol=1e-12, atol=0)
+        given = replace(given, weights=weights | amplitudes)
+    loss = plain.losses(given, tokens, targets).mean()
     loss.backward()
     assert result.loss == pytest.approx(loss.item(), rel=1e-12)
     assert gradients.keys() == weights.keys()
@@ -146,6 +173,10 @@ def test_a_prediction_is_the_mean_logits_behind_the_last_token(name: str) -> Non
     model, of_neuron = MODELS[name]
     tokens, _ = text()
     with Engine(model, **FLAGS, **of_neuron, lr=1e-2, train_iters=1) as engine:
+        if model.amplitude == "first-batch":
+            with pytest.raises(ValueError, match="take a step"):
+                engine.predict(tokens)
+            engine.train_step(*text())
         given = plain.Given(model, engine.state_dict(), of_neuron.get("v_threshold", 1.0))
         logits = plain.stream(given, tokens)[:, :, -1].mean(0)
         torch.testing.assert_close(engine.predict(tokens), logits, rtol=1e-12, atol=1e-14)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasnn.layers import CausalAttention, CausalSpikingAttention, NeuronLayer, ParallelConv
 from megasnn.layers.bispike import ParallelBiSpike
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import Style
+from megasnn.layers.hidden_layer import product_gelu_product
 from megasnn.layers.init import trunc_normal, zeros
 from megasnn.layers.layer_norm import ParallelLayerNorm
 from megasnn.layers.neuron import make_neuron
@@ -19,16 +19,19 @@ class AttentionHalf(nn.Module):
 
     Args:
         dim: C, global.
+        calibrated: amplitudes of the spikes follow from the first batch.
         rotary: rotary positions in the attention.
     """
 
     mixes_tokens = False
 
-    def __init__(self, dim: int, num_heads: int, rotary: bool, context: BuildContext | None = None) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, calibrated: bool, rotary: bool, context: BuildContext | None = None
+    ) -> None:
         super().__init__()
         context = context_for(context)
         self.norm = ParallelLayerNorm(dim, context)
-        self.neuron = make_neuron(None, context)
+        self.neuron = _neuron(calibrated, context)
         self.qkv = _product(dim, 3 * dim, "column", context, blocks=3)
         self.attention = CausalAttention(dim, num_heads, context, rotary_base=10000.0 if rotary else None)
         self.projection = _product(dim, dim, "row", context)
@@ -46,21 +49,22 @@ class SpikingAttentionHalf(nn.Module):
 
     Args:
         dim: C, global.
+        calibrated: amplitudes of the spikes follow from the first batch.
     """
 
     mixes_tokens = False
 
-    def __init__(self, dim: int, num_heads: int, context: BuildContext | None = None) -> None:
+    def __init__(self, dim: int, num_heads: int, calibrated: bool, context: BuildContext | None = None) -> None:
         super().__init__()
         context = context_for(context)
         self.norm = ParallelLayerNorm(dim, context)
-        self.neuron = make_neuron(None, context)
+        self.neuron = _neuron(calibrated, context)
         self.qkv = _product(dim, 3 * dim, "column", context, blocks=3)
         self.qkv_norm = ParallelLayerNorm(3 * dim, context, blocks=3)
-        self.qkv_neuron = make_neuron(None, context)
+        self.qkv_neuron = _neuron(calibrated, context)
         self.attention = CausalSpikingAttention(dim, num_heads, context)
         self.output_norm = ParallelLayerNorm(dim, context)
-        self.output_neuron = make_neuron(None, context)
+        self.output_neuron = _neuron(calibrated, context)
         self.projection = _product(dim, dim, "row", context)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,20 +79,27 @@ class MLPHalf(nn.Module):
 
     Args:
         dim, hidden: global.
+        calibrated: amplitudes of the spikes follow from the first batch.
     """
 
     mixes_tokens = False
 
-    def __init__(self, dim: int, hidden: int, context: BuildContext | None = None) -> None:
+    def __init__(self, dim: int, hidden: int, calibrated: bool, context: BuildContext | None = None) -> None:
         super().__init__()
         context = context_for(context)
         self.norm = ParallelLayerNorm(dim, context)
-        self.neuron = make_neuron(None, context)
+        self.neuron = _neuron(calibrated, context)
         self.fc1 = _product(dim, hidden, "column", context)
         self.fc2 = _product(hidden, dim, "row", context)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.fc2(F.gelu(product_of_spikes(self.neuron, self.fc1, self.norm(x))))
+        spikes = self.neuron(self.norm(x))
+        amplitude = self.neuron.scale if isinstance(self.neuron, ParallelBiSpike) else 1.0
+        return x + product_gelu_product(self.fc1, self.fc2, spikes, amplitude)
+
+
+def _neuron(calibrated: bool, context: BuildContext) -> NeuronLayer:
+    return ParallelBiSpike(None, context, calibrated=True) if calibrated else make_neuron(None, context)
 
 
 def _product(inputs: int, outputs: int, style: Style, context: BuildContext, blocks: int = 1) -> ParallelConv:

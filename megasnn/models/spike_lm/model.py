@@ -54,6 +54,9 @@ class SpikeLM(Model):
     """Number of tokens in the vocabulary; tensor-parallel ranks divide them as evenly as possible, without padding."""
     tied: bool = False
     """The output layer has the weights of the embedding."""
+    amplitude: Literal["fixed", "first-batch"] = "fixed"
+    """Amplitude of the spikes: --v-threshold, or for each time step twice the mean magnitude of a layer's potentials in
+    the first batch."""
     attention: Literal["softmax", "spiking"] = "softmax"
     """Softmax attention; or attention on spikes without softmax, whose cost is linear in the length."""
     positions: Literal["rotary", "learned"] = "rotary"
@@ -98,6 +101,7 @@ class SpikeLM(Model):
         from megasnn.models.spike_lm.blocks import AttentionHalf, MLPHalf, SpikingAttentionHalf
 
         dim = self.embed_dim
+        calibrated = self.amplitude == "first-batch"
         length = self.seq_length if self.positions == "learned" else 0
         embedding = ParallelEmbedding(self.vocab_size, dim, length=length)
         yield layer("embedding", embedding)
@@ -105,11 +109,11 @@ class SpikeLM(Model):
             name = f"blocks.{block}"
             attention: Module
             if self.attention == "spiking":
-                attention = SpikingAttentionHalf(dim, self.num_heads)
+                attention = SpikingAttentionHalf(dim, self.num_heads, calibrated)
             else:
-                attention = AttentionHalf(dim, self.num_heads, rotary=self.positions == "rotary")
+                attention = AttentionHalf(dim, self.num_heads, calibrated, rotary=self.positions == "rotary")
             yield layer(f"{name}.attention", attention, layer_group=name)
-            yield layer(f"{name}.mlp", MLPHalf(dim, int(dim * self.mlp_ratio)), layer_group=name)
+            yield layer(f"{name}.mlp", MLPHalf(dim, int(dim * self.mlp_ratio), calibrated), layer_group=name)
         yield layer("norm", ParallelLayerNorm(dim), layer_group="head")
         head = NextTokenLoss(dim, self.vocab_size)
         if self.tied:

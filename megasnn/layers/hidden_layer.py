@@ -1,0 +1,128 @@
+"""Two products with a GELU between them, of which backward keeps the packed input alone.
+
+The hidden values are four times as wide as the stream and dense, the input of spikes takes two bits a value. So the
+first product is computed again in backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasnn.common.autograd import Function
+from megasnn.common.recompute import cached_collective
+from megasnn.kernels.spike_codec import Content, bits_of
+from megasnn.layers.conv import ParallelConv
+from megasnn.layers.weight_grad import QueueGradient
+from megasnn.layers.weighted import ProductOptions
+from megasnn.parallel.collectives import (
+    from_matrix,
+    gather_columns,
+    join_columns,
+    sum_and_scatter_columns,
+    to_matrix,
+)
+
+
+def product_gelu_product(first: ParallelConv, second: ParallelConv, x: Tensor, scale: Tensor | float) -> Tensor:
+    """second(gelu(scale * first(x) + bias)) on signals `[T, N, C_local, L]`, keeping only x, packed, for backward.
+
+    Args:
+        first, second: pointwise, in styles "column" and "row", with biases.
+        scale: a number, or of each time step `[T]`.
+    """
+    assert first.bias is not None and second.bias is not None
+    is_observed = first.observer is not None or second.observer is not None
+    if x.is_meta or is_observed or not torch.is_grad_enabled():
+        hidden = first(x, add_bias=False)
+        if isinstance(scale, Tensor):
+            hidden = hidden * scale.to(hidden.dtype).view(-1, 1, 1, 1)
+        elif scale != 1.0:
+            hidden = hidden * scale
+        return second(F.gelu(hidden + first.bias.to(hidden.dtype).view(-1, 1)))
+    kernel, anchor, queue_gradient = first.operand()
+    second_kernel, second_anchor, second_queue = second.operand()
+    content = first.options.content
+    layer = _HiddenLayer(first.options, scale, queue_gradient, second_queue)
+    bits = bits_of(x, content) if content.is_bits else None
+    bias = first.bias.to(kernel.dtype)
+    y = _ProductGeluProduct.apply(
+        x.to(kernel.dtype), bits, kernel.flatten(1), bias, second_kernel.flatten(1), anchor, second_anchor, layer
+    )
+    return y + second.bias.to(y.dtype).view(-1, 1)
+
+
+@dataclass(frozen=True)
+class _HiddenLayer:
+    """How to compute and learn the hidden layer. Attributes: options: of the first product."""
+
+    options: ProductOptions
+    scale: Tensor | float
+    queue_first: QueueGradient | None
+    queue_second: QueueGradient | None
+
+    def scaled(self, hidden: Tensor) -> Tensor:
+        """Hidden rows `[T * n, H]` times the scale of their time step, in place."""
+        if isinstance(self.scale, Tensor):
+            hidden.view(len(self.scale), -1, hidden.shape[1]).mul_(self.scale.view(-1, 1, 1))
+        elif self.scale != 1.0:
+            hidden *= self.scale
+        return hidden
+
+
+class _ProductGeluProduct(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bits: Tensor | None,
+        kernel: Tensor,
+        bias: Tensor,
+        second_kernel: Tensor,
+        anchor: Tensor | None,
+        second_anchor: Tensor | None,
+        layer: _HiddenLayer,
+    ) -> Tensor:
+        options = layer.options
+        rows, payloads = gather_columns(to_matrix(x), options.group, options.content, bits=bits)
+        ctx.layer = layer
+        ctx.shape = x.shape
+        ctx.save_for_backward(kernel, bias, second_kernel, *payloads)
+        values = layer.scaled(rows @ kernel.T).add_(bias)
+        own = F.gelu(values) @ second_kernel.T
+        summed = cached_collective(lambda: sum_and_scatter_columns(own, options.group)())
+        return from_matrix(summed, x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kernel, bias, second_kernel, *payloads = ctx.saved_tensors
+        layer: _HiddenLayer = ctx.layer
+        options = layer.options
+        grad_rows, _ = gather_columns(to_matrix(grad), options.group, Content.DENSE)
+        shape = (len(grad_rows), ctx.shape[2])
+        rows = join_columns(payloads, options.content, shape, kernel.dtype)
+        values = layer.scaled(rows @ kernel.T).add_(bias)
+        if layer.queue_second is not None:
+            layer.queue_second(partial(_add_product, grad_rows, F.gelu(values)))
+        of_hidden = torch.ops.aten.gelu_backward(grad_rows @ second_kernel, values)
+        of_bias = of_hidden.sum(0)
+        layer.scaled(of_hidden)
+        of_rows = of_hidden @ kernel
+        finish = sum_and_scatter_columns(of_rows, options.group)
+        if layer.queue_first is not None:
+            layer.queue_first(partial(_add_product, of_hidden, rows))
+        return from_matrix(finish(), ctx.shape), None, None, of_bias, None, None, None, None
+
+
+def _add_product(grad: Tensor, rows: Tensor, total: Tensor) -> None:
+    """Adds the gradient of a weight, from rows of its output's gradient and of its input."""
+    weight = total.flatten(1)
+    if weight.dtype == grad.dtype:
+        weight.addmm_(grad.T, rows)
+    else:
+        weight += grad.T @ rows
