@@ -17,6 +17,7 @@ from megasnn.config.checks import at_least, refusal
 from megasnn.config.validate import cut_problems, layout_problems
 from megasnn.kernels import BACKENDS
 from megasnn.models.build import building_problems, describe_model
+from megasnn.models.spike_lm.model import SpikeLM
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.schedule.named import AUTO_SCHEDULE, SCHEDULES
@@ -25,7 +26,7 @@ from tools.benchmark.ranks import RankProcesses, start_ranks
 from tools.benchmark.rows import MEGASNN, Row, parse_row
 from tools.benchmark.steps import SPIKINGJELLY, Dimensions, Facts, StepRank, Turn, Work
 
-ModelName = Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10", "vgg_dvs"]
+ModelName = Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10", "vgg_dvs", "spike_lm"]
 # Smaller images than ImageNet's: a step takes seconds on one core.
 DIMENSIONS: dict[str, dict[str, Any]] = {
     "spikformer_ti": dict(embed_dim=256, num_heads=8, patch_size=16, image_size=64),
@@ -78,13 +79,14 @@ forward, backward, recompute, transfers: sums over a step's actions of a kind, e
 calls, MB moved: busiest rank in a step: received in collectives, sent in messages. TP: between tensor-parallel ranks"""
 
     model: ModelName = "spikformer_cifar10"
-    """Model with SpikingJelly's dimensions; images of 64 pixels, 32 for spikformer_cifar10, 48 for vgg_dvs."""
+    """Model with SpikingJelly's dimensions; images of 64 pixels, 32 for spikformer_cifar10, 48 for vgg_dvs. spike_lm
+    has 6 blocks of 256 and 512 tokens; its row spikingjelly is plain PyTorch."""
     dimensions: tuple[str, ...] = ()
     """Other dimensions, such as image_size=224 depth=8."""
     rows: tuple[str, ...] = ()
     """spikingjelly, spikingjelly-compiled (torch.compile), megasnn (one rank), or layouts: dp2, tp2, pp2, cp2 (shared
-    samples), cp2rows, wp2 and products of them. zero1, always (recompute), a schedule, :MICRO_BATCHES per replica and
-    then @THREADS or @all may follow."""
+    samples), cp2rows, cp2tokens, wp2 and products of them. zero1, always (recompute), a schedule, :MICRO_BATCHES per
+    replica and then @THREADS or @all may follow."""
     global_batch_size: int = 32
     """Samples per step."""
     micro_batches: int = 8
@@ -139,11 +141,18 @@ calls, MB moved: busiest rank in a step: received in collectives, sent in messag
         """Names of the rows without --rows."""
         if self.device == "cuda":
             return SPIKINGJELLY, MEGASNN
-        return SPIKINGJELLY, MEGASNN, "dp2", "tp2", "pp2", "cp2", "cp2rows", f"{MEGASNN}@all", f"{SPIKINGJELLY}@all"
+        cut = "cp2tokens" if self.model == "spike_lm" else "cp2rows"
+        return SPIKINGJELLY, MEGASNN, "dp2", "tp2", "pp2", "cp2", cut, f"{MEGASNN}@all", f"{SPIKINGJELLY}@all"
 
     def dimensions_of_model(self) -> Dimensions:
         """The model with `--dimensions`. Raises ValueError for an unknown name."""
-        model: Dimensions = VggDvs() if self.model == "vgg_dvs" else Spikformer(**DIMENSIONS[self.model])
+        model: Dimensions
+        if self.model == "vgg_dvs":
+            model = VggDvs()
+        elif self.model == "spike_lm":
+            model = SpikeLM(seq_length=512)
+        else:
+            model = Spikformer(**DIMENSIONS[self.model])
         values: dict[str, Any] = {each.name: getattr(model, each.name) for each in fields(model)}
         values["num_classes"] = 10
         for text in self.dimensions:

@@ -16,7 +16,7 @@ MEGASNN = "megasnn"
 SIZES = {"dp": "", "tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "wp": "weight"}
 _NAME = re.compile(r"(?P<row>[^:@]+)(?::(?P<pieces>[1-9]\d*))?(?:@(?P<threads>all|[1-9]\d*))?")
 _SCHEDULES = sorted((AUTO_SCHEDULE, *SCHEDULES), key=len, reverse=True)
-_PART = re.compile(rf"-?(?:(?P<axis>{'|'.join(SIZES)})(?P<size>[1-9]\d*)|(?P<option>rows|zero1|always)|"
+_PART = re.compile(rf"-?(?:(?P<axis>{'|'.join(SIZES)})(?P<size>[1-9]\d*)|(?P<option>rows|tokens|zero1|always)|"
                    rf"(?P<schedule>{'|'.join(map(re.escape, _SCHEDULES))}))")  # fmt: skip
 
 
@@ -46,9 +46,13 @@ class Row:
         sizes: dict[str, Any] = {
             f"{SIZES[axis]}_parallel_size": size for axis, size in self.sizes.items() if axis != "dp"
         }
-        cut: Literal["auto", "samples", "rows"] = "auto"
+        cut: Literal["auto", "samples", "rows", "tokens"] = "auto"
         if "cp" in self.sizes:
-            cut = "rows" if "rows" in self.options else "samples"
+            cut = "samples"
+            if "rows" in self.options:
+                cut = "rows"
+            elif "tokens" in self.options:
+                cut = "tokens"
         recompute = "always" if "always" in self.options else "never"
         return ParallelConfig(
             **sizes,
@@ -88,7 +92,7 @@ def parse_row(name: str, all_threads: int) -> Row:
         else:
             schedule = part["schedule"]
     row = Row(name, MEGASNN, False, sizes, frozenset(options), schedule, pieces, threads)
-    lacks_context = "rows" in options and "cp" not in sizes
+    lacks_context = not options.isdisjoint({"rows", "tokens"}) and "cp" not in sizes
     lacks_pipeline = schedule is not None and "pp" not in sizes
     lacks_replicas = "zero1" in options and row.replicas * sizes.get("cp", 1) == 1
     if lacks_context or lacks_pipeline or lacks_replicas:
@@ -99,6 +103,6 @@ def parse_row(name: str, all_threads: int) -> Row:
 def _invalid_row(name: str) -> str:
     return (
         f"--rows {name!r}: rows are {SPIKINGJELLY} (also -compiled), {MEGASNN} (one rank), and sizes like dp2, tp2, "
-        "pp2-zbv, cp2, cp2rows, wp2, dp2zero1, dp2tp2, megasnn-always, followed by :MICRO_BATCHES and then @THREADS or "
-        "@all"
+        "pp2-zbv, cp2, cp2rows, cp2tokens, wp2, dp2zero1, dp2tp2, megasnn-always, followed by :MICRO_BATCHES and then "
+        "@THREADS or @all"
     )

@@ -24,6 +24,7 @@ from megasnn.config.training import Length
 from megasnn.engine import Engine
 from megasnn.kernels.layout import let_products_round
 from megasnn.models.model import run_config
+from megasnn.models.spike_lm.model import SpikeLM
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs, parse_channels
 from megasnn.parallel.process_group import COMMUNICATION_BACKENDS
@@ -31,9 +32,10 @@ from megasnn.parallel.traffic import Traffic, traffic
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.telemetry.timers import Timers
 from tools.benchmark.harness import seconds
+from tools.benchmark.language import PlainSpikeLM
 from tools.benchmark.ranks import join_ranks
 
-Dimensions = Spikformer | VggDvs
+Dimensions = Spikformer | VggDvs | SpikeLM
 SPIKINGJELLY = "spikingjelly"
 ENDLESS = 10**9  # steps
 
@@ -76,6 +78,8 @@ class Work:
         small: Dimensions = self.model
         if isinstance(small, VggDvs):
             small = replace(small, channels="8,P,8,P", image_size=8)
+        elif isinstance(small, SpikeLM):
+            small = replace(small, embed_dim=32, depth=1, num_heads=2, seq_length=16)
         else:
             small = replace(small, embed_dim=32, depth=1, num_heads=2, image_size=2 * small.patch_size)
         training = replace(self.training, micro_batch_size=2, global_batch_size=2)
@@ -307,16 +311,27 @@ def needed_bytes(step: Callable[[], object], device: torch.device) -> int:
 
 
 def random_batch(model: Dimensions, samples: int) -> tuple[Tensor, Tensor]:
-    """Images `[samples, C, H, W]` or event frames `[samples, T, C, H, W]`, and labels; the same in every process."""
+    """Images `[samples, C, H, W]` or event frames `[samples, T, C, H, W]`, and labels; the same in every process.
+
+    For a language model tokens and next tokens, `[samples, L]`.
+    """
     generator = torch.Generator().manual_seed(0)
+    if isinstance(model, SpikeLM):
+        tokens = torch.randint(0, model.vocab_size, (samples, model.seq_length + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     images = torch.randn((samples, *model.input_shape), generator=generator)
     return images, torch.randint(0, model.num_classes, (samples,), generator=generator)
 
 
 def spikingjelly_model(model: Dimensions, neuron: NeuronConfig | None = None) -> nn.Module:
-    """SpikingJelly's model for images `[N, C, H, W]` or event frames `[N, T, C, H, W]`, with a VGG's LIF neurons."""
+    """SpikingJelly's model for images `[N, C, H, W]` or event frames `[N, T, C, H, W]`, with a VGG's LIF neurons.
+
+    SpikeLM is plain PyTorch: SpikingJelly's own needs Megatron Core and a GPU.
+    """
     if isinstance(model, VggDvs):
         return _Vgg(model, neuron or VggDvs.neuron())
+    if isinstance(model, SpikeLM):
+        return PlainSpikeLM(model)
     return spikformer.Spikformer(
         T=model.time_steps,
         in_channels=model.in_channels,
