@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import inspect
 import io
 import json
 import os
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch.distributed.run
 
+import megasnn
 from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.checkpoint.reshard import Target, reshard
 from megasnn.checkpoint.source import open_source
@@ -120,6 +122,18 @@ def test_links_lead_somewhere() -> None:
 
 
 # --- commands
+
+
+def test_programs_in_public_docstrings_are_marked_for_the_site() -> None:
+    """Sphinx takes an indented block for a program behind `::` only, and `scripts/docs.sh` fails otherwise."""
+    wrong = []
+    for name in megasnn.__all__:
+        text = inspect.getdoc(getattr(megasnn, name)) or ""
+        for before, block in zip(text.split("\n\n"), text.split("\n\n")[1:], strict=False):
+            last = before.splitlines()[-1]
+            if block.startswith("    ") and not last.startswith(" ") and not last.endswith("::"):
+                wrong.append(f"{name}: {last}")
+    assert wrong == []
 
 
 def test_the_quickstart(ranks, tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ ABOUT = "about"
 """Optional key beside the parts in a file: the model of the values."""
 CLASS_NAMES = "class_names"
 """Key beside a checkpoint's tensors: class names by number; empty if unknown."""
+TOKENIZER = "tokenizer"
+"""Key beside a checkpoint's tensors: identity of the tokenizer of a language model's text; None if unknown."""
 SAMPLES_KEY = "samples"
 """Key beside a checkpoint's tensors: values of `samples`."""
 _RUN_PARTS = ("data", "checkpoint", "logging")
@@ -238,7 +240,11 @@ def samples(config: PretrainConfig) -> dict[str, object]:
     data = config.data
     if data.is_in_python:
         return {"data": data.data_path}
-    shape = config.model.input_shape
+    model = config.model
+    # Tokens and arrays are used as they are.
+    if "inputs" in model.own_task() and not any(len(each.shape) > 2 for each in model.inputs.values()):
+        return {}
+    shape = model.input_shape
     if len(shape) != 3:
         return {"split_by": data.split_by or "number"}
     constants = data.normalisation(shape[0], config.training.evaluate_only)

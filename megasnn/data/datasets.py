@@ -22,7 +22,7 @@ from megasnn.data.events import FrameOptions
 from megasnn.data.formats import FRAMES, EventFormat, FormatMismatch, SampleFormat
 from megasnn.data.images import NORMALISATIONS, ImageFormat
 from megasnn.data.remote import Address, describe_remote, expand_shards, open_remote, shown_path
-from megasnn.data.samples import BrokenSample, SampleSource
+from megasnn.data.samples import SampleSource, broken_sample
 from megasnn.data.shards import INDEX_NAME, FileState, TarFile, open_shard, read_part
 from megasnn.telemetry.records import TextUnits
 
@@ -95,10 +95,7 @@ class ShardDataset(SampleSource):
         except OSError as error:
             raise ValueError(f"{self.describe(index)} cannot be read: {error}; restart the run") from error
         except ValueError as error:
-            raise BrokenSample(
-                f"{self.describe(index)} cannot be decoded: {error}; repair or remove it "
-                "(--skip-broken-samples skips such samples in training)"
-            ) from error
+            raise broken_sample(self.describe(index), f"cannot be decoded: {error}", "repair or remove it") from error
 
     def fingerprint(self) -> str:
         """Hash over all names, classes and sizes in file order."""
@@ -125,6 +122,7 @@ class Datasets:
         classes: names by number, from index.json; may be empty.
         warnings: for the user.
         train_units, valid_units: of tokens; None for other samples.
+        tokenizer: its identity; None if unknown, and for other samples.
     """
 
     train: SampleSource
@@ -133,6 +131,7 @@ class Datasets:
     warnings: tuple[str, ...] = ()
     train_units: TextUnits | None = None
     valid_units: TextUnits | None = None
+    tokenizer: str | None = None
 
 
 def open_datasets(

@@ -23,9 +23,10 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 from megasnn.augment import SampleKey
 from megasnn.common.files import in_message
 from megasnn.common.random import seeded_globals
+from megasnn.config.checks import as_flag
 from megasnn.data.arrays import ArrayFile, fitted
 from megasnn.data.formats import BatchFormat, FormatMismatch
-from megasnn.data.samples import BrokenSample, SampleSource
+from megasnn.data.samples import BrokenSample, SampleSource, broken_sample
 
 TRIED_SAMPLES = 4
 """Samples that a run reads twice before it starts. A random flip goes unnoticed in one of 16 runs."""
@@ -96,12 +97,14 @@ class ValueFormat(BatchFormat):
         inputs: names for the layers.
         target: name for the loss.
         classes: number of classes; 0 for another target.
+        sized_by_flags: the input is images or event frames, whose sizes are flags of the model.
     """
 
     arrays: tuple[ArrayFile, ...]
     inputs: tuple[str, ...]
     target: str
     classes: int = 0
+    sized_by_flags: bool = False
 
     def named(self, sample: Any) -> dict[str, NDArray[Any]]:
         """A sample's arrays by name. Raises FormatMismatch for other names, shapes or types than the model's."""
@@ -136,6 +139,9 @@ class ValueFormat(BatchFormat):
                     "such as (pixels / 255 - mean) / std"
                 )
             values = values.astype(np.float32)  # counts of events
+        is_sized = self.sized_by_flags and array.name in self.inputs and values.dtype.kind == "f"
+        if is_sized and values.shape != array.shape:
+            raise FormatMismatch(_other_shape(values.shape, array.shape))
         return fitted(values, array, "")
 
     def _class(self, value: Any) -> NDArray[Any]:
@@ -161,6 +167,19 @@ class ValueFormat(BatchFormat):
             else:
                 joined[each.name] = np.stack(parts)
         return joined
+
+
+def _other_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """Shapes of a data set's images or event frames and of the model's, with the flags that make them equal."""
+    names = ("time_steps", "in_channels") if len(expected) == 4 else ("in_channels",)
+    flags = []
+    if len(found) == len(expected) and found[-1] == found[-2]:
+        sizes = {**dict(zip(names, found, strict=False)), "image_size": found[-1]}
+        wanted = {**dict(zip(names, expected, strict=False)), "image_size": expected[-1]}
+        flags = [as_flag(name, size) for name, size in sizes.items() if size != wanted[name]]
+    kind = "event frames" if len(expected) == 4 else "images"
+    change = f"set {' '.join(flags)}, or change them" if flags else "change them"
+    return f"has {kind} {list(found)}, and the model takes {list(expected)}: {change} in the data set's transform"
 
 
 def _as_array(value: Any) -> NDArray[Any]:
@@ -247,19 +266,14 @@ class MapDataset(SampleSource):
             except MemoryError:
                 raise  # too little memory is no damage
             except Exception as error:  # a data set may raise any
-                raise BrokenSample(
-                    f"{self.describe(index)} cannot be read: {type(error).__name__}: {error}, {_place(error)}; correct "
-                    "the data set (--skip-broken-samples skips such samples in training)"
-                ) from error
+                why = f"cannot be read: {type(error).__name__}: {error}, {_place(error)}"
+                raise broken_sample(self.describe(index), why, "correct the data set") from error
         try:
             return self.format.named(found)
         except FormatMismatch as error:
             raise ValueError(f"{self.describe(index)} {error}") from error
         except ValueError as error:
-            raise BrokenSample(
-                f"{self.describe(index)} cannot be used: {error}; correct the data set (--skip-broken-samples skips "
-                "such samples in training)"
-            ) from error
+            raise broken_sample(self.describe(index), f"cannot be used: {error}", "correct the data set") from error
 
     def require_repeatable(self) -> None:
         """Raises ValueError for samples that do not fit the model, or differ when they are read again."""

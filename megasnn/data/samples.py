@@ -16,6 +16,16 @@ class BrokenSample(ValueError):
     """A sample that cannot be decoded."""
 
 
+def broken_sample(sample: str, why: str, remedy: str) -> BrokenSample:
+    """Error of a sample that a training may skip.
+
+    Args:
+        sample: its name, at the start of the sentence.
+        remedy: other than skipping it.
+    """
+    return BrokenSample(f"{sample} {why}; {remedy} (--skip-broken-samples skips such samples in training)")
+
+
 class SampleSource(ABC):
     """Samples by index; can be pickled for worker processes.
 

@@ -171,7 +171,7 @@ SURROGATES: Registry[Surrogate] = Registry(
 class NeuronSpec:
     """A neuron with the semantics of SpikingJelly's multi-step neurons.
 
-    A time step charges, fires and resets, for input x, potential v, and r = v_reset, or 0 with a soft reset:
+    A time step charges, fires and resets, for input x, potential v, and r = v_reset, or 0 with a soft reset::
 
         if      h = v + x
         lif     h = v + (x - (v - r)) / tau;  without decay_input  h = v - (v - r) / tau + x

@@ -220,17 +220,19 @@ class _AttendOverRanks(Function):
         parts: TokenParts = ctx.parts
         exchange = parts.start_earlier(rows)
         q, k, v = rows.view(parts.shape).permute(2, 0, 3, 1, 4).unbind()
-        of_q, of_k, of_v = _flash_backward(grad, q, k, v, out, logs, causal=True)
+        # Sums over ranks are rounded once.
+        wide = sums_type(rows.dtype)
+        of_own = _flash_backward(grad, q, k, v, out, logs, causal=True)
+        of_rows = torch.stack([each.transpose(1, 2).to(wide) for each in of_own], dim=2)
         of_parts = []
         for rank, part in enumerate(exchange()):
             keys, values = parts.keys_and_values(part, rank)
             of_queries, *of_part = _flash_backward(grad, q, keys, values, out, logs, causal=False)
-            of_q = of_q + of_queries
+            of_rows[:, :, 0] += of_queries.transpose(1, 2)
             of_parts.append(torch.stack([each.transpose(1, 2) for each in of_part], dim=2))
         finish = parts.start_gradients(of_parts, rows)
-        of_rows = torch.stack([each.transpose(1, 2) for each in (of_q, of_k, of_v)], dim=2)
         # In rank order: a fixed order of sums.
         for part in finish():
             if part.numel():
                 of_rows[:, :, 1:] += part.view(of_rows[:, :, 1:].shape)
-        return of_rows.view(rows.shape), None
+        return of_rows.view(rows.shape).to(rows.dtype), None

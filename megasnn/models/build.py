@@ -161,8 +161,7 @@ def build(
     """
     context = replace(context, neuron=neuron, time_steps=model.time_steps)
     task = task_of(model)
-    if context.token_group is not None:
-        shared_tokens(task.tokens, context.token_group.size)
+    _require_cuttable(task, context)
     layers, ties = _separated(model, context)
     if single_rank_layers is not None:
         _refuse_made_before(single_rank_layers, layers)
@@ -199,6 +198,19 @@ def build(
     if task.classes:
         _require_logits(model, built[-1])
     return built
+
+
+def _require_cuttable(task: Task, context: BuildContext) -> None:
+    """Raises ValueError for inputs without the rows or tokens that context-parallel ranks divide."""
+    if context.token_group is not None:
+        shared_tokens(task.tokens, context.token_group.size)
+    if context.row_group is not None:
+        for name, spec in task.inputs.items():
+            if len(spec.shape) - spec.over_time < 2:
+                raise ValueError(
+                    f"--context-parallel-cut rows cuts images, and the input {name} {[*spec.shape]} is none: use "
+                    "--context-parallel-cut samples, or tokens"
+                )
 
 
 def _separated(model: Model, context: BuildContext) -> tuple[list[Layer], TiedTensors]:

@@ -10,7 +10,7 @@ from megasnn.config import ConfigError, PretrainConfig
 from megasnn.config.checks import refusal
 from megasnn.config.data import NO_DATASETS, GivenDatasets
 from megasnn.config.training import Length
-from megasnn.config.values import CLASS_NAMES, samples
+from megasnn.config.values import CLASS_NAMES, TOKENIZER, samples
 from megasnn.data import BatchLoader, Datasets, open_datasets
 from megasnn.data.arrays import ArrayFile, ArrayFormat
 from megasnn.data.loader import epoch_samples, order_identity
@@ -36,7 +36,8 @@ def value_format(model: Model) -> ValueFormat:
     files = []
     for name, each in specs.items():
         files.append(ArrayFile(name, "", each.shape, each.dtype, each.below, each.void))
-    return ValueFormat(tuple(files), tuple(task.inputs), target, task.classes)
+    sized_by_flags = "inputs" not in model.own_task()
+    return ValueFormat(tuple(files), tuple(task.inputs), target, task.classes, sized_by_flags)
 
 
 def arrays_of(model: Model) -> ArrayFormat | None:
@@ -151,6 +152,8 @@ class RunData:
             "frames": {"split_by": data.split_by},
             CLASS_NAMES: [*self.datasets.classes],
         }
+        if tokens is not None:
+            self.data_position[TOKENIZER] = self.datasets.tokenizer
 
     def _from_shards(self, state: ParallelState) -> Datasets:
         """Shards of the flags."""

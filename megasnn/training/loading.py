@@ -16,7 +16,7 @@ from megasnn.checkpoint.weight_file import read_weights
 from megasnn.common.checks import error_context
 from megasnn.common.files import in_message
 from megasnn.config import PretrainConfig
-from megasnn.config.values import CLASS_NAMES, changed_recipe, changed_samples, config_identity
+from megasnn.config.values import CLASS_NAMES, TOKENIZER, changed_recipe, changed_samples, config_identity
 from megasnn.data.datasets import class_difference
 from megasnn.engine import Engine
 from megasnn.training.data import RunData
@@ -157,6 +157,8 @@ def _load_weights(config: PretrainConfig, engine: Engine, data: RunData, checkpo
         remarks.append(f"{last} has another shape in the checkpoint and keeps its initial values")
     elif different := _class_difference(data.data_position, loaded.extra):
         remarks.append(f"{different} in the checkpoint and in the data, and {last} keeps its weights")
+    if different := _tokenizer_difference(data.data_position, loaded.extra):
+        remarks.append(f"{different}: the embedding keeps its weights, for other tokens")
     taken = "weights" if loaded.averaged_steps is None else "average of the weights (--no-ema: the weights)"
     return LoadedStart((f"--finetune takes the {taken} of {loaded.path}", *_warnings(remarks)))
 
@@ -176,6 +178,8 @@ def _problems(config: PretrainConfig, data_position: Mapping[str, object], metad
             "folder that was trained on"
         )
     if config.training.evaluate_only:
+        if different := _tokenizer_difference(data_position, metadata.extra):
+            yield f"{different}: prepare the text with the tokenizer of the training"
         return
     if not metadata.extra.keys() & data_position.keys():
         yield "it stores no data position, as it was saved by a megasnn.Engine: --finetune loads its weights only"
@@ -187,6 +191,15 @@ def _problems(config: PretrainConfig, data_position: Mapping[str, object], metad
                 f"{name}: {before} when it was saved, {value} now: in other data or another order "
                 "its place in the data means nothing (--finetune takes its weights only)"
             )
+
+
+def _tokenizer_difference(data_position: Mapping[str, object], extra: Mapping[str, object]) -> str:
+    """Tokenizers of checkpoint and data if they differ; empty if one is unknown."""
+    before = extra.get(TOKENIZER)
+    now = data_position.get(TOKENIZER)
+    if before is None or now is None or before == now:
+        return ""
+    return f"tokenizer: {in_message(before)} when it was saved, {now} now"
 
 
 def _class_difference(data_position: Mapping[str, object], extra: Mapping[str, object]) -> str:

@@ -186,3 +186,30 @@ def _with_other_tokens() -> None:
 
 def test_tokens_of_another_rank_are_refused(ranks) -> None:
     ranks(2, _with_other_tokens)
+
+
+def _in_bfloat16() -> dict[str, tuple[Found, Found]]:
+    """One rank's result and this rank's part, of values in bfloat16."""
+    group = everybody("cp")
+    one = replace(ONE, numerics=Numerics(torch.float32, torch.bfloat16))
+    shared = replace(one, state=state_of(group), cut="tokens")
+    weights = random(T, N, DIM, LENGTH, seed=4, dtype=torch.bfloat16)
+    found = {}
+    for name in ("softmax", "ternary"):
+        x = given_to(name).bfloat16()
+        whole = computed(made(name, one), x, weights)
+        part = computed(made(name, shared), own_tokens(x, group), own_tokens(weights, group))
+        found[name] = whole, part
+    return found
+
+
+def test_in_bfloat16_sums_are_float32(ranks) -> None:
+    everyone = ranks(3, _in_bfloat16)
+    for name, (whole, _) in everyone[0].items():
+        parts = [found[name][1] for found in everyone]
+        y = torch.cat([part.y for part in parts], 3)
+        assert y.dtype == torch.bfloat16
+        if name == "ternary":
+            assert torch.equal(y, whole.y)
+        torch.testing.assert_close(y, whole.y, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(torch.cat([part.x for part in parts], 3), whole.x, rtol=0.02, atol=0.05)

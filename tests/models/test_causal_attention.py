@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from megasnn.layers import BuildContext, Numerics
 from megasnn.layers.causal_attention import CausalAttention
@@ -130,6 +131,17 @@ def test_inputs_that_give_no_exact_sums_are_refused() -> None:
         learned(length=4)(random(T, N, 3 * DIM, 5))
     with pytest.raises(ValueError, match="even size"):
         CausalAttention(6, 2, context())
+
+
+def test_operations_grow_with_the_length_as_it_does() -> None:
+    counts = []
+    for length in (128, 1024):
+        x = channels_last(spikes(T, N, 3 * DIM, length, seed=1)).requires_grad_()
+        layer = learned(length=length)
+        with FlopCounterMode(display=False) as counter:
+            layer(x).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[1] == 8 * counts[0] > 0
 
 
 @pytest.mark.parametrize(("lowest", "bits"), [(0, 1), (-1, 2)])

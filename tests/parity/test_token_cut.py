@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from megasnn import ArraySpec, ConvNormNeuron, Engine, Model, ParallelConv, ParallelDropout, layer
 from megasnn.config import ConfigError
 from megasnn.layers.layer import Layer
+from megasnn.models.build import describe_model
+from megasnn.models.model import run_config
+from megasnn.planner.analyze import counted_sizes
 from tests.parity.ranks import TOLERANCE, error
 
 LENGTH = 13  # tokens, which no number of ranks divides
@@ -129,3 +132,15 @@ def test_a_model_whose_tokens_cannot_be_cut_is_refused(monkeypatch, model: Tagge
     flags = {"context_parallel_size": size, "context_parallel_cut": "tokens"}
     with pytest.raises(ConfigError, match=named):
         Engine(model, micro_batch_size=MICRO, global_batch_size=SAMPLES, lr=1e-2, train_iters=1, **flags)
+
+
+def test_a_plan_knows_which_sizes_cut_the_tokens() -> None:
+    model = Tagger()
+    found = counted_sizes(describe_model(model, model.neuron().spec), run_config(Tagger)(model=model))
+    by_tokens, by_rows = found.possible["tokens"], found.possible["rows"]
+    assert by_tokens[12] is None and "13 tokens for 16 ranks" in str(by_tokens[16])
+    assert all("the input words [13] is none" in str(refused) for refused in by_rows.values())
+    assert found.shared["tokens"].cut == "tokens" and "rows" not in found.shared
+    for whole, part in zip(found.alone.costs[-1], found.shared["tokens"].costs[-1], strict=True):
+        # Seven tokens of thirteen.
+        assert 0 < part.output <= 7 / 13 * whole.output

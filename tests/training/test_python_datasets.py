@@ -174,7 +174,9 @@ IMAGE = torch.zeros(1, 8, 8)
         (IMAGE, r"is a Tensor: __getitem__ must return \(inputs, target\)"),
         ((IMAGE, 1, 2), r"is a tuple of 3"),
         ((IMAGE.byte(), 1), r"whole numbers \(uint8\) for 'images'.*normalised"),
-        ((torch.zeros(8, 8), 1), r"float32 \[8, 8\], and 'images' is float \[1, 8, 8\]"),
+        ((torch.zeros(8, 8), 1), r"images \[8, 8\], and the model takes \[1, 8, 8\]: change them in the data set's"),
+        ((torch.zeros(3, 20, 20), 1), r"\[3, 20, 20\], .* \[1, 8, 8\]: set --in-channels 3 --image-size 20, or change"),
+        ((torch.zeros(1, 8, 9), 1), r"\[1, 8, 9\], .* \[1, 8, 8\]: change them"),
         ((IMAGE, 10), r"label 10, outside 0..9: raise --num-classes"),
         ((IMAGE, 0.5), "label 0.5: give the number of its class"),
         (({"t": IMAGE, "x": IMAGE}, 1), "has a dict of t, x: give arrays of numbers; of events, frames"),
@@ -201,6 +203,8 @@ def test_counts_of_events_need_no_floating_point() -> None:
     assert found["images"].dtype == np.float32
     assert (found["images"] == frames).all()
     assert found["target"] == 4
+    with pytest.raises(ValueError, match="event frames .*: set --time-steps 5 --image-size 16, or"):
+        MapDataset(Returns((np.zeros((5, 2, 16, 16)), 1)), events).sample(0)
 
 
 def test_a_generator_of_its_own_is_noticed() -> None:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasnn import MODELS, ArraySpec, layer
+from megasnn.data.tokens.prepared import write_facts, write_tokens
+from megasnn.data.tokens.tokenizer import ByteTokenizer
 from megasnn.layers.layer import Layer
 from megasnn.pretraining import pretrain
 from megasnn.telemetry.records import TextUnits
@@ -129,3 +131,22 @@ def test_text_that_does_not_fit_is_refused(
 def test_a_tokenizer_is_for_models_of_tokens(capsys) -> None:
     assert pretrain("spikformer", ["--train-iters", "1", "--tokenizer", "t.json"]) == 2
     assert "--tokenizer t.json: for text, and the model takes no tokens; remove it" in capsys.readouterr().err
+
+
+def test_an_evaluation_reads_text_with_the_tokenizer_of_the_training(
+    ranks, monkeypatch, capsys, cache: str, tmp_path: Path
+) -> None:
+    ranks(1, trained, cache, str(tmp_path / "run"), "")
+    monkeypatch.setenv("MEGASNN_CACHE", cache)
+    monkeypatch.setitem(MODELS, NextByte.name, NextByte)
+    flags = ["--evaluate-only", "--load", str(tmp_path / "run"), *FLAGS, "--eval-iters", "1"]
+    assert pretrain(NextByte, flags) == 0
+    (validation, *_) = log_of(tmp_path / "run", "validation")[::-1]
+    assert f"perplexity: {validation['perplexity']:.2f}" in capsys.readouterr().out
+
+    facts = write_tokens(tmp_path / "other", ["a" * 100], ByteTokenizer())
+    write_facts(tmp_path / "other.json", replace(facts, tokenizer="tokenizer.json 12"))
+    for more in (["--evaluate-only"], ["--train-iters", "4"]):
+        others = [*more, "--load", str(tmp_path / "run"), *FLAGS, "--data-path", str(tmp_path / "other")]
+        assert pretrain(NextByte, [*others, "--valid-data-path", str(tmp_path / "other")]) == 1
+        assert "tokenizer: bytes when it was saved, tokenizer.json 12 now" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Samples of a language model: fixed numbers of tokens, over document borders."""
+"""A language model's samples: fixed numbers of tokens, over document borders."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megasnn.data.tokens.tokenizer import open_tokenizer
 from megasnn.telemetry.records import TextUnits
 
 TOKENS = "tokens"
-"""Name of the input by which a model says that it takes tokens."""
+"""Input name by which a model says that it takes tokens."""
 TARGET = "target"
-"""Name of the next tokens in a sample."""
+"""Name for the next tokens in a sample."""
 
 
 class TokenShape(NamedTuple):
-    """A sample's number of tokens, S, and the bound that all tokens of the model are below."""
+    """Tokens in a sample, S, and the model's vocabulary, which all tokens are below."""
 
     length: int
     below: int
@@ -88,6 +88,7 @@ class TokenDataset(SampleSource):
         return {TOKENS: found[:-1], TARGET: found[1:]}
 
     def fingerprint(self) -> str:
+        # Not from the tokens: a hash over them would read the whole file before the first step.
         return f"{len(self)} samples of {self._length} tokens, from {self._tokens.identity}"
 
 
@@ -116,19 +117,21 @@ def open_token_datasets(config: DataConfig, shape: TokenShape, evaluates: bool =
         found["train"] = open_tokens(config.data_path, "--data-path", tokenizer)
     if valid_path:
         found["valid"] = open_tokens(valid_path, "--valid-data-path", tokenizer, is_held_out=True)
-    _require_one_tokenizer(list(found.values()))
+    made_by = _tokenizer_of(list(found.values()))
     datasets = {name: TokenDataset(each, shape) for name, each in found.items()}
     units = {name: TextUnits(shape.length, each.bytes_per_token) for name, each in found.items()}
     train = "train" if "train" in found else "valid"
     warnings = []
     if len(found) == 2 and datasets["train"].fingerprint() == datasets["valid"].fingerprint():
         warnings.append("WARNING: --data-path and --valid-data-path hold the same documents")
-    return Datasets(datasets[train], datasets.get("valid"), (), tuple(warnings), units[train], units.get("valid"))
+    valid = datasets.get("valid")
+    return Datasets(datasets[train], valid, (), tuple(warnings), units[train], units.get("valid"), made_by)
 
 
-def _require_one_tokenizer(found: list[PreparedTokens]) -> None:
-    """Raises ValueError if training and validation data come from different tokenizers, as far as is known."""
+def _tokenizer_of(found: list[PreparedTokens]) -> str | None:
+    """The data's tokenizer by identity; None if unknown. Raises ValueError for two."""
     known = {each.facts.tokenizer: each.source for each in found if each.facts is not None}
     if len(known) > 1:
         texts = " and ".join(f"{source} comes from {tokenizer}" for tokenizer, source in known.items())
         raise ValueError(f"{texts}: prepare both with one tokenizer")
+    return next(iter(known), None)

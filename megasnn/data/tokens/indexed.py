@@ -1,8 +1,8 @@
 """Megatron's indexed data set: tokens in PREFIX.bin, lengths and documents in PREFIX.idx.
 
-The index is little-endian and not aligned: `MMIDIDX\\0\\0`, version 1 (u64), code of the token type (u8), number of
-sequences N (u64), number of document bounds D (u64), lengths in tokens (i32 `[N]`), offsets in bytes (i64 `[N]`),
-document bounds in sequences (i64 `[D]`). Source: NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.
+The index is little-endian and not aligned: `MMIDIDX\\0\\0`, version 1 (u64), token type (u8), sequence count N (u64),
+bound count D (u64), lengths in tokens (i32 `[N]`), offsets in bytes (i64 `[N]`), document bounds in sequences
+(i64 `[D]`). Source: NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _SCANNED = 1 << 22
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """Content of an index.
+    """An index file's content.
 
     Attributes:
-        dtype: of the tokens.
-        lengths: tokens of each sequence, int32 `[N]`. A document is one sequence or more.
-        offsets: first byte of each sequence, int64 `[N]`.
-        documents: first sequence of each document, and N at the end, int64 `[D]`. An empty document repeats a number.
+        dtype: token type.
+        lengths: each sequence's tokens, int32 `[N]`. A document is one sequence or more.
+        offsets: each sequence's first byte, int64 `[N]`.
+        documents: each document's first sequence, and N at the end, int64 `[D]`. An empty document repeats a number.
     """
 
     dtype: np.dtype[Any]
@@ -55,7 +55,7 @@ class TokenIndex:
 
 
 def read_token_index(path: Path) -> TokenIndex:
-    """Reads an .idx file. Raises ValueError for a damaged one or another format, OSError."""
+    """Reads an .idx file. Raises OSError, and ValueError if it is damaged or has another format."""
     require_regular(path)
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -88,7 +88,7 @@ def read_token_index(path: Path) -> TokenIndex:
 
 
 def _require_sound(path: Path, index: TokenIndex) -> None:
-    """Raises ValueError for negative numbers, or document bounds that are no ascending list from 0 to N."""
+    """Raises ValueError for negative numbers, or document bounds that do not rise from 0 to N."""
     for name, values in (("length", index.lengths), ("offset", index.offsets)):
         if values.size and values.min() < 0:
             raise ValueError(f"{path} is damaged: sequence {int(values.argmin())} has the {name} {values.min()}")
@@ -103,12 +103,12 @@ def _require_sound(path: Path, index: TokenIndex) -> None:
 
 
 class IndexedTokens:
-    """Tokens of an indexed data set as one sequence, over document borders; can be pickled.
+    """An indexed data set as one sequence, over document borders; can be pickled.
 
     Attributes:
-        prefix: of both files.
-        documents: number of documents.
-        identity: numbers of tokens and documents, and a hash of all lengths.
+        prefix: path without .bin and .idx.
+        documents: document count.
+        identity: token and document counts, and a hash over all lengths.
     Raises:
         ValueError: a file is damaged, or the index does not fit the data.
         OSError: a file is missing.
@@ -130,11 +130,13 @@ class IndexedTokens:
                 f"{index_file} does not fit {self._data}: its last sequence ends at byte {int(ends.max(initial=0)):,}, "
                 f"and the file has {size:,} bytes; write both anew"
             )
-        # Sequences that follow each other in the file are one run. Nearly every file is a single run.
-        begins = np.flatnonzero(np.append(True, index.offsets[1:] != ends[:-1])) if len(ends) else np.arange(0)
+        # Sequences next to each other in the file are one run. Nearly every file is a single run: no list of documents
+        # is searched or kept.
+        begins_run = np.ones(len(ends), bool)
+        begins_run[1:] = index.offsets[1:] != ends[:-1]
         first = np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])
-        self._runs = first[begins]
-        self._offsets = index.offsets[begins]
+        self._runs = first[:-1][begins_run]
+        self._offsets = index.offsets[begins_run]
         self._tokens = int(first[-1])
         self.documents = len(index.documents) - 1
         lengths = hashlib.blake2b(index.lengths.tobytes(), digest_size=8)
@@ -152,6 +154,7 @@ class IndexedTokens:
             end = self._runs[run + 1] if run + 1 < len(self._runs) else self._tokens
             size = min(count, int(end) - start)
             offset = int(self._offsets[run]) + (start - int(self._runs[run])) * self._dtype.itemsize
+            # Read, not mapped: a file that is cut while it is mapped ends the process.
             content = read_part(self._data, self._state, size * self._dtype.itemsize, offset)
             parts.append(np.frombuffer(content, self._dtype))
             start += size
@@ -171,10 +174,10 @@ class IndexedTokens:
 
 
 class IndexedWriter:
-    """Writes documents as an indexed data set. The index comes last, when the block ends without an error.
+    """Writes documents as an indexed data set; the index comes last, after a block without an error.
 
     Args:
-        vocab_size: decides the type of the tokens, u16 or i32.
+        vocab_size: decides the token type, u16 or i32.
     """
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
@@ -185,7 +188,7 @@ class IndexedWriter:
         self._data = open(with_ending(prefix, DATA), "wb")
 
     def add(self, tokens: NDArray[Any]) -> None:
-        """Adds a document of one sequence; an empty one has none. Raises ValueError for one of 2^31 tokens or more."""
+        """Adds a document as one sequence, an empty one without any. Raises ValueError from 2^31 tokens on."""
         if len(tokens) > _LONGEST:
             raise ValueError(f"a document of {len(tokens):,} tokens is longer than an index can say; divide it")
         self._data.write(tokens.astype(self._dtype).tobytes())
@@ -214,5 +217,6 @@ class IndexedWriter:
 
 
 def with_ending(prefix: Path, ending: str) -> Path:
-    """PREFIX.bin or PREFIX.idx. A dot in the prefix belongs to the name."""
+    """PREFIX.bin or PREFIX.idx."""
+    # Not with_suffix: "corpus.v1" is a prefix with a dot.
     return prefix.with_name(prefix.name + ending)

@@ -1,4 +1,4 @@
-"""Tokens of a data path: an indexed data set, or text that becomes one in the cache."""
+"""Data paths with tokens: an indexed data set, or text, which becomes one in the cache."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from megasnn.data.tokens.text import documents_of, text_files, texts_of_part
 from megasnn.data.tokens.tokenizer import Tokenizer
 
 FACTS = ".json"
-"""Ending of the file beside an indexed data set, with its `TokenFacts`."""
+"""File ending for `TokenFacts` beside an indexed data set."""
 _CACHE = "tokens"
 _VERSION = "1"  # of the tokens in the cache; raise it when they change
 _HELD_OUT = 0.1
-"""Share of the sample text for validation."""
+"""The sample text's share for validation."""
 _ADVICE = "remove it, or prepare the text again"
 
 
 @with_config(STRICT)
 @dataclass(frozen=True)
 class TokenFacts:
-    """Facts about an indexed data set made from text.
+    """Facts about tokens made from text.
 
     Attributes:
         largest: largest token.
-        vocab_size: of the tokenizer.
-        text_bytes: of the documents in UTF-8, without their ends.
+        vocab_size: the tokenizer's.
+        text_bytes: in UTF-8, without document ends.
         tokenizer: `Tokenizer.identity`.
     """
 
@@ -67,11 +67,11 @@ class _Range:
 
 
 class PreparedTokens(NamedTuple):
-    """Tokens of a data path.
+    """A data path's tokens.
 
     Attributes:
         source: flag and path, for messages.
-        facts: None for an indexed data set of another program.
+        facts: None if another program wrote the tokens.
     """
 
     source: str
@@ -80,7 +80,7 @@ class PreparedTokens(NamedTuple):
 
     @property
     def token_range(self) -> tuple[int, int]:
-        """Smallest and largest token; without facts, by one scan of the file, kept in the cache."""
+        """Smallest and largest token; without facts, by one scan, kept in the cache."""
         if self.facts is not None:
             return 0, self.facts.largest
         file = cache_folder(_CACHE) / cached_name(with_ending(self.tokens.prefix, DATA), FACTS, _VERSION)
@@ -93,7 +93,7 @@ class PreparedTokens(NamedTuple):
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of the text for each token; None if unknown."""
+        """Mean text bytes for each token; None if unknown."""
         return None if self.facts is None else self.facts.text_bytes / self.facts.tokens
 
 
@@ -133,8 +133,8 @@ def open_tokens(data_path: str, flag: str, tokenizer: Tokenizer, is_held_out: bo
     """Opens PREFIX, PREFIX.bin or PREFIX.idx; text becomes tokens in the cache, once a host.
 
     Args:
-        flag: of the path, for messages.
-        is_held_out: for the sample text, its last part.
+        flag: for messages.
+        is_held_out: opens the sample text's last part.
     Raises:
         ValueError: a file is missing or damaged, or files do not fit each other.
     """
@@ -151,7 +151,7 @@ def open_tokens(data_path: str, flag: str, tokenizer: Tokenizer, is_held_out: bo
 
 
 def _prefix_of(data_path: str) -> str:
-    """The prefix of an indexed data set; "" for another path."""
+    """An indexed data set's prefix; "" for another path."""
     path = Path(data_path)
     if path.suffix in (DATA, INDEX):
         return str(path.with_suffix(""))
@@ -170,6 +170,7 @@ def _opened(prefix: Path, source: str) -> PreparedTokens:
 
 
 def _from_files(files: Sequence[Path], tokenizer: Tokenizer) -> Path:
+    # Sizes and times decide, as for shards: texts are not read again to see that they are the same.
     states = [cached_name(file, "", _VERSION) for file in files]
     name = name_in_cache(files[0].stem, "", tokenizer.identity, *states)
     return _built(name, documents_of(list(files)), tokenizer)
@@ -182,7 +183,7 @@ def _sample(tokenizer: Tokenizer, is_held_out: bool) -> Path:
 
 
 def sample_documents() -> Iterator[str]:
-    """Yields the texts of Python's help, in the order of their topics: about 470 kB in 79 documents for 3.11."""
+    """Yields Python's help texts by topic: 466,117 bytes in 79 documents for Python 3.11."""
     from pydoc_data.topics import topics
 
     for topic in sorted(topics):
@@ -190,7 +191,7 @@ def sample_documents() -> Iterator[str]:
 
 
 def _built(name: str, texts: Iterable[str], tokenizer: Tokenizer) -> Path:
-    """Prefix in the cache. The file of facts comes last: where it is, the other two are whole."""
+    """Prefix in the cache. The facts come last: beside them, the other two files are whole."""
     prefix = cache_folder(_CACHE) / name
 
     def write(target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Documents of text: files, folders of files, and JSON lines."""
+"""Text documents: files, folders and JSON lines."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from megasnn.common.files import in_message, read_regular, require_regular
 from megasnn.data.preprocess.folders import files_of
 
 TEXT_ENDINGS = (".txt", ".md", ".rst")
-"""Endings of files that are one document each."""
+"""File endings for one document each."""
 LINES_ENDING = ".jsonl"
-"""Ending of a file with a document in each line, in the field `text`."""
+"""File ending for a document in each line, in the field `text`."""
 ENDINGS = (*TEXT_ENDINGS, LINES_ENDING)
 Documents = Callable[[], Iterator[str]]
 """Yields all documents' texts, from the first on at each call."""
 
 
 class Part(NamedTuple):
-    """A text of one part of a split."""
+    """A text for training, or one held out."""
 
     is_held_out: bool
     text: str
 
 
 def text_files(path: Path) -> list[Path]:
-    """A file itself, or all text files of a folder in the order of their names, 2 before 10.
+    """A file itself, or all text files in a folder by name, 2 before 10.
 
     Raises:
         ValueError: no such file, another ending, or a folder without texts.
@@ -42,7 +42,7 @@ def text_files(path: Path) -> list[Path]:
 
 
 def documents_of(files: list[Path]) -> Iterator[str]:
-    """Yields the files' documents. Raises ValueError for a file that is not UTF-8 or a line without text, OSError."""
+    """Yields the files' documents. Raises OSError, and ValueError unless all are UTF-8 and each line has a text."""
     for file in files:
         if file.suffix.lower() == LINES_ENDING:
             yield from _lines_of(file)
@@ -86,13 +86,14 @@ def _require_encodable(text: str, where: str) -> None:
 
 
 def split_texts(documents: Documents, held_out: float) -> Iterator[Part]:
-    """Yields all texts, of which the last ones, a share of the bytes, are held out.
+    """Yields all texts; a share at the end, counted in bytes, is held out.
 
-    A document at the border is cut there, at the end of a line if there is one behind it.
+    A document at the border is cut behind the line there. Without a line end it stays whole, for training.
 
     Args:
         held_out: share from 0 to 1.
     """
+    # Documents are read twice, so that only one of them is in memory.
     sizes = sum(len(text.encode()) for text in documents()) if held_out else 0
     remaining = round(sizes * (1 - held_out))
     for text in documents():
@@ -111,7 +112,7 @@ def split_texts(documents: Documents, held_out: float) -> Iterator[Part]:
 
 
 def texts_of_part(documents: Documents, held_out: float, is_held_out: bool) -> Iterator[str]:
-    """Yields one part's texts of `split_texts`."""
+    """Yields one part's texts from `split_texts`."""
     for part in split_texts(documents, held_out):
         if part.is_held_out == is_held_out:
             yield part.text

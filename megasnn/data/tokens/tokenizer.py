@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, which need no file, or a tokenizer.json of the package `tokenizers`."""
+"""Tokenizers: bytes, which need no file, or a tokenizer.json for the package `tokenizers`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from megasnn.common.files import in_message, read_regular
 
 BYTE_VOCABULARY = 257
-"""256 bytes, and the end of a document."""
+"""256 bytes, and the document end."""
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOD>", "[EOS]")
-"""Usual names of the token at the end of a document; the first one that a tokenizer.json has is taken."""
+"""Usual names for the document end; the first one in a tokenizer.json is taken."""
 
 
 class Tokenizer(ABC):
@@ -38,11 +38,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
-        """A text from tokens, without special ones. Incomplete letters become U+FFFD."""
+        """Text from tokens, without special ones. Incomplete letters become U+FFFD."""
 
 
 class ByteTokenizer(Tokenizer):
-    """The bytes of UTF-8, 0 to 255; 256 ends a document."""
+    """UTF-8 bytes, 0 to 255; 256 ends a document."""
 
     identity = "bytes"
     vocab_size = BYTE_VOCABULARY
@@ -60,7 +60,7 @@ class FileTokenizer(Tokenizer):
     """A tokenizer.json, read by the package `tokenizers` (``pip install megasnn[text]``).
 
     Args:
-        end_of_document: the token's text; by default one of `END_NAMES`.
+        end_of_document: the token's text; by default from `END_NAMES`.
     Raises:
         ValueError: the file is missing or damaged, or has no such token.
         ModuleNotFoundError: the package is missing.
@@ -77,7 +77,8 @@ class FileTokenizer(Tokenizer):
             self._loaded: Any = Loaded.from_str(content.decode())
         except Exception as error:  # tokenizers raises Exception itself
             raise ValueError(f"--tokenizer {file} is no tokenizer.json that can be read: {error}") from error
-        # A file may say that texts are cut to a model's length, or filled up to it.
+        # A file may cut texts to a model's length, or fill them up to it. Most of a document would be lost
+        # (findings/datatrove_truncated_documents.sh).
         self._loaded.no_truncation()
         self._loaded.no_padding()
         vocabulary: dict[str, int] = self._loaded.get_vocab()
@@ -109,7 +110,7 @@ class FileTokenizer(Tokenizer):
 
 
 def open_tokenizer(file: str | None = None, end_of_document: str | None = None) -> Tokenizer:
-    """A tokenizer.json's tokenizer; that of bytes without a file. Raises ValueError as `FileTokenizer`."""
+    """Tokenizer in a tokenizer.json, or for bytes without a file. Raises ValueError as `FileTokenizer`."""
     if file is not None:
         return FileTokenizer(Path(file), end_of_document)
     if end_of_document is not None:
