@@ -51,7 +51,10 @@ def test_options_become_flags() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "dp", "dp0", "xp2", "dp2dp2", "spikingjelly2", "dp2rows", "tp2tokens", "tp2zero1", "spikingjelly:4", "pp2@", "dp2-zbv"],
+    [
+        *("", "dp", "dp0", "xp2", "dp2dp2", "spikingjelly2", "dp2rows", "tp2tokens", "tp2zero1", "spikingjelly:4"),
+        *("pp2@", "dp2-zbv"),
+    ],
 )
 def test_what_is_no_row_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="--rows"):
