@@ -77,7 +77,7 @@ class ParallelEmbedding(nn.Module):
         if self._traceable:
             rows = F.embedding(ids, self.weight)
         else:
-            anchor, queue_gradient = self._weight_gradients.of(self.weight)
+            anchor, queue_gradient = self._weight_gradients.outside_autograd(self.weight)
             rows = _Lookup.apply(ids, self.weight.detach(), anchor, queue_gradient, self._own, self._group)
         found = from_matrix(rows, (steps, samples, self._local_channels, length))
         if self.positions is not None:

@@ -66,8 +66,8 @@ class _BetweenNeurons(WeightGradients):
         self._shared = queue
         self._first = first
 
-    def of(self, parameter: Tensor) -> tuple[Tensor | None, QueueGradient | None]:
-        anchor, queue_gradient = self._shared.of(parameter)
+    def outside_autograd(self, parameter: Tensor) -> tuple[Tensor | None, QueueGradient | None]:
+        anchor, queue_gradient = self._shared.outside_autograd(parameter)
         if queue_gradient is None:
             return anchor, None
         return anchor, partial(self._queue_between, queue_gradient)

@@ -90,7 +90,7 @@ class NextTokenLoss(nn.Module):
         if targets is None:
             of_samples = unknown.expand(1, samples)
             return {"loss": of_samples, "top1": of_samples, "logits": self._last_logits(x).to(dtype).unsqueeze(0)}
-        kernel = self._cast_weights.of(self.weight, self._compute_dtype)
+        kernel = self._cast_weights.cast(self.weight, self._compute_dtype)
         rows = to_matrix(x.mean(0, keepdim=True))
         losses, hits = _CrossEntropy.apply(rows, kernel, self.weight, targets.reshape(-1), self._own, self._group)
         whole_length = length if self._tokens is None else self._length

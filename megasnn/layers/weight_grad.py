@@ -46,7 +46,7 @@ class WeightGradients:
         """Autograd's hooks miss these additions."""
         self.report = listener
 
-    def of(self, parameter: Tensor) -> tuple[Tensor | None, QueueGradient | None]:
+    def outside_autograd(self, parameter: Tensor) -> tuple[Tensor | None, QueueGradient | None]:
         """The anchor, which autograd sees for the parameter, and a function for the layer's backward.
 
         (None, None) for a frozen parameter. Autograd calls none of the parameter's hooks.
@@ -58,7 +58,7 @@ class WeightGradients:
         return self.anchor, partial(self._queue, parameter)
 
     def takes(self, parameter: Tensor) -> bool:
-        """Whether a layer called `of` for the parameter; layers do in their first forward."""
+        """Whether a layer called `outside_autograd` for the parameter; layers do in their first forward."""
         return id(parameter) in self._parameters
 
     def _queue(self, parameter: Tensor, add: AddGradient) -> None:
@@ -117,7 +117,7 @@ class CastWeights:
     def __deepcopy__(self, memo: dict[int, Any]) -> CastWeights:
         return self
 
-    def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Without gradient."""
         found = self._given.get(id(weight))
         if found is None and self._is_caching:

@@ -165,15 +165,15 @@ class WeightedLayer(nn.Module):
             return torch.conv2d(images, kernel, None, *along).unflatten(0, x.shape[:2])
         weight = self._parameters["weight"]
         assert weight is not None
-        anchor, queue_gradient = self.weight_gradients.of(weight)
-        kernel = self._cast_weights.of(weight, self.compute_dtype)[self._kernel_index]
+        anchor, queue_gradient = self.weight_gradients.outside_autograd(weight)
+        kernel = self._cast_weights.cast(weight, self.compute_dtype)[self._kernel_index]
         product: Tensor = _Product.apply(x.to(self.compute_dtype), bits, kernel, anchor, queue_gradient, self.options)
         return product
 
     def operand(self) -> tuple[Tensor, Tensor | None, QueueGradient | None]:
         """The weight in the products' type, without gradient; its anchor for autograd; the queue of its gradient."""
-        anchor, queue_gradient = self.weight_gradients.of(self.weight)
-        return self._cast_weights.of(self.weight, self.compute_dtype), anchor, queue_gradient
+        anchor, queue_gradient = self.weight_gradients.outside_autograd(self.weight)
+        return self._cast_weights.cast(self.weight, self.compute_dtype), anchor, queue_gradient
 
     def learn_input(self, x: Tensor, dim: int, channels: int) -> bool:
         """Records an input's content in the dry run. True if it is whole on every rank.

@@ -43,7 +43,6 @@ def test_a_name_says_the_layout(name: str, ranks: int, replicas: int, pieces: in
 def test_options_become_flags() -> None:
     asked = parse_row("cp2rows-always", 4).parallel("auto")
     assert (asked.context_parallel_size, asked.context_parallel_cut, asked.recompute) == (2, "rows", "always")
-    assert parse_row("cp2tokens", 4).parallel("auto").context_parallel_cut == "tokens"
     assert parse_row("pp2-v-half", 4).parallel("auto").pipeline_schedule == "v-half"
     assert parse_row("dp2zero1", 4).parallel("auto").use_distributed_optimizer
     assert layout_of(parse_row("pp2-zbv", 4), 4).chunks == 2 and layout_of(parse_row("wp2", 4), 4).grid.dp_shard == 2
@@ -51,10 +50,7 @@ def test_options_become_flags() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("", "dp", "dp0", "xp2", "dp2dp2", "spikingjelly2", "dp2rows", "tp2tokens", "tp2zero1", "spikingjelly:4"),
-        *("pp2@", "dp2-zbv"),
-    ],
+    ["", "dp", "dp0", "xp2", "dp2dp2", "spikingjelly2", "dp2rows", "tp2zero1", "spikingjelly:4", "pp2@", "dp2-zbv"],
 )
 def test_what_is_no_row_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="--rows"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ from megasnn.models.spike_lm.model import SpikeLM
 from tests import parts
 from tests.parity import spike_lm as plain
 from tests.parity.ranks import TOLERANCE, error
-from tools.benchmark.language import PlainSpikeLM
 
 SAMPLES, MICRO, STEPS = 7, 3, 3  # the last micro-batch has one sample
 WORDS = 131  # a number that no ranks divide evenly
@@ -204,19 +202,6 @@ def test_backward_keeps_no_hidden_values_of_the_mlp() -> None:
         y = layer(x)
     y.sum().backward()
     assert 0 < max(kept) < y[:, :, 0].numel() * hidden * y.itemsize
-
-
-def test_the_plain_model_of_the_benchmark_is_the_reference() -> None:
-    model = replace(LEARNED, positions="rotary")
-    theirs = PlainSpikeLM(model).double()
-    ours: dict[str, Tensor] = {}
-    for name, value in theirs.state_dict().items():
-        for half, parts_of_half in (("attention", "qkv|projection"), ("mlp", "fc1|fc2")):
-            name = re.sub(rf"\.({parts_of_half})\.", rf".{half}.\1.", name.replace(f"{half}_norm", f"{half}.norm"))
-        ours[name] = value
-    tokens, _ = text()
-    expected = plain.stream(plain.Given(model, ours), tokens)
-    torch.testing.assert_close(theirs(tokens).transpose(2, 3), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_a_last_chunk_without_layers_cannot_take_the_targets() -> None:

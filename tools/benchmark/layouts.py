@@ -24,7 +24,7 @@ from megasnn.schedule.named import AUTO_SCHEDULE, SCHEDULES
 from tools.benchmark.harness import Case, Column, Figures, Summary, ratios, rounds, say, summary
 from tools.benchmark.ranks import RankProcesses, start_ranks
 from tools.benchmark.rows import MEGASNN, Row, parse_row
-from tools.benchmark.steps import SPIKINGJELLY, Dimensions, Facts, StepRank, Turn, Work
+from tools.benchmark.steps import PLAIN, SPIKINGJELLY, Dimensions, Facts, StepRank, Turn, Work
 
 ModelName = Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10", "vgg_dvs", "spike_lm"]
 # Smaller images than ImageNet's: a step takes seconds on one core.
@@ -49,6 +49,7 @@ class Layouts(Case):
         ("samples/s", "samples_per_s", ".1f"),
         ("x one rank", f"x_{MEGASNN}", ".2f"),
         ("x SpikingJelly", f"x_{SPIKINGJELLY}", ".2f"),
+        ("x plain", f"x_{PLAIN}", ".2f"),
         ("peak MB", "peak_mb", ".0f"),
         ("activations MB", "needed_mb", ".0f"),
         ("now/then", "x_earlier", ".3f"),
@@ -70,7 +71,7 @@ class Layouts(Case):
     regime: ClassVar[str] = "strong"
     notes: ClassVar[str] = """\
 step ms: median and quartiles of all steps, each on its slowest rank
-x: throughput relative to the row megasnn (one rank, one thread) or spikingjelly, median of the rounds' ratios
+x: throughput relative to the row megasnn (one rank, one thread), spikingjelly or plain, median of the rounds' ratios
 peak MB: largest rank, above its memory before the model was built
 activations MB: peak allocations of a step, above weights, gradients and optimizer state
 now/then: median step relative to the latest earlier one in the log of the same configuration, processor and torch
@@ -79,14 +80,14 @@ forward, backward, recompute, transfers: sums over a step's actions of a kind, e
 calls, MB moved: busiest rank in a step: received in collectives, sent in messages. TP: between tensor-parallel ranks"""
 
     model: ModelName = "spikformer_cifar10"
-    """Model with SpikingJelly's dimensions; images of 64 pixels, 32 for spikformer_cifar10, 48 for vgg_dvs. spike_lm
-    has 6 blocks of 256 and 512 tokens; its row spikingjelly is plain PyTorch."""
+    """Model with SpikingJelly's dimensions; images of 64 pixels, 32 for spikformer_cifar10, 48 for vgg_dvs; 512 tokens
+    for spike_lm."""
     dimensions: tuple[str, ...] = ()
     """Other dimensions, such as image_size=224 depth=8."""
     rows: tuple[str, ...] = ()
-    """spikingjelly, spikingjelly-compiled (torch.compile), megasnn (one rank), or layouts: dp2, tp2, pp2, cp2 (shared
-    samples), cp2rows, cp2tokens, wp2 and products of them. zero1, always (recompute), a schedule, :MICRO_BATCHES per
-    replica and then @THREADS or @all may follow."""
+    """spikingjelly, spikingjelly-compiled (torch.compile), for spike_lm plain (PyTorch) and plain-compiled in their
+    place, megasnn (one rank), or layouts: dp2, tp2, pp2, cp2 (shared samples), cp2rows, cp2tokens, wp2 and products of
+    them. zero1, always (recompute), a schedule, :MICRO_BATCHES per replica and then @THREADS or @all may follow."""
     global_batch_size: int = 32
     """Samples per step."""
     micro_batches: int = 8
@@ -126,7 +127,10 @@ calls, MB moved: busiest rank in a step: received in collectives, sent in messag
                 batch = f"a global batch of {self.samples(row)} ({batch} for each rank)"
             return [f"row {row.name}: {batch} does not divide into {quantity(pieces, 'micro-batch')}"]
         model = self.dimensions_of_model()
-        wrong = building_problems(model, model.neuron().spec, Grid(tp=row.sizes.get("tp", 1)))
+        if row.library != MEGASNN and (row.library == PLAIN) != isinstance(model, SpikeLM):
+            return [f"row {row.name}: spike_lm has {PLAIN}, and other models have {SPIKINGJELLY}"]
+        grid = Grid(tp=row.sizes.get("tp", 1), cp=row.sizes.get("cp", 1))
+        wrong = building_problems(model, model.neuron().spec, grid, row.cut)
         config = self.work(row).configuration()
         wrong = wrong or layout_problems(config, row.ranks)
         wrong = wrong or cut_problems(config.parallel, [each.layer_group for each in describe_model(model).layers])
@@ -139,20 +143,20 @@ calls, MB moved: busiest rank in a step: received in collectives, sent in messag
 
     def default_rows(self) -> tuple[str, ...]:
         """Names of the rows without --rows."""
+        reference = PLAIN if self.model == "spike_lm" else SPIKINGJELLY
         if self.device == "cuda":
-            return SPIKINGJELLY, MEGASNN
-        cut = "cp2tokens" if self.model == "spike_lm" else "cp2rows"
-        return SPIKINGJELLY, MEGASNN, "dp2", "tp2", "pp2", "cp2", cut, f"{MEGASNN}@all", f"{SPIKINGJELLY}@all"
+            return reference, MEGASNN
+        if self.model == "spike_lm":
+            return PLAIN, f"{PLAIN}-compiled", MEGASNN, "dp2", "tp2", "pp2", "cp2tokens"
+        return SPIKINGJELLY, MEGASNN, "dp2", "tp2", "pp2", "cp2", "cp2rows", f"{MEGASNN}@all", f"{SPIKINGJELLY}@all"
 
     def dimensions_of_model(self) -> Dimensions:
         """The model with `--dimensions`. Raises ValueError for an unknown name."""
         model: Dimensions
-        if self.model == "vgg_dvs":
-            model = VggDvs()
-        elif self.model == "spike_lm":
+        if self.model == "spike_lm":
             model = SpikeLM(seq_length=512)
         else:
-            model = Spikformer(**DIMENSIONS[self.model])
+            model = VggDvs() if self.model == "vgg_dvs" else Spikformer(**DIMENSIONS[self.model])
         values: dict[str, Any] = {each.name: getattr(model, each.name) for each in fields(model)}
         values["num_classes"] = 10
         for text in self.dimensions:
@@ -230,7 +234,7 @@ class Schedules(Layouts):
         ("idle", "idle", ".1%"),
         ("x one batch", f"x_{MEGASNN}", ".2f"),
         ("x one rank", "x_same", ".2f"),
-        *Layouts.columns[7:],
+        *Layouts.columns[8:],
         ("packed", "packed", ".3f"),
     )
     notes = (
@@ -286,7 +290,7 @@ def figures(
     rows = []
     for row, work in works.items():
         found = _own_figures(row, work, turns[row], facts[row])
-        for name in (MEGASNN, SPIKINGJELLY):
+        for name in (MEGASNN, SPIKINGJELLY, PLAIN):
             found[f"x_{name}"] = ratios(by_name[name], medians[row]) if name in by_name else None
         found["x_same"] = ratios(medians[single[0]], medians[row]) if single else None
         simulated = [turn[0].simulated for turn in turns[row]]

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import ClassVar
 
-from megasnn.common.grid import ContextCut, Grid
+from megasnn.common.grid import Grid
 from megasnn.config.checks import flag
 from megasnn.planner.candidates import Layout, Prefer
 from megasnn.planner.costs import Analysis, read
@@ -129,7 +129,6 @@ def layout_of(row: Row, micro_batch_size: int) -> Layout:
     sizes = row.sizes
     schedule = row.schedule or "1f1b"
     chunks = SCHEDULES[schedule].chunks if "pp" in sizes else 1
-    cut: ContextCut = "rows" if "rows" in row.options else "samples"
     recompute = "always" if "always" in row.options else "never"
     return Layout(
         Grid(
@@ -140,7 +139,7 @@ def layout_of(row: Row, micro_batch_size: int) -> Layout:
             cp=sizes.get("cp", 1),
         ),
         micro_batch_size,
-        cut=cut,
+        cut=row.cut,
         schedule=schedule,
         chunks=chunks,
         recompute=recompute,

@@ -54,7 +54,7 @@ class Capacity(Layouts):
         ("of at most", "largest_candidate", "d"),
         ("predicted MB", "predicted_mb", ".0f"),
         *Layouts.columns[3:5],
-        *Layouts.columns[7:9],
+        *Layouts.columns[8:10],
         ("now/then", "x_earlier", ".3f"),
     )
     notes: ClassVar[str] = """\

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
+from megasnn.common.grid import ContextCut
 from megasnn.config import ParallelConfig
 from megasnn.schedule.named import AUTO_SCHEDULE, SCHEDULES
-from tools.benchmark.steps import SPIKINGJELLY
+from tools.benchmark.steps import PLAIN, SPIKINGJELLY
 
 MEGASNN = "megasnn"
 SIZES = {"dp": "", "tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "wp": "weight"}
@@ -41,6 +42,13 @@ class Row:
     def replicas(self) -> int:
         return self.sizes.get("dp", 1) * self.sizes.get("wp", 1)
 
+    @property
+    def cut(self) -> ContextCut:
+        """How context-parallel ranks share a micro-batch."""
+        if "tokens" in self.options:
+            return "tokens"
+        return "rows" if "rows" in self.options else "samples"
+
     def parallel(self, schedule: str) -> ParallelConfig:
         """The row's flags, with `schedule` unless the row names one."""
         sizes: dict[str, Any] = {
@@ -48,11 +56,7 @@ class Row:
         }
         cut: Literal["auto", "samples", "rows", "tokens"] = "auto"
         if "cp" in self.sizes:
-            cut = "samples"
-            if "rows" in self.options:
-                cut = "rows"
-            elif "tokens" in self.options:
-                cut = "tokens"
+            cut = self.cut
         recompute = "always" if "always" in self.options else "never"
         return ParallelConfig(
             **sizes,
@@ -71,8 +75,9 @@ def parse_row(name: str, all_threads: int) -> Row:
     pieces = int(match["pieces"]) if match["pieces"] else None
     threads = all_threads if match["threads"] == "all" else int(match["threads"] or 1)
     layout = match["row"]
-    if layout in (SPIKINGJELLY, f"{SPIKINGJELLY}-compiled") and pieces is None:
-        return Row(name, SPIKINGJELLY, layout != SPIKINGJELLY, threads=threads)
+    library, compiled, _ = layout.partition("-compiled")
+    if library in (SPIKINGJELLY, PLAIN) and layout == library + compiled and pieces is None:
+        return Row(name, library, bool(compiled), threads=threads)
     sizes: dict[str, int] = {}
     options: set[str] = set()
     schedule: str | None = None
@@ -92,7 +97,8 @@ def parse_row(name: str, all_threads: int) -> Row:
         else:
             schedule = part["schedule"]
     row = Row(name, MEGASNN, False, sizes, frozenset(options), schedule, pieces, threads)
-    lacks_context = not options.isdisjoint({"rows", "tokens"}) and "cp" not in sizes
+    cuts = options & {"rows", "tokens"}
+    lacks_context = bool(cuts) and ("cp" not in sizes or len(cuts) > 1)
     lacks_pipeline = schedule is not None and "pp" not in sizes
     lacks_replicas = "zero1" in options and row.replicas * sizes.get("cp", 1) == 1
     if lacks_context or lacks_pipeline or lacks_replicas:
@@ -102,7 +108,7 @@ def parse_row(name: str, all_threads: int) -> Row:
 
 def _invalid_row(name: str) -> str:
     return (
-        f"--rows {name!r}: rows are {SPIKINGJELLY} (also -compiled), {MEGASNN} (one rank), and sizes like dp2, tp2, "
-        "pp2-zbv, cp2, cp2rows, cp2tokens, wp2, dp2zero1, dp2tp2, megasnn-always, followed by :MICRO_BATCHES and then "
-        "@THREADS or @all"
+        f"--rows {name!r}: rows are {SPIKINGJELLY}, or {PLAIN} for a language model (also -compiled), {MEGASNN} (one "
+        "rank), and sizes like dp2, tp2, pp2-zbv, cp2, cp2rows, cp2tokens, wp2, dp2zero1, dp2tp2, megasnn-always, "
+        "followed by :MICRO_BATCHES and then @THREADS or @all"
     )

@@ -1,4 +1,4 @@
-"""Training steps of one rank: SpikingJelly's own model, or MegaSNN's on a layout."""
+"""Training steps of one rank: SpikingJelly's own model or a plain one, or MegaSNN's on a layout."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ from megasnn.parallel.traffic import Traffic, traffic
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.telemetry.timers import Timers
 from tools.benchmark.harness import seconds
-from tools.benchmark.language import PlainSpikeLM
+from tools.benchmark.plain_spike_lm import PlainSpikeLM
 from tools.benchmark.ranks import join_ranks
 
 Dimensions = Spikformer | VggDvs | SpikeLM
 SPIKINGJELLY = "spikingjelly"
+PLAIN = "plain"
+"""The library of a language model in torch's layers."""
 ENDLESS = 10**9  # steps
 
 
@@ -45,8 +47,8 @@ class Work:
     """Work of a row.
 
     Attributes:
-        library: SPIKINGJELLY or "megasnn".
-        compiled: torch.compile for SpikingJelly's model.
+        library: SPIKINGJELLY, PLAIN or "megasnn".
+        compiled: torch.compile for SpikingJelly's or the plain model.
         anew: each turn makes a new Engine, which measures the layers again.
     """
 
@@ -76,10 +78,10 @@ class Work:
     def tiny(self) -> Work:
         """The same work on one rank, with a few thousand parameters and two samples."""
         small: Dimensions = self.model
-        if isinstance(small, VggDvs):
+        if isinstance(small, SpikeLM):
+            small = replace(small, embed_dim=32, depth=1, num_heads=2, seq_length=8)
+        elif isinstance(small, VggDvs):
             small = replace(small, channels="8,P,8,P", image_size=8)
-        elif isinstance(small, SpikeLM):
-            small = replace(small, embed_dim=32, depth=1, num_heads=2, seq_length=16)
         else:
             small = replace(small, embed_dim=32, depth=1, num_heads=2, image_size=2 * small.patch_size)
         training = replace(self.training, micro_batch_size=2, global_batch_size=2)
@@ -144,7 +146,8 @@ class StepRank:
                 )
             self.device = torch.device("cuda", self._rank)
         # Lazy imports and compiled kernels belong to the baseline of the memory.
-        for library in (SPIKINGJELLY, "megasnn"):
+        reference = PLAIN if isinstance(self.work.model, SpikeLM) else SPIKINGJELLY
+        for library in (reference, "megasnn"):
             step = _step_of(replace(self.work.tiny(), library=library, compiled=False), self.device)
             step.take()
             step.close()
@@ -259,7 +262,7 @@ class _SpikingJellyStep(_Step):
     """Steps as in SpikingJelly's training scripts: the whole batch at once, then a reset of the state."""
 
     def __init__(self, work: Work, device: torch.device) -> None:
-        self._model = spikingjelly_model(work.model).to(device)
+        self._model = reference_model(work.model).to(device)
         self._forward = torch.compile(self._model) if work.compiled else self._model
         images, labels = random_batch(work.model, work.training.global_batch_size)
         self._images = images.to(device)
@@ -272,9 +275,12 @@ class _SpikingJellyStep(_Step):
         let_products_round(work.training.precision == "tf32")
 
     def take(self) -> float:
-        self._optimizer.zero_grad()
+        # As an Engine does, the plain model keeps its gradients' memory.
+        self._optimizer.zero_grad(set_to_none=not isinstance(self._model, PlainSpikeLM))
         with self._timers("forward"), torch.autocast(self._type, torch.bfloat16) if self._type else nullcontext():
-            loss = F.cross_entropy(self._forward(self._images).mean(0), self._labels)
+            # Of a language model, `[N, L, words]`: each token is a row.
+            logits = self._forward(self._images).mean(0)
+            loss = F.cross_entropy(logits.flatten(0, -2), self._labels.flatten())
         with self._timers("backward"):
             loss.backward()
         functional.reset_net(self._model)
@@ -296,7 +302,7 @@ class _SpikingJellyStep(_Step):
 
 
 def _step_of(work: Work, device: torch.device) -> _Step:
-    if work.library == SPIKINGJELLY:
+    if work.library in (SPIKINGJELLY, PLAIN):
         return _SpikingJellyStep(work, device)
     return _Step(work, device)
 
@@ -311,27 +317,27 @@ def needed_bytes(step: Callable[[], object], device: torch.device) -> int:
 
 
 def random_batch(model: Dimensions, samples: int) -> tuple[Tensor, Tensor]:
-    """Images `[samples, C, H, W]` or event frames `[samples, T, C, H, W]`, and labels; the same in every process.
+    """Images `[samples, C, H, W]` or event frames `[samples, T, C, H, W]`, and labels; or tokens and next tokens.
 
-    For a language model tokens and next tokens, `[samples, L]`.
+    The same in every process.
     """
     generator = torch.Generator().manual_seed(0)
     if isinstance(model, SpikeLM):
         tokens = torch.randint(0, model.vocab_size, (samples, model.seq_length + 1), generator=generator)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return tokens[:, :-1], tokens[:, 1:]
     images = torch.randn((samples, *model.input_shape), generator=generator)
     return images, torch.randint(0, model.num_classes, (samples,), generator=generator)
 
 
-def spikingjelly_model(model: Dimensions, neuron: NeuronConfig | None = None) -> nn.Module:
-    """SpikingJelly's model for images `[N, C, H, W]` or event frames `[N, T, C, H, W]`, with a VGG's LIF neurons.
+def reference_model(model: Dimensions) -> nn.Module:
+    """SpikingJelly's model, or for a language model the plain one."""
+    return PlainSpikeLM(model) if isinstance(model, SpikeLM) else spikingjelly_model(model)
 
-    SpikeLM is plain PyTorch: SpikingJelly's own needs Megatron Core and a GPU.
-    """
+
+def spikingjelly_model(model: Spikformer | VggDvs, neuron: NeuronConfig | None = None) -> nn.Module:
+    """SpikingJelly's model for images `[N, C, H, W]` or event frames `[N, T, C, H, W]`, with a VGG's LIF neurons."""
     if isinstance(model, VggDvs):
         return _Vgg(model, neuron or VggDvs.neuron())
-    if isinstance(model, SpikeLM):
-        return PlainSpikeLM(model)
     return spikformer.Spikformer(
         T=model.time_steps,
         in_channels=model.in_channels,

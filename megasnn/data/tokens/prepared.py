@@ -184,8 +184,10 @@ def _sample(tokenizer: Tokenizer, is_held_out: bool) -> Path:
 
 def sample_documents() -> Iterator[str]:
     """Yields Python's help texts by topic: 466,117 bytes in 79 documents for Python 3.11."""
-    from pydoc_data.topics import topics
-
+    try:
+        from pydoc_data.topics import topics
+    except ModuleNotFoundError as error:  # some systems pack it apart
+        raise ValueError("this Python lacks pydoc_data, its help: install all of Python, or give a text") from error
     for topic in sorted(topics):
         yield topics[topic]
 

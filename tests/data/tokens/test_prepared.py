@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,12 @@ def test_the_sample_text_comes_with_python_and_its_end_is_for_validation() -> No
     assert len(found.train) == (len(train) - 1) // 64
     assert found.train_units is not None
     assert found.train_units.tokens == 64
+
+
+def test_a_python_without_its_help_is_named(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(ValueError, match="--data-path sample: this Python lacks pydoc_data"):
+        opened("sample")
 
 
 REFUSED = {
