@@ -18,7 +18,7 @@ from megasnn.common.autograd import Function
 from megasnn.common.recompute import cached_collective, is_replaying
 from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, bits_of, decode_into, encode
-from megasnn.layers.attention import own_heads, sums_type
+from megasnn.layers.attention import SCALE, own_heads, sums_type
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.shape_inference import content_of
 from megasnn.layers.token_context import start_to_others
@@ -27,8 +27,6 @@ from megasnn.parallel_state import Group
 
 CHUNK = 64
 """Tokens in a chunk. Inside a chunk the cost grows with its length, between chunks with d."""
-SCALE = 0.125
-"""Factor of the attention: a power of two, which rounds nothing."""
 
 
 class CausalSpikingAttention(nn.Module):
@@ -75,7 +73,7 @@ class CausalSpikingAttention(nn.Module):
         options = replace(self._options, frames=qkv.shape[0] * qkv.shape[1])
         rows = to_matrix(qkv)
         if qkv.is_meta or self._traceable:
-            out = attend(rows, options)
+            out = attend_causally(rows, options)
         else:
             out = CausalAttend.apply(rows, bits_of(qkv, options.content), options)
         return from_matrix(out, qkv.shape)
@@ -151,7 +149,7 @@ class StateOptions:
         return by_head.permute(1, 3, 0, 2, 4).reshape(self.frames * tokens, -1)
 
 
-def attend(rows: Tensor, options: StateOptions) -> Tensor:
+def attend_causally(rows: Tensor, options: StateOptions) -> Tensor:
     """`CausalAttend` in torch functions alone, for one rank."""
     q, k, v = options.chunks(rows, 3, sums_type(rows.dtype)).unbind()
     states = k.transpose(-2, -1) @ v

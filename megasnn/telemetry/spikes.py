@@ -72,7 +72,7 @@ class SpikeRecorder:
             return []
         # A neuron is silent if no sample on any rank makes it fire. So spikes are first added over ranks with the same
         # neurons (data parallel, context parallel by samples). Then neurons are counted, over ranks with other neurons
-        # (tensor parallel, context parallel by rows).
+        # (tensor parallel, context parallel by rows or tokens).
         if same is not None:
             # One all-reduce for all layers: every rank of the group has observed the same ones in the same order.
             flat = torch.cat([*counts.values()])

@@ -21,7 +21,7 @@ import megasnn
 from megasnn import ConvNormNeuron, MeanLinear, layer
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.norm_neuron_kernels import NeuronUse
-from megasnn.kernels.numba import ahead, bispike_loops, loops, pool
+from megasnn.kernels.numba import ahead, bispike_loops, coefficients, loops, pool
 from megasnn.kernels.numba.jit import kernel, progress, run_kernel
 from megasnn.layers.blocks import NeuronConvNorm, neuron_uses
 from megasnn.layers.neuron import make_neuron
@@ -29,7 +29,8 @@ from megasnn.models.model import Model
 from tests.forking import forking
 
 KERNELS = (
-    loops.slice_statistics, loops.merge, loops.fire_block, loops.block_backward, loops.norm_input_gradient,
+    coefficients.fold_slices, coefficients.norm_coefficients, loops.slice_statistics, loops.merge,
+    loops.fire_block, loops.block_backward, loops.norm_input_gradient,
     pool.fire_pooled, pool.pooled_backward, bispike_loops.fire_ternary, bispike_loops.back_ternary,
 )  # fmt: skip
 SECONDS = 30

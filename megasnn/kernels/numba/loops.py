@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megasnn.kernels.numba.coefficients import of_input_gradient, repeated
 from megasnn.kernels.numba.jit import kernel, part
 from megasnn.kernels.numba.lanes import count_of, lane_of, lanes_of, load, store
 from megasnn.kernels.numba.time_loop import LANES, back, fire_run
@@ -118,20 +119,22 @@ def merge(means, squares, length, pixels, merged, first, last):
 
 
 @kernel
-def fire_block(x, norm, v_first, v_last, spikes, bits, p, length, first, last):
-    """Spikes `[T, M]`; a work slice is one block. Other arguments: see `time_loop.fire_run`."""
+def fire_block(x, coefficients, v_first, v_last, spikes, bits, p, length, first, last):
+    """Spikes `[T, M]`; a work slice is one block. `coefficients`: None without a norm. See `time_loop.fire_run`."""
+    norm = repeated(coefficients, 2, length, x)
     for block in range(first, last):
         low = block * length
         fire_run(x, low, norm, v_first, v_last, spikes, low, min(length, spikes.shape[1] - low), bits, p)
 
 
 @kernel
-def block_backward(x, norm, v_first, g_spikes, g_v, g_y, sums, channels, length, blocks, p, first, last):
+def block_backward(x, coefficients, v_first, g_spikes, g_v, g_y, sums, channels, length, blocks, p, first, last):
     """Neurons' input gradient `g_y [X, M]`, and `sums [slices, 3, C]`; the rest as `time_loop.back`.
 
     A work slice is `blocks` blocks.
     """
     size = x.shape[1]
+    norm = repeated(coefficients, 3, length, x)
     scratch = np.empty((2 * g_spikes.shape[0], LANES), x.dtype)
     wide = np.empty((3, length), x.dtype)
     for index in range(first, last):
@@ -147,26 +150,26 @@ def block_backward(x, norm, v_first, g_spikes, g_v, g_y, sums, channels, length,
 
 
 @kernel
-def norm_input_gradient(x, g, coefficients, width, first, last):
+def norm_input_gradient(x, g, coefficients, sums, count, period, width, first, last):
     """Batch norm's input gradient, written over `g [1, size]`; a work slice is `width` elements.
 
-    `coefficients [4, n]`: scale, mean, mean gradient, mean gradient per deviation of the input.
+    `sums [3, C]` over `count` values; `period`: length of the repeated coefficients.
     """
+    wide = repeated(of_input_gradient(coefficients, sums, count), 4, period, x)
     many = lanes_of(x[0, 0])
     one = lane_of(x[0, 0])
-    period = coefficients.shape[1]
     for index in range(first, last):
         for low in range(index * width, min((index + 1) * width, x.shape[1]), period):
             n = min(period, x.shape[1] - low)
             whole = n - n % count_of(many)
-            normalise_back(many, 0, whole, x, g, low, coefficients)
-            normalise_back(one, whole, n, x, g, low, coefficients)
+            normalise_back(many, 0, whole, x, g, low, wide)
+            normalise_back(one, whole, n, x, g, low, wide)
 
 
 @part
-def normalise_back(like, first, last, x, g, low, coefficients):
+def normalise_back(like, first, last, x, g, low, wide):
     for j in range(first, last, count_of(like)):
-        deviation = load(x, 0, low + j, like) - load(coefficients, 1, j, like)
-        centred = load(g, 0, low + j, like) - load(coefficients, 2, j, like)
-        centred = centred - deviation * load(coefficients, 3, j, like)
-        store(g, 0, low + j, load(coefficients, 0, j, like) * centred)
+        deviation = load(x, 0, low + j, like) - load(wide, 1, j, like)
+        centred = load(g, 0, low + j, like) - load(wide, 2, j, like)
+        centred = centred - deviation * load(wide, 3, j, like)
+        store(g, 0, low + j, load(wide, 0, j, like) * centred)

@@ -17,9 +17,9 @@ from megasnn.kernels.norm_neuron_kernels import (
     NormNeuronInput,
     NormNeuronKernels,
     Statistics,
-    parameter_gradients,
 )
 from megasnn.kernels.numba import loops, pool
+from megasnn.kernels.numba.coefficients import fold_slices, norm_coefficients
 from megasnn.kernels.numba.jit import run_kernel
 from megasnn.kernels.numba.step import Constants, constants
 from megasnn.kernels.spike_codec import pack_bits
@@ -63,14 +63,11 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
         return Statistics(values, self.coefficients(mean, variance, norm))
 
     def coefficients(self, mean: Tensor, variance: Tensor, norm: BatchNorm) -> Tensor:
-        weight = torch.ones_like(mean) if norm.weight is None else norm.weight.detach()
-        bias = torch.zeros_like(mean) if norm.bias is None else norm.bias.detach()
-        # Copies, because memory that numpy has seen cannot be freed for a while: gathered weights come and go.
-        copies = torch.stack([mean, variance, weight, bias])
-        mu, var, factor, addend = copies.to(torch.float64).numpy()
-        inverse = 1.0 / np.sqrt(var + self.norm_neuron.eps)
-        scale = inverse * factor
-        return torch.from_numpy(np.stack([scale, addend - mu * scale, mu, inverse]))
+        weight = np.ones(self.channels) if norm.weight is None else _copied(norm.weight)
+        bias = np.zeros(self.channels) if norm.bias is None else _copied(norm.bias)
+        found = np.empty((4, self.channels))
+        norm_coefficients(mean.numpy(), variance.numpy(), weight, bias, self.norm_neuron.eps, found)
+        return torch.from_numpy(found)
 
     def fire(self, inputs: NormNeuronInput, packed: bool = False) -> tuple[Tensor, Tensor | None]:
         x = inputs.x
@@ -82,11 +79,10 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
         p = constants_of(norm_neuron.spec, data.dtype, inputs.w, learn=False)
         # Every block and every time step must begin at a whole byte.
         bits = bits_for(flat, packed and length % 8 == 0)
-        scale, shift, mean, _ = self._coefficients_of(inputs)
-        coefficients = _tiles(length, data.dtype, scale, shift, mean)
+        coefficients = self._coefficients_of(inputs)
         if norm_neuron.pool:
             windows = self._samples * self._space[0]
-            run_kernel(pool.fire_pooled, windows, data, norm_neuron.above, coefficients, flat, bits, p)
+            run_kernel(pool.fire_pooled, windows, data, norm_neuron.above, coefficients, flat, bits, p, length)
         else:
             rows = data.reshape(self._input_steps, -1)
             blocks = -(-flat.shape[1] // length)
@@ -107,11 +103,13 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
         flat = pixels_of(g_spikes).reshape(norm_neuron.time_steps, -1)
         g = empty_array(data.shape, data.dtype)
         p = constants_of(norm_neuron.spec, data.dtype, inputs.w, learn)
-        scale, shift, mean, _ = self._coefficients_of(inputs)
-        coefficients = _tiles(length, data.dtype, scale, shift, mean)
+        coefficients = self._coefficients_of(inputs)
         if norm_neuron.pool:
             sums = np.empty((self._samples, 3, channels))
-            run_kernel(pool.pooled_backward, self._samples, data, norm_neuron.above, flat, coefficients, g, sums, p)
+            run_kernel(
+                pool.pooled_backward, self._samples,
+                data, norm_neuron.above, flat, coefficients, g, sums, p, length,
+            )  # fmt: skip
         else:
             slices = -(-flat.shape[1] // (self._width * _ROWS))
             sums = np.empty((slices, 3, channels))
@@ -122,28 +120,26 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
                 loops.block_backward, slices,
                 rows, coefficients, None, flat, None, g_rows, sums, channels, length, blocks, p,
             )  # fmt: skip
-        # The slices depend only on sizes, so the order of this sum does not depend on the number of threads.
-        total = torch.from_numpy(sums.sum(axis=0))
-        return BackwardSums(total, g, *parameter_gradients(total, inputs, norm_neuron.eps))
+        total = np.empty((3, channels))
+        of_weight = np.empty(channels)
+        of_bias = np.empty(channels)
+        fold_slices(sums, coefficients, total, of_weight, of_bias)
+        g_weight = None if inputs.weight is None else torch.from_numpy(of_weight).to(inputs.weight.dtype)
+        g_bias = None if inputs.bias is None else torch.from_numpy(of_bias).to(inputs.bias.dtype)
+        return BackwardSums(torch.from_numpy(total), g, g_weight, g_bias)
 
     def input_gradient(
         self, inputs: NormNeuronInput, g_spikes: Tensor, sums: Tensor | None, count: int, intermediate: np.ndarray
     ) -> Tensor:
         data = pixels_of(inputs.x)
-        channels = self.channels
+        coefficients = self._coefficients_of(inputs)
         width = self._width
-        scale, _, mean, inverse = self._coefficients_of(inputs)
-        mean_g = np.zeros(channels)
-        mean_per_deviation = np.zeros(channels)
-        if sums is not None:
-            mean_g = sums[0].numpy() / count
-            mean_per_deviation = sums[1].numpy() * inverse**2 / count
-        coefficients = _tiles(width, data.dtype, scale, mean, mean_g, mean_per_deviation)
+        all_sums = np.zeros((3, self.channels)) if sums is None else sums.numpy()
         slice_size = _ROWS * width
         slices = -(-data.size // slice_size)
         rows = data.reshape(1, -1)
         g_rows = intermediate.reshape(1, -1)
-        run_kernel(loops.norm_input_gradient, slices, rows, g_rows, coefficients, slice_size)
+        run_kernel(loops.norm_input_gradient, slices, rows, g_rows, coefficients, all_sums, count, width, slice_size)
         return torch.from_numpy(intermediate).movedim(-1, 2).to(inputs.x.dtype)
 
     def _coefficients_of(self, inputs: NormNeuronInput) -> np.ndarray:
@@ -173,13 +169,10 @@ def _fixed_constants(spec: NeuronSpec, dtype: np.dtype, learn: bool) -> Constant
     return constants(spec, dtype, 0.0, learn)
 
 
-def _tiles(length: int, dtype: np.dtype, *values: np.ndarray) -> np.ndarray:
-    """Repeats each of `values [C]`."""
-    # np.tile takes several times longer for so few values.
-    channels = len(values[0])
-    tiled = empty_array((len(values), length // channels, channels), dtype)
-    tiled[:] = np.stack(values)[:, None]
-    return tiled.reshape(len(values), length)
+def _copied(parameter: Tensor) -> np.ndarray:
+    """In double precision."""
+    # A copy, because memory that numpy has seen cannot be freed for a while: gathered weights come and go.
+    return parameter.detach().to(torch.float64, copy=True).numpy()
 
 
 def pixels_of(x: Tensor) -> np.ndarray:

@@ -4,184 +4,178 @@ from __future__ import annotations
 
 import numpy as np
 
+from megasnn.kernels.numba.coefficients import repeated
 from megasnn.kernels.numba.jit import kernel, part
+from megasnn.kernels.numba.lanes import count_of, filled, lane_of, lanes, lanes_of, load, store, where
 from megasnn.kernels.numba.loops import fold
 from megasnn.kernels.numba.time_loop import LANES, back, fire_run
 
-# Rows are first split into even and odd columns. Output column w then takes odd[w - 1], even[w] and odd[w] of three
-# lines. That makes three long contiguous loops a line, also with few channels.
+# A window's nine pixels are taken one after another for as many channels as fit into registers, so that nothing lies in
+# memory between the input and the maximum.
+_SOME = 32  # bytes of a value for fewer channels
 
 
 @part
-def scale_and_shift(x, scale, shift, y):
-    for j in range(x.size):
-        y[j] = x[j] * scale[j] + shift[j]
+def pool_row(image, width, middle, norm, y, t):
+    """One row of maxima, `y[t]`: windows in the normalised `image [H * W, C]` around row `middle`; `norm [2, C]`."""
+    channels = image.shape[1]
+    many = lanes_of(image[0, 0])
+    some = lanes(image[0, 0], _SOME)
+    one = lane_of(image[0, 0])
+    to_many = channels - channels % count_of(many)
+    to_some = channels - channels % count_of(some)
+    for column in range((width + 1) // 2):
+        pool_lanes(many, 0, to_many, image, width, middle, column, norm, y, t)
+        pool_lanes(some, to_many, to_some, image, width, middle, column, norm, y, t)
+        pool_lanes(one, to_some, channels, image, width, middle, column, norm, y, t)
 
 
 @part
-def split_columns(line, even, odd):
-    """`line [W, C]` -> `even [Wo, C]` (columns 0, 2, ...) and `odd [Wo, C]` (columns 1, 3, ...)."""
-    for k in range((line.shape[0] + 1) // 2):
-        for c in range(line.shape[1]):
-            even[k, c] = line[2 * k, c]
-    for k in range(line.shape[0] // 2):
-        for c in range(line.shape[1]):
-            odd[k, c] = line[2 * k + 1, c]
+def pool_lanes(like, first, last, image, width, middle, column, norm, y, t):
+    height = image.shape[0] // width
+    for c in range(first, last, count_of(like)):
+        scale = load(norm, 0, c, like)
+        shift = load(norm, 1, c, like)
+        # Padding never wins.
+        best = filled(image.dtype.type(-np.inf), like)
+        for line in range(max(middle - 1, 0), min(middle + 2, height)):
+            for at in range(max(2 * column - 1, 0), min(2 * column + 2, width)):
+                value = load(image, line * width + at, c, like) * scale + shift
+                # A NaN wins, as in PyTorch.
+                best = where(value >= value, where(best < value, value, best), value)
+        store(y, t, column * image.shape[1] + c, best)
 
 
 @part
-def add_columns(even, odd, line):
-    """The reverse of `split_columns`, added to `line`."""
-    for k in range((line.shape[0] + 1) // 2):
-        for c in range(line.shape[1]):
-            line[2 * k, c] += even[k, c]
-    for k in range(line.shape[0] // 2):
-        for c in range(line.shape[1]):
-            line[2 * k + 1, c] += odd[k, c]
+def pool_row_winners(image, width, middle, norm, places, winner, place, t):
+    """Each `pool_row` maximum's input value, `winner[t]`, and its place (0 to 8), `place[t]`; `places`: all nine."""
+    channels = image.shape[1]
+    many = lanes_of(image[0, 0])
+    some = lanes(image[0, 0], _SOME)
+    one = lane_of(image[0, 0])
+    to_many = channels - channels % count_of(many)
+    to_some = channels - channels % count_of(some)
+    for column in range((width + 1) // 2):
+        win_lanes(many, 0, to_many, image, width, middle, column, norm, places, winner, place, t)
+        win_lanes(some, to_many, to_some, image, width, middle, column, norm, places, winner, place, t)
+        win_lanes(one, to_some, channels, image, width, middle, column, norm, places, winner, place, t)
 
 
 @part
-def take_larger(values, best):
-    # A NaN wins, as in PyTorch.
-    for j in range(values.size):
-        best[j] = values[j] if values[j] > best[j] or values[j] != values[j] else best[j]
+def win_lanes(like, first, last, image, width, middle, column, norm, places, winner, place, t):
+    height = image.shape[0] // width
+    for c in range(first, last, count_of(like)):
+        scale = load(norm, 0, c, like)
+        shift = load(norm, 1, c, like)
+        best = filled(image.dtype.type(-np.inf), like)
+        # The middle of a window is always inside the image. It wins where no value is larger than -inf.
+        taken = load(image, middle * width + 2 * column, c, like)
+        number = filled(places[4], like)
+        for line in range(max(middle - 1, 0), min(middle + 2, height)):
+            for at in range(max(2 * column - 1, 0), min(2 * column + 2, width)):
+                x = load(image, line * width + at, c, like)
+                value = x * scale + shift
+                # The first of equal values wins, as in PyTorch.
+                is_larger = best < value
+                taken = where(is_larger, x, taken)
+                number = where(is_larger, places[3 * (line - middle + 1) + at - 2 * column + 1], number)
+                best = where(is_larger, value, best)
+        store(winner, t, column * image.shape[1] + c, taken)
+        store(place, t, column * image.shape[1] + c, number)
 
 
 @part
-def pool_row(image, middle, scale, shift, columns, y):
-    """One row of maxima, `y [Wo * C]`: windows in the normalised `image [H, W, C]` around row `middle`.
-
-    `scale, shift [Wo * C]`; `columns [2, Wo, C]` is scratch.
-    """
-    height, width, channels = image.shape
-    even = columns[0].reshape(-1)
-    odd = columns[1].reshape(-1)
-    odd_size = (width // 2) * channels
-    y[:] = -np.inf  # padding never wins
-    for line in range(max(middle - 1, 0), min(middle + 2, height)):
-        split_columns(image[line], columns[0], columns[1])
-        scale_and_shift(even, scale, shift, even)
-        scale_and_shift(odd[:odd_size], scale, shift, odd)
-        take_larger(odd[: y.size - channels], y[channels:])
-        take_larger(even, y)
-        take_larger(odd[:odd_size], y)
+def pool_row_backward(g, place, t, width, middle, places, g_image):
+    """Adds a row of gradients, `g[t]`, to the winning inputs, `g_image [H * W, C]`; rows come in ascending order."""
+    channels = g_image.shape[1]
+    many = lanes_of(g[0, 0])
+    some = lanes(g[0, 0], _SOME)
+    one = lane_of(g[0, 0])
+    to_many = channels - channels % count_of(many)
+    to_some = channels - channels % count_of(some)
+    for column in range((width + 1) // 2):
+        route_lanes(many, 0, to_many, g, place, t, width, middle, column, places, g_image)
+        route_lanes(some, to_many, to_some, g, place, t, width, middle, column, places, g_image)
+        route_lanes(one, to_some, channels, g, place, t, width, middle, column, places, g_image)
 
 
 @part
-def contest(x, number, scale, shift, winner, tap):
-    """Replaces winners and their places where `x`, at place `number`, has the larger normalised value."""
-    number = np.int32(number)
-    # The first of equal values wins, as in PyTorch, if places 0 to 3 are seen in descending and places 5 to 8 in
-    # ascending order: the former win ties with all places seen before, the latter with none.
-    wins_ties = number < 4
-    for j in range(x.size):
-        mine = x[j] * scale[j] + shift[j]
-        best = winner[j] * scale[j] + shift[j]
-        wins = (mine > best) | (wins_ties & (mine == best))
-        winner[j] = x[j] if wins else winner[j]
-        tap[j] = number if wins else tap[j]
-
-
-@part
-def pool_row_winners(image, middle, scale, shift, columns, winner, tap):
-    """Each `pool_row` maximum's input value and place (0 to 8)."""
-    height, width, channels = image.shape
-    even = columns[0].reshape(-1)
-    odd = columns[1].reshape(-1)
-    size = winner.size
-    for offset in (0, -1, 1):  # the centre of a window is always inside the image
-        line = middle + offset
-        if line < 0 or line >= height:
-            continue
-        split_columns(image[line], columns[0], columns[1])
-        if offset == 0:
-            # Not `winner[:] = even`: numba would compile the text of an error about shapes, for two seconds.
-            for j in range(size):
-                winner[j] = even[j]
-                tap[j] = 4
-        for k in range(3):
-            column = 2 - k if offset < 0 else k
-            if offset == 0 and column == 1:
-                continue
-            start = channels if column == 0 else 0
-            count = (size - channels, size, (width // 2) * channels)[column]
-            values = even[:count] if column == 1 else odd[:count]
-            number = 3 * (offset + 1) + column
-            contest(values, number, scale[start:], shift[start:], winner[start:], tap[start:])
-
-
-@part
-def route(g, tap, number, target):
-    zero = g[0] * 0
-    for j in range(target.size):
-        target[j] = g[j] if tap[j] == number else zero
-
-
-@part
-def route_more(g, tap, number, target):
-    zero = g[0] * 0
-    for j in range(g.size):
-        target[j] += g[j] if tap[j] == number else zero
-
-
-@part
-def pool_row_backward(g, tap, middle, columns, g_image):
-    """Adds an output row's gradients `g [Wo * C]` to the winning inputs; rows come in ascending order."""
-    height, width, channels = g_image.shape
-    even = columns[0].reshape(-1)
-    odd = columns[1].reshape(-1)
-    for line in range(max(middle - 1, 0), min(middle + 2, height)):
-        if line >= middle or line == 0:  # no earlier output row has reached this line
-            g_image[line, :, :] = 0
-        first = np.int32(3 * (line - middle + 1))
-        route(g, tap, first + 1, even)
-        route(g, tap, first + 2, odd)
-        route_more(g[channels:], tap[channels:], first, odd)
-        add_columns(columns[0], columns[1], g_image[line])
+def route_lanes(like, first, last, g, place, t, width, middle, column, places, g_image):
+    """Gradients of the pixels in columns 2 `column`, of one window, and 2 `column` + 1, of two windows."""
+    channels = g_image.shape[1]
+    height = g_image.shape[0] // width
+    zero = places[0]
+    has_right = 2 * column + 2 < width
+    has_odd = 2 * column + 1 < width
+    for c in range(first, last, count_of(like)):
+        at = column * channels + c
+        winner = load(place, t, at, like)
+        of_winner = load(g, t, at, like)
+        right = filled(-places[1], like)  # nobody
+        of_right = of_winner
+        if has_right:
+            right = load(place, t, at + channels, like)
+            of_right = load(g, t, at + channels, like)
+        for line in range(max(middle - 1, 0), min(middle + 2, height)):
+            number = 3 * (line - middle + 1)
+            row = line * width + 2 * column
+            has_earlier = line < middle and line > 0  # an earlier output row has reached this line
+            even = where(winner == places[number + 1], of_winner, zero)
+            if has_earlier:
+                even = load(g_image, row, c, like) + even
+            store(g_image, row, c, even)
+            if has_odd:
+                odd = where(winner == places[number + 2], of_winner, zero)
+                odd = odd + where(right == places[number], of_right, zero)
+                if has_earlier:
+                    odd = load(g_image, row + 1, c, like) + odd
+                store(g_image, row + 1, c, odd)
 
 
 @kernel
-def fire_pooled(x, above, norm, spikes, bits, p, first, last):
+def fire_pooled(x, above, coefficients, spikes, bits, p, width, first, last):
     """Spikes `[T, N * Ho * Wo * C]` of `x [X, N, H, W, C]`; a work slice is one output row in one sample.
 
-    `norm [3, Wo * C]`; `above` is the image row in the first windows' middle.
+    `width`: Wo * C; `above` is the image row in the first windows' middle.
     """
     input_steps = x.shape[0]
-    channels = x.shape[4]
-    width = norm.shape[1]
+    across, channels = x.shape[3:]
+    norm = repeated(coefficients, 2, channels, x)
     rows = (x.shape[2] - above + 1) // 2
     y = np.empty((input_steps, width), x.dtype)
-    columns = np.empty((2, width // channels, channels), x.dtype)
     for index in range(first, last):
         sample = index // rows
         row = index % rows
         for t in range(input_steps):
-            pool_row(x[t, sample], 2 * row + above, norm[0], norm[1], columns, y[t])
+            pool_row(x[t, sample].reshape(-1, channels), across, 2 * row + above, norm, y, t)
         fire_run(y, 0, None, None, None, spikes, index * width, width, bits, p)
 
 
 @kernel
-def pooled_backward(x, above, g_spikes, norm, g_y, sums, p, first, last):
+def pooled_backward(x, above, g_spikes, coefficients, g_y, sums, p, width, first, last):
     """As `loops.block_backward`, with `g_y` shaped like `x [X, N, H, W, C]`."""
     # A slice of work is one sample, because the windows of neighbouring output rows share inputs.
     input_steps = x.shape[0]
-    channels = x.shape[4]
-    width = norm.shape[1]
+    across, channels = x.shape[3:]
+    norm = repeated(coefficients, 2, channels, x)
+    wide_norm = repeated(coefficients, 3, width, x)
+    places = np.arange(9).astype(x.dtype)
     rows = (x.shape[2] - above + 1) // 2
     scratch = np.empty((2 * g_spikes.shape[0], LANES), x.dtype)
     g_pooled = np.empty((input_steps, width), x.dtype)
     winner = np.empty((input_steps, width), x.dtype)
-    tap = np.empty((input_steps, width), np.int32)
-    columns = np.empty((2, width // channels, channels), x.dtype)
+    place = np.empty((input_steps, width), x.dtype)
     wide = np.empty((3, width), x.dtype)
     for sample in range(first, last):
         wide[:] = 0
         for row in range(rows):
             for t in range(input_steps):
-                pool_row_winners(x[t, sample], 2 * row + above, norm[0], norm[1], columns, winner[t], tap[t])
+                image = x[t, sample].reshape(-1, channels)
+                pool_row_winners(image, across, 2 * row + above, norm, places, winner, place, t)
             low = (sample * rows + row) * width
-            back(winner, 0, norm, None, g_spikes, low, width, None, g_pooled, wide, p, scratch)
+            back(winner, 0, wide_norm, None, g_spikes, low, width, None, g_pooled, wide, p, scratch)
             for t in range(input_steps):
-                pool_row_backward(g_pooled[t], tap[t], 2 * row + above, columns, g_y[t, sample])
+                g_image = g_y[t, sample].reshape(-1, channels)
+                pool_row_backward(g_pooled, place, t, across, 2 * row + above, places, g_image)
         for k in range(3):
             fold(wide[k], channels, sums[sample, k])
