@@ -8,6 +8,7 @@ Faults happen in the forward of the last micro-batch of the second step, unless 
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import socket
 import sys
@@ -42,12 +43,13 @@ def _in_second_step(act: Callable[[], None]) -> None:
     """Acts in a chunk's forward of the last micro-batch."""
     forward, calls = PipelineChunk.forward, Counter[PipelineChunk]()
 
-    def counted(self: PipelineChunk, *arguments: Any) -> Any:
-        if arguments[-1] == MICRO_BATCHES - 1:
+    def counted(self: PipelineChunk, *arguments: Any, **options: Any) -> Any:
+        number = inspect.signature(forward).bind(self, *arguments, **options).arguments.get("micro_batch")
+        if number == MICRO_BATCHES - 1:
             calls[self] += 1
             if calls[self] == 2:
                 act()
-        return forward(self, *arguments)
+        return forward(self, *arguments, **options)
 
     mock.patch.object(PipelineChunk, "forward", counted).start()
 
@@ -106,12 +108,12 @@ def slow_evaluation() -> None:
     """Each forward without gradients takes a while. Writes down the process id in the third one."""
     forward, calls = PipelineChunk.forward, count()
 
-    def slowed(self: PipelineChunk, *arguments: Any) -> Any:
+    def slowed(self: PipelineChunk, *arguments: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             if next(calls) == 2:
                 _write_down_pid()
             time.sleep(0.2)
-        return forward(self, *arguments)
+        return forward(self, *arguments, **options)
 
     mock.patch.object(PipelineChunk, "forward", slowed).start()
 

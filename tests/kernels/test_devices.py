@@ -141,6 +141,21 @@ def test_neurons_behind_a_norm(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
+def test_bispike_has_the_bits_of_the_reference(device: str, dtype: torch.dtype) -> None:
+    """Of spikes, potentials and gradients; a step of the second shape does not fill whole bytes."""
+    for shape in ((4, 2, 16, 5, 5), (5, 1, 3, 5, 7)):
+        case = Case(NeuronSpec("bispike", v_threshold=0.7), shape)
+        results = []
+        for place, backend in ((CPU, "torch"), (torch.device(device), backend_of(device))):
+            x = input_of(case, dtype, dtype, place)
+            spikes, v = neuron_multi_step(x, case.spec, backend=backend)
+            (gradient,) = torch.autograd.grad(spikes, x, (spikes * 3 + 0.3).detach())
+            results.append([each.detach().cpu() for each in (spikes, v, gradient)])
+        assert all(map(torch.equal, *results)) and {-1.0, 0.0, 1.0} == set(results[0][0].unique().tolist())
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
 def test_spikes_and_counts_are_packed_exactly(device: str, dtype: torch.dtype) -> None:
     for size in (1, 2048, 4099):
         generator = torch.Generator().manual_seed(size)

@@ -45,6 +45,8 @@ from tests.parity.spikingjelly_reference import DIMS, IMAGE_SIZE
 
 SIZES = (2, 2, 1)
 """Of the micro-batches of small models; the last one is smaller."""
+IMAGE_CUTS: tuple[ContextCut, ...] = ("samples", "rows")
+"""Of micro-batches of images: those of tokens are for sequences."""
 TOLERANCE = 1e-9
 SGD = OptimizerConfig("sgd", lr=0.05, weight_decay=0.0, clip_grad=0.0)
 

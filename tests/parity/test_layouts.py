@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
-from megasnn.common.grid import ContextCut
 from tests.parity.beside import SPIKFORMER, assert_equal_to_truth, run
-from tests.parity.ranks import Layout, assemble, error, name_of
+from tests.parity.ranks import IMAGE_CUTS, Layout, assemble, error, name_of
 
 SIZES = {1: (3, 3, 3, 2), 2: (3, 3, 3, 2), 4: (6, 5)}
 """Of micro-batches, by the number of ranks that share each: none has equally many samples of all of them."""
@@ -29,7 +28,7 @@ def on(usual: Iterable[Layout], every: Iterable[Layout]) -> Any:
 
 def with_each_cut(layouts: Iterable[Layout]) -> list[Layout]:
     """Ranks that share micro-batches, by samples and by rows of images."""
-    return [replace(layout, cut=cut) for cut, layout in product(get_args(ContextCut), layouts)]
+    return [replace(layout, cut=cut) for cut, layout in product(IMAGE_CUTS, layouts)]
 
 
 # With both schedules where there is a pipeline.

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 from megasnn import Engine
+from megasnn.kernels import NeuronSpec
+from megasnn.layers import BuildContext
+from megasnn.layers.tensors import materialise
+from megasnn.models.spike_lm.blocks import MLPHalf
 from megasnn.models.spike_lm.model import SpikeLM
 from tests import parts
 from tests.parity import spike_lm as plain
@@ -180,6 +184,24 @@ def test_a_prediction_is_the_mean_logits_behind_the_last_token(name: str) -> Non
         given = plain.Given(model, engine.state_dict(), of_neuron.get("v_threshold", 1.0))
         logits = plain.stream(given, tokens)[:, :, -1].mean(0)
         torch.testing.assert_close(engine.predict(tokens), logits, rtol=1e-12, atol=1e-14)
+
+
+def test_backward_keeps_no_hidden_values_of_the_mlp() -> None:
+    steps, dim, hidden = 2, 8, 64
+    layer = MLPHalf(dim, hidden, False, BuildContext(neuron=NeuronSpec("bispike"), time_steps=steps))
+    x = torch.randn(steps, 3, 5, dim).movedim(-1, 2).requires_grad_()
+    layer(x.detach().to("meta"))
+    materialise([("mlp", layer)], torch.device("cpu"), seed=0)
+    kept: list[int] = []
+
+    def keep(saved: Tensor) -> Tensor:
+        kept.append(saved.nbytes)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        y = layer(x)
+    y.sum().backward()
+    assert 0 < max(kept) < y[:, :, 0].numel() * hidden * y.itemsize
 
 
 def test_a_last_chunk_without_layers_cannot_take_the_targets() -> None:

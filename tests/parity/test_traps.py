@@ -11,20 +11,17 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 
-from megasnn.common.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from tests.parity import spikingjelly_reference as reference
-from tests.parity.ranks import Layout, assemble, assert_equal_to_one, model_config
+from tests.parity.ranks import IMAGE_CUTS, Layout, assemble, assert_equal_to_one, model_config
 
 PLIF = {
     "torch": [Layout(tensor=4), Layout(2, 2, 2)],
     "auto": [
         *(Layout(2, 2, 2, "zbv", weight=2, scatters=scatters) for scatters in (False, True)),
-        *(Layout(1, 2, 2, "zbv", context=2, cut=cut) for cut in get_args(ContextCut)),
+        *(Layout(1, 2, 2, "zbv", context=2, cut=cut) for cut in IMAGE_CUTS),
     ],
 }
 
