@@ -60,7 +60,7 @@ def test_folders_are_splits_and_other_files_are_counted(tmp_path: Path, capsys) 
     assert tokens_of(tmp_path / "out" / "train") == [*b"train/2.txt", 256, *b"train/10.txt", 256]
     assert tokens_of(tmp_path / "out" / "val") == [*b"valid/a.jsonl", 256]
     assert tokens_of(tmp_path / "out" / "test") == [*b"test/b.md", 256]
-    assert "1 files of" in capsys.readouterr().out
+    assert "are no samples (1 .png)" in capsys.readouterr().out
     assert run(tmp_path, "--valid-share", 0.5) == 1
     assert "--valid-share 0.5: " in capsys.readouterr().err
 
