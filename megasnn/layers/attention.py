@@ -59,7 +59,7 @@ class _HeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        self.local_heads = own_heads(dim, num_heads, context.tp.size)
+        self.local_heads = heads_per_rank(dim, num_heads, context.tp.size)
         _require_spikes(self, context.neuron)
         conv_norm_neuron = partial(ConvNormNeuron, context=context, dims=1, initialise=initialise)
         blocks = len(self.fused)
@@ -150,7 +150,7 @@ class SpikeDrivenAttention(nn.Module):
         return self.norm(self.projection(self.q(spikes) * gate.view(*gate.shape, 1, 1)))
 
 
-def own_heads(dim: int, num_heads: int, ranks: int) -> int:
+def heads_per_rank(dim: int, num_heads: int, ranks: int) -> int:
     """Heads per rank. Raises ValueError if that is no integer."""
     if dim % num_heads:
         raise ValueError(f"{dim} channels do not divide by --num-heads {num_heads}")

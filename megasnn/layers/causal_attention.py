@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasnn.common.autograd import Function
-from megasnn.layers.attention import own_heads, sums_type
+from megasnn.layers.attention import heads_per_rank, sums_type
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.token_context import shared_tokens, start_to_others
 from megasnn.parallel.collectives import Exchange, from_matrix, start_exchange, to_matrix
@@ -46,7 +46,7 @@ class CausalAttention(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        self.local_heads = own_heads(dim, num_heads, context.tp.size)
+        self.local_heads = heads_per_rank(dim, num_heads, context.tp.size)
         self.head_dim = dim // num_heads
         self.rotary_base = rotary_base
         if rotary_base is not None and self.head_dim % 2:

@@ -18,7 +18,7 @@ from megasnn.common.autograd import Function
 from megasnn.common.recompute import cached_collective, is_replaying
 from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, bits_of, decode_into, encode
-from megasnn.layers.attention import SCALE, own_heads, sums_type
+from megasnn.layers.attention import SCALE, heads_per_rank, sums_type
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.shape_inference import content_of
 from megasnn.layers.token_context import start_to_others
@@ -57,12 +57,13 @@ class CausalSpikingAttention(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        self.local_heads = own_heads(dim, num_heads, context.tp.size)
+        self.local_heads = heads_per_rank(dim, num_heads, context.tp.size)
         self.head_dim = dim // num_heads
         self._group = context.token_group
         self._dtype = context.numerics.compute_dtype
         self._traceable = context.numerics.traceable
-        self._options = StateOptions(self.local_heads, frames=0, scale=scale, chunk=chunk)
+        # The dry run and each call fill in the rest.
+        self._options = StateOptions(self.local_heads, frames=0, scale=scale, chunk_tokens=chunk)
 
     def forward(self, qkv: Tensor) -> Tensor:
         if qkv.is_meta:
@@ -110,7 +111,7 @@ class StateOptions:
         heads: on this rank.
         frames: time steps times samples.
         scale: factor of the output.
-        chunk: tokens in a chunk.
+        chunk_tokens: tokens in a chunk.
         content: of q, k and v.
         length: tokens on all ranks.
         group: ranks that divide the tokens; None without.
@@ -119,7 +120,7 @@ class StateOptions:
     heads: int
     frames: int
     scale: float
-    chunk: int
+    chunk_tokens: int
     content: Content = Content.SPIKES
     length: int = 0
     group: Group | None = None
@@ -130,18 +131,18 @@ class StateOptions:
         return torch.int16 if self.length <= torch.iinfo(torch.int16).max else torch.int32
 
     def chunks(self, rows: Tensor, blocks: int, dtype: torch.dtype) -> Tensor:
-        """Rows `[frames * L, blocks * heads * d]` as `[blocks, frames, heads, chunks, chunk, d]`.
+        """Rows `[frames * L, blocks * heads * d]` as `[blocks, frames, heads, chunks, chunk_tokens, d]`.
 
         Zeros fill the last chunk: they change no sum.
         """
         tokens = rows.shape[0] // self.frames
         by_head = rows.view(self.frames, tokens, blocks, self.heads, -1).permute(2, 0, 3, 1, 4)
-        count = -(-tokens // self.chunk)
-        shape = (*by_head.shape[:3], count * self.chunk, by_head.shape[4])
+        count = -(-tokens // self.chunk_tokens)
+        shape = (*by_head.shape[:3], count * self.chunk_tokens, by_head.shape[4])
         whole = rows.new_empty(shape, dtype=dtype)
         whole[:, :, :, :tokens] = by_head
         whole[:, :, :, tokens:] = 0
-        return whole.unflatten(3, (count, self.chunk))
+        return whole.unflatten(3, (count, self.chunk_tokens))
 
     def rows(self, blocks: Tensor, tokens: int) -> Tensor:
         """Inverse of `chunks`, for any number of blocks."""
@@ -180,6 +181,7 @@ class CausalAttend(Function):
         out = (q @ k.transpose(-2, -1)).tril_() @ v
         earlier = None
         if options.group is not None:
+            # A recomputed forward has sent nothing: it takes the parts of the first one.
             parts = cached_collective(lambda: [] if exchange is None else exchange())
             earlier = _sum_of_states(parts, states, options.state_type)
         _add_product(out, q, _sums_before(states, earlier))
@@ -200,28 +202,29 @@ class CausalAttend(Function):
         q, k, v = options.chunks(spikes, 3, dtype).unbind()
         grad_out = options.chunks(grad.contiguous(), 1, dtype)[0]
         grad_out *= options.scale
-        of_states = q.transpose(-2, -1) @ grad_out
+        # What each chunk's outputs add to the gradients of all earlier chunks' states.
+        grad_states = q.transpose(-2, -1) @ grad_out
         exchange = None
         if options.group is not None:
             # An output's gradient reaches the states of its own and of earlier tokens: it travels to earlier ranks.
-            exchange = _start_states(of_states.sum(2), options.group, to_later=False)
+            exchange = _start_states(grad_states.sum(2), options.group, to_later=False)
         scores = (q @ k.transpose(-2, -1)).tril_()
-        of_scores = (grad_out @ v.transpose(-2, -1)).tril_()
+        grad_scores = (grad_out @ v.transpose(-2, -1)).tril_()
         before = _sums_before(k.transpose(-2, -1) @ v, None if kept is None else kept.to(dtype))
-        of_qkv = torch.empty((3, *q.shape), dtype=dtype, device=q.device)
-        of_q, of_k, of_v = of_qkv.unbind()
-        torch.matmul(of_scores, k, out=of_q)
-        _add_product(of_q, grad_out, before.transpose(-2, -1))
-        torch.matmul(of_scores.transpose(-2, -1), q, out=of_k)
-        torch.matmul(scores.transpose(-2, -1), grad_out, out=of_v)
+        grad_qkv = torch.empty((3, *q.shape), dtype=dtype, device=q.device)
+        grad_q, grad_k, grad_v = grad_qkv.unbind()
+        torch.matmul(grad_scores, k, out=grad_q)
+        _add_product(grad_q, grad_out, before.transpose(-2, -1))
+        torch.matmul(grad_scores.transpose(-2, -1), q, out=grad_k)
+        torch.matmul(scores.transpose(-2, -1), grad_out, out=grad_v)
         later = None
         if exchange is not None:
-            later = _sum_of_states(exchange(), of_states, dtype)
-        after = _sums_before(of_states.flip(2), later).flip(2)
-        _add_product(of_k, v, after.transpose(-2, -1))
-        _add_product(of_v, k, after)
+            later = _sum_of_states(exchange(), grad_states, dtype)
+        after = _sums_before(grad_states.flip(2), later).flip(2)
+        _add_product(grad_k, v, after.transpose(-2, -1))
+        _add_product(grad_v, k, after)
         tokens = ctx.shape[0] // options.frames
-        return options.rows(of_qkv, tokens).to(ctx.dtype), None, None
+        return options.rows(grad_qkv, tokens).to(ctx.dtype), None, None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -236,11 +239,11 @@ def _start_states(own: Tensor, group: Group, to_later: bool) -> Exchange:
     return start_to_others(data, [data.numel()] * group.size, group, to_later)
 
 
-def _sum_of_states(parts: Sequence[Tensor], states: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum of the ranks' received states `[F, heads, d, d]`, in rank order, in the type of `states`."""
+def _sum_of_states(parts: Sequence[Tensor], states: Tensor, sent_type: torch.dtype) -> Tensor:
+    """Sum of the ranks' states `[F, heads, d, d]`, received in `sent_type`, in rank order and the type of `states`."""
     total = torch.zeros_like(states[:, :, 0])
     for part in parts:
-        total += part.view(dtype).view(total.shape)
+        total += part.view(sent_type).view(total.shape)
     return total
 
 

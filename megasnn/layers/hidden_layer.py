@@ -45,10 +45,10 @@ def product_gelu_product(first: ParallelConv, second: ParallelConv, x: Tensor, s
         elif scale != 1.0:
             hidden = hidden * scale
         return second(F.gelu(hidden + first.bias.to(hidden.dtype).view(-1, 1)))
-    kernel, anchor, queue_gradient = first.operand()
-    second_kernel, second_anchor, second_queue = second.operand()
+    kernel, anchor, queue_first = first.operand()
+    second_kernel, second_anchor, queue_second = second.operand()
     content = first.options.content
-    layer = _HiddenLayer(first.options, scale, queue_gradient, second_queue)
+    layer = _HiddenLayer(first.options, scale, queue_first, queue_second)
     bits = bits_of(x, content) if content.is_bits else None
     bias = first.bias.to(kernel.dtype)
     y = _ProductGeluProduct.apply(
@@ -59,7 +59,13 @@ def product_gelu_product(first: ParallelConv, second: ParallelConv, x: Tensor, s
 
 @dataclass(frozen=True)
 class _HiddenLayer:
-    """How to compute and learn the hidden layer. Attributes: options: of the first product."""
+    """How to compute and learn the hidden layer.
+
+    Attributes:
+        options: of the first product.
+        scale: of the first product, before its bias is added.
+        queue_first, queue_second: take the gradients of the products' weights; None for a frozen weight.
+    """
 
     options: ProductOptions
     scale: Tensor | float
@@ -108,18 +114,19 @@ class _ProductGeluProduct(Function):
         rows = join_columns(payloads, options.content, shape, kernel.dtype)
         values = layer.scaled(rows @ kernel.T).add_(bias)
         if layer.queue_second is not None:
-            layer.queue_second(partial(_add_product, grad_rows, F.gelu(values)))
-        of_hidden = torch.ops.aten.gelu_backward(grad_rows @ second_kernel, values)
-        of_bias = of_hidden.sum(0)
-        layer.scaled(of_hidden)
-        of_rows = of_hidden @ kernel
-        finish = sum_and_scatter_columns(of_rows, options.group)
+            layer.queue_second(partial(_add_weight_gradient, grad_rows, F.gelu(values)))
+        grad_hidden = torch.ops.aten.gelu_backward(grad_rows @ second_kernel, values)
+        grad_bias = grad_hidden.sum(0)
+        # Only now: the bias is added after the scale. From here on this is the gradient of the product alone.
+        layer.scaled(grad_hidden)
+        grad_x = grad_hidden @ kernel
+        finish = sum_and_scatter_columns(grad_x, options.group)
         if layer.queue_first is not None:
-            layer.queue_first(partial(_add_product, of_hidden, rows))
-        return from_matrix(finish(), ctx.shape), None, None, of_bias, None, None, None, None
+            layer.queue_first(partial(_add_weight_gradient, grad_hidden, rows))
+        return from_matrix(finish(), ctx.shape), None, None, grad_bias, None, None, None, None
 
 
-def _add_product(grad: Tensor, rows: Tensor, total: Tensor) -> None:
+def _add_weight_gradient(grad: Tensor, rows: Tensor, total: Tensor) -> None:
     """Adds the gradient of a weight, from rows of its output's gradient and of its input."""
     weight = total.flatten(1)
     if weight.dtype == grad.dtype:

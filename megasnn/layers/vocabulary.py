@@ -93,6 +93,7 @@ class NextTokenLoss(nn.Module):
         kernel = self._cast_weights.cast(self.weight, self._compute_dtype)
         rows = to_matrix(x.mean(0, keepdim=True))
         losses, hits = _CrossEntropy.apply(rows, kernel, self.weight, targets.reshape(-1), self._own, self._group)
+        # A rank with a part of the tokens divides by all of them: the ranks' parts add up to the mean.
         whole_length = length if self._tokens is None else self._length
         return {
             "loss": losses.view(1, samples, length).sum(2) / whole_length,
@@ -123,34 +124,34 @@ class _CrossEntropy(Function):
     ) -> tuple[Tensor, Tensor]:
         """kernel: the weight in the products' type."""
         whole, _ = gather_columns(rows, group, Content.DENSE)
-        largest, sums, of_target = _statistics(_Logits(whole, kernel, targets, own), group).unbind(1)
+        largest, sums, target_logit = _row_statistics(_Logits(whole, kernel, targets, own), group).unbind(1)
         normaliser = largest + sums.log()
         ctx.group = group
         ctx.own = own
         ctx.save_for_backward(whole, kernel, targets, normaliser)
         ctx.weight_dtype = weight.dtype
-        hits = (of_target >= largest).to(normaliser.dtype)
+        hits = (target_logit >= largest).to(normaliser.dtype)
         ctx.mark_non_differentiable(hits)
-        return normaliser - of_target, hits
+        return normaliser - target_logit, hits
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         whole, kernel, targets, normaliser = ctx.saved_tensors
-        of_rows = torch.empty_like(whole)
-        of_weight = torch.zeros(kernel.shape, dtype=ctx.weight_dtype, device=kernel.device)
+        grad_rows = torch.empty_like(whole)
+        grad_weight = torch.zeros(kernel.shape, dtype=ctx.weight_dtype, device=kernel.device)
         for chunk in _Logits(whole, kernel, targets, ctx.own):
             span = chunk.span
             # The gradient of the logits takes their memory.
-            of_logits = chunk.logits.sub_(normaliser[span].unsqueeze(1)).exp_()
-            of_logits.scatter_add_(1, chunk.columns, -chunk.is_own.to(of_logits.dtype))
-            of_logits *= grad[span].unsqueeze(1)
-            narrow = of_logits.to(kernel.dtype)
-            torch.matmul(narrow, kernel, out=of_rows[span])
-            if kernel.dtype == of_weight.dtype:
-                of_weight.addmm_(narrow.T, whole[span])
+            grad_logits = chunk.logits.sub_(normaliser[span].unsqueeze(1)).exp_()
+            grad_logits.scatter_add_(1, chunk.columns, -chunk.is_own.to(grad_logits.dtype))
+            grad_logits *= grad[span].unsqueeze(1)
+            narrow = grad_logits.to(kernel.dtype)
+            torch.matmul(narrow, kernel, out=grad_rows[span])
+            if kernel.dtype == grad_weight.dtype:
+                grad_weight.addmm_(narrow.T, whole[span])
             else:
-                of_weight += narrow.T @ whole[span]
-        return sum_and_scatter_columns(of_rows, ctx.group)(), None, of_weight, None, None, None
+                grad_weight += narrow.T @ whole[span]
+        return sum_and_scatter_columns(grad_rows, ctx.group)(), None, grad_weight, None, None, None
 
 
 @dataclass(frozen=True)
@@ -194,19 +195,22 @@ class _Logits:
             yield _Chunk(span, logits, columns.unsqueeze(1), is_own)
 
 
-def _statistics(logits: _Logits, group: Group) -> Tensor:
-    """For each row the largest logit, the sum of exponentials above it, and the target's logit, `[R, 3]`."""
+def _row_statistics(logits: _Logits, group: Group) -> Tensor:
+    """For each row the largest logit m, the sum of exp(logit - m), and the target's logit, `[R, 3]`.
+
+    Writes over the logits of each chunk.
+    """
     found = []
     for chunk in logits:
         largest = chunk.logits.amax(1, keepdim=True)
-        of_target = chunk.logits.gather(1, chunk.columns) * chunk.is_own
+        target_logit = chunk.logits.gather(1, chunk.columns) * chunk.is_own
         sums = chunk.logits.sub_(largest).exp_().sum(1, keepdim=True)
-        found.append(torch.cat([largest, sums, of_target], dim=1))
+        found.append(torch.cat([largest, sums, target_logit], dim=1))
     mine = torch.cat(found)
     if group.size == 1:
         return mine
     gathered, _ = gather_columns(mine, group, Content.DENSE)
     # Added in rank order, so that all ranks have the same bits.
-    largest, sums, of_target = gathered.view(-1, group.size, 3).unbind(2)
+    largest, sums, target_logit = gathered.view(-1, group.size, 3).unbind(2)
     joint = largest.amax(1)
-    return torch.stack([joint, (sums * (largest - joint.unsqueeze(1)).exp()).sum(1), of_target.sum(1)], dim=1)
+    return torch.stack([joint, (sums * (largest - joint.unsqueeze(1)).exp()).sum(1), target_logit.sum(1)], dim=1)

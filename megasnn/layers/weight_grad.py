@@ -43,7 +43,7 @@ class WeightGradients:
         return self
 
     def report_to(self, listener: Callable[[Tensor], None]) -> None:
-        """Autograd's hooks miss these additions."""
+        """Autograd's hooks miss these additions. In a run the listener is `GradientBuckets.accumulated`."""
         self.report = listener
 
     def outside_autograd(self, parameter: Tensor) -> tuple[Tensor | None, QueueGradient | None]:

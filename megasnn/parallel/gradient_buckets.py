@@ -24,31 +24,31 @@ class Bucket:
     """Gradients in one storage, viewed by `parameter.grad`. Scattered ones have memory in backward only.
 
     Args:
-        partial: also sum over the tensor parallel group.
+        is_partial: also sum over the tensor parallel group.
         owners: ranks dividing the optimizer state (ZeRO-1).
         weights: FSDP.
 
     Attributes:
         pending: counts the gradients; None for scattered ones.
+        is_late: filled by the second part of split backwards: `GatheredWeights.multiplied`.
         await_sum: waits for the replicas' sum in flight.
         fsdp_shards: the shards of this rank in FSDP; None without.
-        reduced: local gradients, replaced by the replicas' sum.
         zero_shards: the shards of this rank in ZeRO-1; None without.
-        is_late: filled by the second part of split backwards: `GatheredWeights.multiplied`.
         local_parts: this rank's part of each parameter: its FSDP shard, or the whole parameter.
+        reduced: gradients of the local parts; without ZeRO-1 the replicas' sum replaces them.
         reduced_parts: the tensor that gets each parameter's reduced gradient: its ZeRO-1 shard, or the local part.
     """
 
     def __init__(
         self,
         parameters: list[Tensor],
-        partial: bool,
+        is_partial: bool,
         owners: Group | None,
         weights: GatheredWeights | None,
         scattered: bool,
     ) -> None:
         self.parameters = parameters
-        self.partial = partial
+        self.is_partial = is_partial
         # Aligned: a matrix product may sum in another order at another alignment, and neighbours depend on the layout.
         sizes = [aligned(each.nbytes) // each.itemsize for each in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes))
@@ -141,7 +141,7 @@ class GradientBuckets:
         self._tp = tp
         self._is_scattered = scattered
         self._in_flight: deque[Bucket] = deque()
-        self._next = 0
+        self._next = 0  # the first bucket whose reduction has not started in this step
         self._by_segment: dict[int, list[Bucket]] = {}
         self._buckets: list[Bucket] = []
         # Last to first, the order of backward, on every replica: replicas with unequal numbers of micro-batches finish
@@ -207,7 +207,7 @@ class GradientBuckets:
         if self._is_scattered:
             return
         for bucket in self._by_segment.get(segment, ()):
-            if bucket.pending is not None and bucket.pending.parameters:
+            if bucket.pending is not None and bucket.pending.unfinished:
                 bucket.pending.end()
         self._reduce_complete()
 
@@ -215,7 +215,7 @@ class GradientBuckets:
         self._in_flight.clear()
         for bucket in self._buckets:
             bucket.end()
-            if bucket.partial and self._is_scattered:
+            if bucket.is_partial and self._is_scattered:
                 all_reduce_sum(bucket.reduced, self._tp)
             # Sums over the replicas follow the sums over FSDP's ranks, in one order on all ranks.
             if bucket.fsdp_shards is not None:
@@ -269,10 +269,10 @@ class GradientBuckets:
     def _reduce_complete(self) -> None:
         # A bucket waits for all earlier ones: collectives must match on every replica.
         for bucket in self._buckets[self._next :]:
-            if bucket.pending is not None and bucket.pending.parameters:
+            if bucket.pending is not None and bucket.pending.unfinished:
                 break
             self._next += 1
-            if bucket.partial:
+            if bucket.is_partial:
                 all_reduce_sum(bucket.flat, self._tp)
             # Losses are divided by the global batch size: gradients are summed, not averaged.
             self._start_reduce(bucket, bucket.fsdp_shards or bucket.zero_shards)

@@ -14,14 +14,14 @@ class PendingGradients:
         expected: by parameter, in one micro-batch; 0: any number until `end`.
         complete: called when the last one has arrived.
     Attributes:
-        parameters: number of parameters that expect more.
+        unfinished: number of parameters that expect more.
     """
 
     # Python's garbage collector finds no cycle through a tensor's hooks. So hooks reference this object, which holds no
     # tensor: with the bucket it would keep the weights and the gradients alive for ever.
 
     def __init__(self, expected: Sequence[int], complete: Callable[[], None]) -> None:
-        self.parameters = 0
+        self.unfinished = 0
         self._expected = expected
         self._left = [0] * len(expected)
         self._complete = complete
@@ -29,12 +29,12 @@ class PendingGradients:
     def begin(self, micro_batches: int) -> None:
         # Below 0 a count never becomes 0.
         self._left = [micro_batches * each or -1 for each in self._expected]
-        self.parameters = len(self._left)
+        self.unfinished = len(self._left)
 
     def end(self) -> None:
         """Expects no more."""
         self._left = [0] * len(self._left)
-        self.parameters = 0
+        self.unfinished = 0
 
     def count(self, index: int, parameter: Tensor) -> None:
         """Counts a parameter's gradient. Raises ValueError for an unexpected one."""
@@ -47,6 +47,6 @@ class PendingGradients:
             )
         self._left[index] = left - 1
         if left == 1:
-            self.parameters -= 1
-            if self.parameters == 0:
+            self.unfinished -= 1
+            if self.unfinished == 0:
                 self._complete()

@@ -65,7 +65,7 @@ class ParameterShards:
             shard.grad = total
 
     def start_sum(self) -> Callable[[], None]:
-        """Starts sending gradient copies. The returned function waits, and adds to `sum`."""
+        """Starts a reduce-scatter, as an exchange of copies. The returned function waits, and adds to `sum`."""
         rank = self._holders.rank
         own = joined(self._gradients[rank], self.sum)
         to_others: list[Tensor] = []

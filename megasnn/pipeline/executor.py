@@ -207,18 +207,19 @@ class PipelineExecutor:
 
     def _forward(self, segment: PipelineChunk, key: ActionKey) -> None:
         step = self._step
-        micro = step.micro_batches[key[1]]
+        number, micro_batch = key
+        micro = step.micro_batches[micro_batch]
         x = step.begin_graph(key)
         targets = None if micro.predicts else micro.targets
         # `segment.forward`, not `segment`: a call of the module would look for hooks, and a segment has none.
         if micro.is_padding:
             with not_counting():
-                y = segment.forward(x, micro.samples, micro.goes_on, key[1], targets)
+                y = segment.forward(x, micro.samples, micro.goes_on, micro_batch, targets)
         else:
-            y = segment.forward(x, micro.samples, micro.goes_on, key[1], targets)
+            y = segment.forward(x, micro.samples, micro.goes_on, micro_batch, targets)
         if not segment.is_last:
             step.await_gradients(key, y)
-            step.hand_on(key, y, key[0] + 1 in self._segments)
+            step.hand_on(key, y, number + 1 in self._segments)
         elif step.consume is None:
             loss = self._loss(y, micro.targets, False)
             step.ends[key] = loss

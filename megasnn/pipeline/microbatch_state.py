@@ -151,10 +151,11 @@ class StepState:
 
     def begin_graph(self, key: ActionKey) -> Any:
         """A segment's inputs, with which its graph begins: the micro-batch's, or a list for a later segment."""
-        if key[0] == 0:
-            return self.micro_batches[key[1]].inputs
+        segment, micro_batch = key
+        if segment == 0:
+            return self.micro_batches[micro_batch].inputs
         xs = self.inputs.pop(key)
-        before = key[0] - 1, key[1]
+        before = segment - 1, micro_batch
         learning = [index for index, x in enumerate(xs) if x.requires_grad]
         if not torch.is_grad_enabled() or not learning:
             self.gradients[before] = ()

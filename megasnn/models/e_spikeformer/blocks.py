@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megasnn.layers import MeanLinear, ParallelBatchNorm, ParallelConv, ParallelLinear
-from megasnn.layers.attention import own_heads, sums_type
+from megasnn.layers.attention import heads_per_rank, sums_type
 from megasnn.layers.context import context_for
 from megasnn.layers.init import trunc_normal, zeros
 from megasnn.layers.neuron import make_neuron
@@ -91,13 +91,13 @@ class CountAttention(nn.Module):
     Args:
         dim: C, global.
     Raises:
-        ValueError: see `own_heads`.
+        ValueError: see `heads_per_rank`.
     """
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         context = context_for(None)
-        self.local_heads = own_heads(dim, num_heads, context.tp.size)
+        self.local_heads = heads_per_rank(dim, num_heads, context.tp.size)
         self.neuron = make_neuron()
         largest = self.neuron.largest or 1
         wide = VALUE_RATIO * dim

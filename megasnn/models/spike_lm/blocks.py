@@ -37,12 +37,12 @@ class AttentionHalf(nn.Module):
         self.projection = _product(dim, dim, "row", context)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = product_of_spikes(self.neuron, self.qkv, self.norm(x))
+        qkv = _product_of_spikes(self.neuron, self.qkv, self.norm(x))
         return x + self.projection(self.attention(qkv))
 
 
 class SpikingAttentionHalf(nn.Module):
-    """The same with attention on spikes, without softmax. All products take spikes.
+    """`AttentionHalf` with attention on spikes, without softmax, on `[T, N, C_local, L]`. All products take spikes.
 
     Norms before the neurons of q, k, v and of the attention's output keep them firing: the output's sums grow with the
     number of tokens.
@@ -68,10 +68,10 @@ class SpikingAttentionHalf(nn.Module):
         self.projection = _product(dim, dim, "row", context)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = product_of_spikes(self.neuron, self.qkv, self.norm(x))
-        # Without amplitudes, which the norm behind the attention would cancel.
+        qkv = _product_of_spikes(self.neuron, self.qkv, self.norm(x))
+        # The spikes of q, k and v stay without amplitudes, which the norm behind the attention would cancel.
         attended = self.attention(self.qkv_neuron(self.qkv_norm(qkv)))
-        return x + product_of_spikes(self.output_neuron, self.projection, self.output_norm(attended))
+        return x + _product_of_spikes(self.output_neuron, self.projection, self.output_norm(attended))
 
 
 class MLPHalf(nn.Module):
@@ -94,6 +94,7 @@ class MLPHalf(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.neuron(self.norm(x))
+        # As in `_product_of_spikes`, the amplitude follows the first product.
         amplitude = self.neuron.scale if isinstance(self.neuron, ParallelBiSpike) else 1.0
         return x + product_gelu_product(self.fc1, self.fc2, spikes, amplitude)
 
@@ -118,8 +119,8 @@ def _product(inputs: int, outputs: int, style: Style, context: BuildContext, blo
     )
 
 
-def product_of_spikes(neuron: NeuronLayer, product: ParallelConv, x: Tensor) -> Tensor:
-    """The product of a neuron's spikes times their amplitude, plus the bias."""
+def _product_of_spikes(neuron: NeuronLayer, product: ParallelConv, x: Tensor) -> Tensor:
+    """product(amplitude * neuron(x)), with the bias."""
     spikes = neuron(x)
     if not isinstance(neuron, ParallelBiSpike):
         return product(spikes)
