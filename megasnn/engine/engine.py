@@ -100,6 +100,7 @@ class Engine:
         self._closed = False
         self._failure = ""
         self.state: ParallelState
+        # In a run the ranks have joined already: then `_leave` does nothing, and the run leaves.
         self.state, self._leave = join_ranks(config)
         _open[:] = [self]
         with ExitStack() as undo:

@@ -16,7 +16,7 @@ class MicroBatchLoss:
     """A micro-batch's part in the global batch's mean loss, and its metric sums.
 
     Args:
-        counts: True on the first rank with these logits. On others loss and gradient are 0.
+        is_counted: True on the first rank with these logits. On others loss and gradient are 0.
     Attributes:
         of_samples: (model output, targets) -> summed loss.
         of_evaluation: the same without label smoothing, as in published logs.
@@ -24,7 +24,7 @@ class MicroBatchLoss:
         metrics: sums over this rank's samples in the step, float64 `[metrics]`.
     """
 
-    def __init__(self, config: PretrainConfig, task: Task, counts: bool, device: torch.device) -> None:
+    def __init__(self, config: PretrainConfig, task: Task, is_counted: bool, device: torch.device) -> None:
         training = config.training
         named = LOSSES[training.loss].sum
         self.of_samples = task.summed_loss(partial(named, label_smoothing=training.label_smoothing))
@@ -32,7 +32,7 @@ class MicroBatchLoss:
         self.windows = WindowOutputs(config.windows) if config.windows > 1 else None
         self.metrics = torch.zeros(len(task.trained), dtype=torch.float64, device=device)
         self._task = task
-        self._counts = counts
+        self._is_counted = is_counted
         self._divisor = 1
         self._windows = config.windows
 
@@ -50,4 +50,4 @@ class MicroBatchLoss:
                 self.metrics += self._task.sums(whole, targets, self._task.trained)
         # A rank with the same logits runs its backward as well, because the others meet it in collectives. Its gradient
         # is 0, and counts once in their sum.
-        return loss if self._counts else 0 * loss
+        return loss if self._is_counted else 0 * loss

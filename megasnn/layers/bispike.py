@@ -23,7 +23,7 @@ from megasnn.parallel_state import Group
 class ParallelBiSpike(NeuronLayer):
     """Fires -1, 0 or 1 on `[T, N, C_local, *space]`; see `megasnn.kernels.bispike`.
 
-    Spikes have no amplitude, so that they travel and are kept as two bits. Multiply a product of them by `scaled`.
+    Spikes have no amplitude, so that they travel and are kept as two bits. Pass a product of them to `scaled`.
 
     Args:
         spec: None for the context's neuron; `v_threshold` is the amplitude.

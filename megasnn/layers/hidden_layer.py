@@ -75,7 +75,9 @@ class _HiddenLayer:
     def scaled(self, hidden: Tensor) -> Tensor:
         """Hidden rows `[T * n, H]` times the scale of their time step, in place."""
         if isinstance(self.scale, Tensor):
-            hidden.view(len(self.scale), -1, hidden.shape[1]).mul_(self.scale.view(-1, 1, 1))
+            # Rounded as in an evaluation, which multiplies by the scale in the products' type.
+            scale = self.scale.to(hidden.dtype)
+            hidden.view(len(scale), -1, hidden.shape[1]).mul_(scale.view(-1, 1, 1))
         elif self.scale != 1.0:
             hidden *= self.scale
         return hidden

@@ -154,6 +154,7 @@ class GradientBuckets:
                 buckets.append(Bucket(parameters, is_partial, owners, weights, scattered))
             self._by_segment[segment] = buckets
             self._buckets += buckets
+        # Parameters and this rank's parts of them -> their summed gradients, which the optimizer reads.
         self._reduced_of_parameter: dict[Tensor, Tensor] = {}
         self._reduced_of_part: dict[Tensor, Tensor] = {}
         self._counters: dict[Tensor, Callable[[Tensor], None]] = {}

@@ -283,7 +283,7 @@ class PipelineExecutor:
             self._step.inputs[action.key] = [*tensors.values()]
         else:
             # Outputs outside the graph take no gradient.
-            self._step.gradients[action.key] = [tensors[index] for index in self._step.learning.pop(action.key)]
+            self._step.gradients[action.key] = [tensors[index] for index in self._step.needing_grad.pop(action.key)]
 
 
 def _timed(timers: Timers, action: Action, works: Sequence[Work]) -> None:

@@ -117,7 +117,7 @@ class StepState:
         inputs: of segments whose forward is still to come.
         stashed: packed inputs of forwards to be recomputed.
         outputs: still to be sent.
-        learning: indices of sent outputs with a gradient.
+        needing_grad: indices of sent outputs with a gradient.
         losses: of micro-batches, without a graph.
         ends: ends of graphs, from which backward starts; None without a gradient.
         awaited: inputs with a gradient, without values, until the gradient exists.
@@ -132,7 +132,7 @@ class StepState:
         self.inputs: dict[ActionKey, list[Tensor]] = {}
         self.stashed: dict[ActionKey, PackedInput] = {}
         self.outputs: dict[ActionKey, list[Tensor]] = {}
-        self.learning: dict[ActionKey, list[int]] = {}
+        self.needing_grad: dict[ActionKey, list[int]] = {}
         self.losses: list[Tensor] = []
         self.ends: dict[ActionKey, Tensor | None] = {}
         self.awaited: dict[ActionKey, Sequence[Tensor]] = {}
@@ -144,7 +144,7 @@ class StepState:
         self.micro_batches = micro_batches
         self.consume = consume
         self.losses.clear()
-        forward: tuple[dict[ActionKey, Any], ...] = (self.inputs, self.stashed, self.outputs, self.learning)
+        forward: tuple[dict[ActionKey, Any], ...] = (self.inputs, self.stashed, self.outputs, self.needing_grad)
         backward: tuple[dict[ActionKey, Any], ...] = (self.ends, self.awaited, self.gradients, self.weight_gradients)
         for by_key in forward + backward:
             by_key.clear()
@@ -156,15 +156,15 @@ class StepState:
             return self.micro_batches[micro_batch].inputs
         xs = self.inputs.pop(key)
         before = segment - 1, micro_batch
-        learning = [index for index, x in enumerate(xs) if x.requires_grad]
-        if not torch.is_grad_enabled() or not learning:
+        needing_grad = [index for index, x in enumerate(xs) if x.requires_grad]
+        if not torch.is_grad_enabled() or not needing_grad:
             self.gradients[before] = ()
             return xs
-        self.awaited[key] = [torch.empty_like(xs[index], device="meta") for index in learning]
+        self.awaited[key] = [torch.empty_like(xs[index], device="meta") for index in needing_grad]
         # Not leaves: autograd would hold the dense inputs until backward, while the layers store them packed.
         deliver = partial(self.gradients.__setitem__, before)
-        entered = _Entry.apply(self._anchor, deliver, *[xs[index].detach() for index in learning])
-        for index, x in zip(learning, entered, strict=True):
+        entered = _Entry.apply(self._anchor, deliver, *[xs[index].detach() for index in needing_grad])
+        for index, x in zip(needing_grad, entered, strict=True):
             xs[index] = share_bits(xs[index], x)
         return xs
 
@@ -175,15 +175,15 @@ class StepState:
             self.inputs[key[0] + 1, key[1]] = outputs
         else:
             self.outputs[key] = outputs
-            self.learning[key] = [index for index, each in enumerate(outputs) if each.requires_grad]
+            self.needing_grad[key] = [index for index, each in enumerate(outputs) if each.requires_grad]
 
     def await_gradients(self, key: ActionKey, y: Sequence[Tensor]) -> None:
         """Ends the graph behind the outputs, whose gradients backward will take from `gradients`."""
-        learning = [index for index, each in enumerate(y) if each.requires_grad]
+        needing_grad = [index for index, each in enumerate(y) if each.requires_grad]
         self.ends[key] = None
-        if learning:
+        if needing_grad:
             # Arguments of `torch.autograd.backward` live until it ends; gradients from `_Exit` until their last use.
-            self.ends[key] = _Exit.apply(partial(self.gradients.pop, key), *[y[index] for index in learning])
+            self.ends[key] = _Exit.apply(partial(self.gradients.pop, key), *[y[index] for index in needing_grad])
 
     def backward(self, key: ActionKey) -> None:
         """Input gradients become `gradients` of the segment before."""
