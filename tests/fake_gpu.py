@@ -111,18 +111,18 @@ def fake_gpu(names: dict[ConvNormNeuron, str] | None = None) -> Iterator[Counted
         """Once a step, for whichever unit is the first."""
         label = counting.label
         counting.label = OUTSIDE, label[1]
-        found = of(self, weight, dtype)
+        found = original(self, weight, dtype)
         counting.label = label
         return found
 
-    of = CastWeights.of
+    original = CastWeights.cast
     forward = marks.marked(ConvNormNeuron.forward, lambda unit: (names or {}).get(unit, OUTSIDE))
     with ExitStack() as stack:
         # A bound method would not be given the launch that it is called of.
         stack.enter_context(as_on_gpu(lambda launch, *tensors: counting.start(launch, *tensors)))
         stack.enter_context(mock.patch.object(ConvNormNeuron, "forward", forward))
         stack.enter_context(mock.patch("torch.autograd.backward", backward))
-        stack.enter_context(mock.patch.object(CastWeights, "of", cast))
+        stack.enter_context(mock.patch.object(CastWeights, "cast", cast))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(counting)
         yield counted

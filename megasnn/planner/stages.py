@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import chain
 from typing import NamedTuple
 
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
@@ -26,7 +25,7 @@ class Stage(NamedTuple):
         backward: the backward's seconds.
         stashed: bytes saved for backward.
         deferred: bytes saved from an input gradient for a later weight gradient.
-        working: the largest layer's temporary bytes, and weights cast for products.
+        working: the most that a layer's backward takes above `stashed`, and weights cast for products.
         messages: bytes to and from other ranks.
     """
 
@@ -74,20 +73,25 @@ def _stage(
     deferred = 0
     largest = 0
     cast = 0
-    for i in chain(*spans):
-        forward += layers[i].forward
-        both += layers[i].seconds
-        memory = segments[i]
-        working = memory.working[Kind.BACKWARD]
-        if recomputes:
-            # A layer keeps its input alone, and all else for the time of its own backward.
-            stashed += memory.entering
-            working += memory.resident
-        else:
-            stashed += memory.resident
-        deferred += memory.deferred
-        largest = max(largest, working)
-        cast += memory.cast
+    for span in spans:
+        freed = 0
+        for i in reversed(span):
+            forward += layers[i].forward
+            both += layers[i].seconds
+            memory = segments[i]
+            working = memory.working[Kind.BACKWARD]
+            if recomputes:
+                # A layer keeps its input alone, and all else for the time of its own backward.
+                kept = memory.entering
+                working += memory.resident
+            else:
+                kept = memory.resident
+            # The backward of later layers has freed what they kept.
+            largest = max(largest, working - freed)
+            freed += kept
+            stashed += kept
+            deferred += memory.deferred
+            cast += memory.cast
     again = 0.0
     if recomputes:
         for span in spans:

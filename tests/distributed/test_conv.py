@@ -183,17 +183,17 @@ def test_a_single_output_channel_with_the_channels_last_in_memory() -> None:
 
 def test_a_weight_is_cast_once_a_step() -> None:
     weights, weight = CastWeights(), torch.nn.Parameter(torch.ones(2, 3, 1, 1))
-    assert weights.of(weight, torch.float32).data_ptr() == weight.data_ptr()
+    assert weights.cast(weight, torch.float32).data_ptr() == weight.data_ptr()
     for value in (1, 2):
         with torch.no_grad():
             weight.fill_(value)
         with weights.caching():
-            first = weights.of(weight, torch.bfloat16)
-            assert weights.of(weight, torch.bfloat16) is first and first.dtype == torch.bfloat16
+            first = weights.cast(weight, torch.bfloat16)
+            assert weights.cast(weight, torch.bfloat16) is first and first.dtype == torch.bfloat16
             assert first[0, 0] == value and not first.requires_grad
     with torch.no_grad():
         weight.fill_(4)
-    assert weights.of(weight, torch.bfloat16)[0, 0] == 4, "not kept outside of a step"
+    assert weights.cast(weight, torch.bfloat16)[0, 0] == 4, "not kept outside of a step"
 
 
 def test_an_input_pixel_reaches_outputs_from_its_copies_in_the_edges() -> None:
