@@ -109,6 +109,9 @@ def _add_flags(parser: _Parser, part: str, values: Any) -> None:
         hint = hints[entry.name]
         default = shown_value(getattr(values, entry.name))
         text = f"{texts.get(entry.name, '')}{_summaries(hint)} (default: {default})"
+        if entry.name in getattr(kind, "unused", ()):
+            # Still known, so that the model itself says why it is wrong.
+            text = argparse.SUPPRESS
         # No defaults in the result: a file or a checkpoint gives the values that no flag gives. argparse expands % in a
         # help text.
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}

@@ -20,6 +20,7 @@ from megasnn.layers.apply import apply_layer, forget_state
 from megasnn.layers.facts import facts
 from megasnn.layers.plain.by_channel import ChannelWatch, is_of_libraries
 from megasnn.layers.shape_inference import MaxInference, RefuseRandom, mark_both, said_of_values
+from megasnn.layers.vocabulary import NextTokenLoss
 from megasnn.models.description import DRY_SAMPLES
 
 _LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
@@ -107,12 +108,19 @@ def _counting(layer: nn.Module, found: list[int]) -> Iterator[None]:
     def add(module: ParallelConv | ParallelLinear, inputs: object, output: Tensor) -> None:
         found.append(output.numel() * module.weight[0].numel() // DRY_SAMPLES)
 
+    def add_head(module: NextTokenLoss, inputs: tuple[Tensor, ...], output: object) -> None:
+        # One product for each token: the mean over time is taken before it.
+        _, samples, _, length = inputs[0].shape
+        found.append(samples * length * module.weight.numel() // DRY_SAMPLES)
+
     # torch's counter sees plain code's operators. MegaSNN's layers only return shapes in a dry run, so hooks count
     # them.
     hooks = []
     for module in layer.modules():
         if isinstance(module, (ParallelConv, ParallelLinear)):
             hooks.append(module.register_forward_hook(add))
+        elif isinstance(module, NextTokenLoss):
+            hooks.append(module.register_forward_hook(add_head))
     try:
         with FlopCounterMode(display=False) as counter:
             yield

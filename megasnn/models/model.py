@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megasnn.config.checks import at_least
+from megasnn.config.checks import at_least, flag
 from megasnn.config.neuron import NeuronConfig
 from megasnn.config.run import PretrainConfig
 
@@ -39,6 +39,7 @@ class Model(ABC):
         name: in checkpoints. Default: the class name in snake case.
         marker: a tensor name unique to this model, present at every size. Identifies weight files without a model name.
         neuron: defaults for --neuron, --tau and so on.
+        unused: fields without a meaning for this model. Help leaves them out, and other values are refused.
         loss: (output, target) -> each sample's loss, `[N]`; None for --loss.
         metrics: (output, target) -> each sample's named figures, `[N]`; None for accuracy.
         predict: output -> each sample's answer, `[N, ...]`; None for the logits' mean over time.
@@ -47,6 +48,7 @@ class Model(ABC):
     name: ClassVar[str]
     marker: ClassVar[str | None] = None
     neuron: ClassVar[type[NeuronConfig]] = NeuronConfig
+    unused: ClassVar[tuple[str, ...]] = ()
     loss: ClassVar[Any] = None
     metrics: ClassVar[Any] = None
     predict: ClassVar[Any] = None
@@ -102,6 +104,10 @@ class Model(ABC):
         """Wrong dimensions, each with value and flag. Subclasses add theirs."""
         # Sizes that tensor-parallel ranks do not divide are found when layers are built.
         wrong = at_least(self, 1, "image_size", "in_channels", "time_steps", "num_classes")
+        for name in self.unused:
+            value = getattr(self, name)
+            if value != getattr(Model, name):
+                wrong.append(f"{flag(name)} {value}: {self.name} has no use for it; leave it out")
         events = getattr(self, "event_frames", None)
         if events and self.in_channels != 2:
             wrong.append(f"--in-channels {self.in_channels}: event frames have two polarities; set 2")

@@ -61,9 +61,17 @@ def test_help_has_every_flag_with_its_text_and_default(capsys: pytest.CaptureFix
     config = run_config(MODELS[model])()
     for part, names in flag_names(type(config)).items():
         texts = help_texts(type(getattr(config, part)))
+        unused = MODELS[model].unused if part == "model" else ()
         for name in names:
-            assert f"--{name.replace('_', '-')}" in text and texts[name] and "\n" not in texts[name], name
+            # A switch has its opposite behind a comma.
+            is_shown = any(f" --{name.replace('_', '-')}{end}" in text for end in (" ", ","))
+            assert is_shown == (name not in unused) and texts[name] and "\n" not in texts[name], name
     assert "Ranks that share every layer, by channels and heads. (default: 1)" in text and "--lr FLOAT" in text
+
+
+def test_a_flag_without_meaning_for_the_model_is_refused() -> None:
+    config = parse(run_config(MODELS["spike_lm"]), ["--image-size", "64"])
+    assert config.model.problems(tensor_parallel=1) == ["--image-size 64: spike_lm has no use for it; leave it out"]
 
 
 # A command line, and what its one sentence names.

@@ -20,6 +20,7 @@ from megasnn.models.e_spikeformer.model import ESpikeFormer
 from megasnn.models.model import Model
 from megasnn.models.qkformer.model import QKFormer
 from megasnn.models.sew_resnet.model import SewResNet
+from megasnn.models.spike_lm.model import SpikeLM, SpikeLMNeuronConfig
 from megasnn.models.spikformer.model import Spikformer
 from tests.models.networks import Tied
 from tests.parity.zoo import their_sew_resnet
@@ -74,6 +75,16 @@ def test_operations_are_those_that_torch_counts(model: Model, reference: Callabl
     repeated_first = first.operations if model.name != "qkformer" else 3 * 4 * 9 * 64 * 64
     repeated_head = head.operations // 2 if logits.ndim == 2 else 0
     assert counter.get_total_flops() // 2 == ours + repeated_first - repeated_head
+
+
+def test_operations_of_a_language_model() -> None:
+    words, dim, length, steps = 11, 8, 6, 3
+    model = SpikeLM(vocab_size=words, embed_dim=dim, num_heads=2, depth=1, seq_length=length, time_steps=steps)
+    by_name = {each.name: each.operations for each in describe_model(model, SpikeLMNeuronConfig().spec).layers}
+    # The head multiplies each token's mean over time; attention has two products of all pairs of tokens.
+    assert by_name["head"] == length * words * dim
+    assert by_name["blocks.0.attention"] == steps * length * (4 * dim * dim + 2 * length * dim)
+    assert by_name["blocks.0.mlp"] == steps * length * 8 * dim * dim
 
 
 def test_what_layers_give() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic.dataclasses import dataclass as config_dataclass
 
 from megasnn.common.files import STRICT
-from megasnn.config.checks import Positive, Size, flag
+from megasnn.config.checks import Positive, Size
 from megasnn.config.neuron import NeuronConfig
 from megasnn.kernels import NEURONS
 from megasnn.models.model import Model
@@ -39,6 +39,7 @@ class SpikeLM(Model):
     name = "spike_lm"
     marker = "blocks.0.attention.qkv.bias"
     neuron: ClassVar[type[NeuronConfig]] = SpikeLMNeuronConfig
+    unused: ClassVar[tuple[str, ...]] = ("image_size", "in_channels", "num_classes")
 
     embed_dim: Size = 256
     """Channels of the stream."""
@@ -83,10 +84,6 @@ class SpikeLM(Model):
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
-        for field in ("image_size", "in_channels", "num_classes"):
-            value = getattr(self, field)
-            if value != getattr(Model, field):
-                wrong.append(f"{flag(field)} {value}: {self.name} takes tokens and gives words; leave it out")
         if self.embed_dim % self.num_heads:
             wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of --num-heads {self.num_heads}")
         if self.attention == "spiking" and self.positions == "rotary":

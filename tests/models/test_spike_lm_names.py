@@ -1,0 +1,100 @@
+"""SpikeLM's tensors under the names that SpikingJelly exports."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasnn import CausalAttention
+from megasnn.common.files import CheckpointError
+from megasnn.models.build import describe_model
+from megasnn.models.registry import dialect_for, dialect_of
+from megasnn.models.spike_lm.model import SpikeLM, SpikeLMNeuronConfig
+from megasnn.models.weight_names import translated_tensors
+
+DIM = 8
+HEADS = 2
+WORDS = 11
+STEPS = 3
+# Their file for two layers (benchmark/snn_llm/sglang_models/spikelm.py, SpikingJelly commit 4b547f00).
+SHAPES = {
+    "attn_norm.norm.weight": (DIM,),
+    "attn_norm.norm.bias": (DIM,),
+    "attn_norm.amplitude": (STEPS,),
+    "attn.qkv.weight": (3 * DIM, DIM),
+    "attn.qkv.bias": (3 * DIM,),
+    "attn.proj.weight": (DIM, DIM),
+    "attn.proj.bias": (DIM,),
+    "mlp_norm.norm.weight": (DIM,),
+    "mlp_norm.norm.bias": (DIM,),
+    "mlp_norm.amplitude": (STEPS,),
+    "mlp.fc1.weight": (4 * DIM, DIM),
+    "mlp.fc1.bias": (4 * DIM,),
+    "mlp.fc2.weight": (DIM, 4 * DIM),
+    "mlp.fc2.bias": (DIM,),
+}
+
+
+def exported() -> dict[str, Tensor]:
+    found = {f"model.final_norm.{tensor}": torch.rand(DIM) for tensor in ("weight", "bias")}
+    found |= {name: torch.rand(WORDS, DIM) for name in ("model.embedding.weight", "lm_head.weight")}
+    for layer in range(2):
+        found |= {f"model.layers.{layer}.{name}": torch.rand(shape) for name, shape in SHAPES.items()}
+    return found
+
+
+def names_here(**dimensions: object) -> dict[str, tuple[int, ...]]:
+    model = SpikeLM(embed_dim=DIM, num_heads=HEADS, vocab_size=WORDS, time_steps=STEPS, depth=2, **dimensions)
+    description = describe_model(model, SpikeLMNeuronConfig().spec)
+    return {entry.name: tuple(entry.shard.global_shape) for entry in description.tensors}
+
+
+def test_an_exported_file_fits_the_model_and_goes_back() -> None:
+    theirs = exported()
+    mine = translated_tensors(dialect_of(theirs).to_ours(theirs), theirs)
+    assert {name: tuple(value.shape) for name, value in mine.items()} == names_here(amplitude="first-batch")
+    back = translated_tensors(dialect_for("spikingjelly", mine).from_ours(mine), mine)
+    assert back.keys() == theirs.keys()
+    assert all(torch.equal(back[name], value) for name, value in theirs.items())
+
+
+def test_a_tied_model_has_its_words_twice_in_their_file() -> None:
+    ours = names_here(amplitude="first-batch", tied=True)
+    recipe = dialect_for("spikingjelly", ours).from_ours(ours)
+    assert recipe.keys() == exported().keys()
+    assert recipe["lm_head.weight"].sources == recipe["model.embedding.weight"].sources == ("embedding.weight",)
+
+
+def test_heads_of_megatron_are_the_heads_here() -> None:
+    # Megatron Core's rows are [heads, (q, k, v), d]; the exporter writes [(q, k, v), heads, d].
+    megatron = torch.rand(HEADS, 3, DIM // HEADS, DIM, dtype=torch.float64)
+    theirs = exported()
+    theirs["model.layers.1.attn.qkv.weight"] = megatron.transpose(0, 1).flatten(0, 2)
+    mine = translated_tensors(dialect_of(theirs).to_ours(theirs), theirs)
+    tokens = torch.rand(STEPS, 2, 5, DIM, dtype=torch.float64)
+    heads = []
+    for of_head in megatron:
+        q, k, v = (tokens @ each.T for each in of_head)
+        heads.append(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    qkv = tokens @ mine["blocks.1.attention.qkv.weight"].squeeze(-1).T
+    found = CausalAttention(DIM, HEADS, rotary_base=None)(qkv.transpose(2, 3))
+    torch.testing.assert_close(found.transpose(2, 3), torch.cat(heads, -1), rtol=0, atol=1e-12)
+
+
+def test_other_tensors_are_refused() -> None:
+    theirs = exported().keys()
+    for names, told in (
+        (theirs - {"model.layers.1.attn.qkv.bias"}, r"model\.layers\.1\.attn\.qkv\.bias: missing"),
+        ({*theirs, "model.layers.0.attn.gate"}, r"model\.layers\.0\.attn\.gate: unexpected"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            dialect_of(theirs).to_ours(names)
+    for dimensions, told in (
+        ({}, "--amplitude first-batch"),
+        ({"amplitude": "first-batch", "positions": "learned"}, r"embedding\.positions: unexpected"),
+    ):
+        ours = names_here(**dimensions)
+        with pytest.raises(CheckpointError, match=told):
+            dialect_for("spikingjelly", ours).from_ours(ours)
