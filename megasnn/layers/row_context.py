@@ -14,26 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.common.files import quantity
 from megasnn.common.recompute import cached_collective, is_replaying
 from megasnn.kernels.spike_codec import Content, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.facts import facts
 from megasnn.layers.shape_inference import LARGEST_COUNT, content_of
 from megasnn.parallel.collectives import Exchange, all_reduce_sum, gather_columns, start_exchange
-from megasnn.parallel.sharding import own_span
+from megasnn.parallel.sharding import context_spans
 from megasnn.parallel_state import Group
 
 
 def shared_rows(height: int, ranks: int) -> tuple[range, ...]:
     """Each rank's rows, divided as evenly as possible. Raises ValueError for fewer rows than ranks."""
-    if height < ranks:
-        raise ValueError(
-            f"{quantity(height, 'row')} for {ranks} ranks: with --context-parallel-cut rows, --context-parallel-size "
-            f"may be {height} at most here"
-        )
     # From the height alone, so residual branches fit each other.
-    return tuple(own_span(height, [ranks], rank) for rank in range(ranks))
+    return context_spans(height, ranks, "row")
 
 
 def own_pixel_rows(frames: Tensor, group: Group) -> Tensor:

@@ -43,8 +43,13 @@ def mark_spikes(tensor: Tensor, largest: int = 1, lowest: int = 0) -> Tensor:
     -1 to 1 are ternary spikes. Other values below 0 are not packed.
     """
     if tensor.is_meta:
-        tensor._bounds = Bounds(lowest, largest)  # type: ignore[attr-defined]
+        _mark(tensor, Bounds(lowest, largest))
     return tensor
+
+
+def _mark(tensor: Tensor, bounds: Bounds | None) -> None:
+    # torch's functions return new tensors, which know nothing of these bounds: an attribute cannot grow stale.
+    tensor._bounds = bounds  # type: ignore[attr-defined]
 
 
 def bounds_of(value: Any) -> Bounds | None:
@@ -69,7 +74,7 @@ def mark_both(tensor: Tensor, other: Tensor) -> None:
     """Marks a dry-run tensor with the wider bounds of two; unknown if either is."""
     # Either tensor may stand in the other's place.
     if Content.DENSE in (content_of(tensor), content_of(other)):
-        tensor._bounds = None  # type: ignore[attr-defined]
+        _mark(tensor, None)
         return
     together = _union([bounds_of(tensor) or Bounds(0, 1), bounds_of(other) or Bounds(0, 1)])
     mark_spikes(tensor, together.largest, together.lowest)

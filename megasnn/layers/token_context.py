@@ -10,20 +10,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megasnn.common.files import quantity
 from megasnn.parallel.collectives import Exchange, start_exchange
-from megasnn.parallel.sharding import own_span
+from megasnn.parallel.sharding import context_spans
 from megasnn.parallel_state import Group
 
 
 def shared_tokens(length: int, ranks: int) -> tuple[range, ...]:
     """Each rank's tokens, divided as evenly as possible. Raises ValueError for fewer tokens than ranks."""
-    if length < ranks:
-        raise ValueError(
-            f"{quantity(length, 'token')} for {ranks} ranks: with --context-parallel-cut tokens, "
-            f"--context-parallel-size may be {length} at most here"
-        )
-    return tuple(own_span(length, [ranks], rank) for rank in range(ranks))
+    return context_spans(length, ranks, "token")
 
 
 def own_tokens(x: Tensor, group: Group) -> Tensor:

@@ -76,6 +76,22 @@ def own_span(rows: int, sizes: Sequence[int], index: int) -> range:
     return range(start, start + rows)
 
 
+def context_spans(length: int, ranks: int, each_one: str) -> tuple[range, ...]:
+    """Each context-parallel rank's rows or tokens, divided as evenly as possible.
+
+    Args:
+        each_one: "row" or "token".
+    Raises:
+        ValueError: fewer of them than ranks.
+    """
+    if length < ranks:
+        raise ValueError(
+            f"{quantity(length, each_one)} for {ranks} ranks: with --context-parallel-cut {each_one}s, "
+            f"--context-parallel-size may be {length} at most here"
+        )
+    return tuple(own_span(length, [ranks], rank) for rank in range(ranks))
+
+
 @dataclass(frozen=True)
 class Shard:
     """One rank's part of a global tensor.

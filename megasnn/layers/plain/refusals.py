@@ -19,6 +19,7 @@ from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.plain.table import class_name, in_table, is_multi_step, sharded_batch_norm
+from megasnn.parallel_state import Group
 
 SHARDED = (ParallelConv, ParallelLinear, ParallelBatchNorm, NeuronLayer, ParallelDropout, DropPath)
 SEQUENCES = (
@@ -165,16 +166,8 @@ def is_by_channel(module: nn.Module) -> bool:
 
 def refuse_mixed_rows(layer: nn.Module, context: BuildContext) -> None:
     """Raises ValueError for a module that may mix image rows, if ranks divide them."""
-    rows = context.row_group
-    if rows is None:
-        return
-    for path, each in layer.named_modules():
-        if _mixes_rows(each):
-            raise ValueError(
-                f"{module_label(path, each)} may mix rows of images, which --context-parallel-size {rows.size} divides "
-                "over ranks: use --context-parallel-cut samples, or set mixes_rows = False in the class of a module "
-                "that computes each row by itself"
-            )
+    if context.row_group is not None:
+        _refuse_mixed(layer, context.row_group, _mixes_rows, "row", "rows of images")
 
 
 def _mixes_rows(module: nn.Module) -> bool:
@@ -188,15 +181,19 @@ def _mixes_rows(module: nn.Module) -> bool:
 
 def refuse_mixed_tokens(layer: nn.Module, context: BuildContext) -> None:
     """Raises ValueError for a module that may mix tokens, if ranks divide them."""
-    tokens = context.token_group
-    if tokens is None:
-        return
+    if context.token_group is not None:
+        _refuse_mixed(layer, context.token_group, _mixes_tokens, "token", "tokens")
+
+
+def _refuse_mixed(
+    layer: nn.Module, group: Group, mixes: Callable[[nn.Module], bool], each_one: str, divided: str
+) -> None:
     for path, each in layer.named_modules():
-        if _mixes_tokens(each):
+        if mixes(each):
             raise ValueError(
-                f"{module_label(path, each)} may mix tokens, which --context-parallel-size {tokens.size} divides over "
-                "ranks: use --context-parallel-cut samples, or set mixes_tokens = False in the class of a module that "
-                "computes each token by itself"
+                f"{module_label(path, each)} may mix {divided}, which --context-parallel-size {group.size} divides "
+                f"over ranks: use --context-parallel-cut samples, or set mixes_{each_one}s = False in the class of a "
+                f"module that computes each {each_one} by itself"
             )
 
 
