@@ -53,7 +53,7 @@ class Spikformer(Model):
         from megasnn.layers import ConvNormNeuron, MeanLinear, ResidualMLP
         from megasnn.layers.init import trunc_normal, zeros
         from megasnn.layers.layer import layer
-        from megasnn.models.spikformer.blocks import ResidualAttention, PositionalEncoding
+        from megasnn.models.spikformer.blocks import PositionalEncoding, ResidualAttention
 
         dim = self.embed_dim
         stem = "patch_embed"
