@@ -158,5 +158,5 @@ def is_building() -> bool:
 
 
 def context_for(context: BuildContext | None) -> BuildContext:
-    """The argument, else the `building` block's context, else one rank."""
+    """The argument; else the context in which `megasnn.models.build` calls `Model.layers`; else one rank."""
     return context or _entered.get(None) or BuildContext()
