@@ -214,6 +214,7 @@ def _require_cuttable(task: Task, context: BuildContext) -> None:
 
 
 def _separated(model: Model, context: BuildContext) -> tuple[list[Layer], TiedTensors]:
+    # `Model.layers` is the user's and takes no context: each MegaSNN layer in it takes this one from `context_for`.
     with building(context), without_memory():
         return separate(_yielded(model))
 

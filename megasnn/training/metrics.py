@@ -54,7 +54,7 @@ class Metrics:
     def __init__(self, engine: Engine) -> None:
         self._distributed = engine.distributed
         self._state = state = engine.state
-        self._timers = engine.step.timers
+        self._timers = engine.trainer.timers
         self._counted_from = 0
         self._order = self._distributed.description.layer_names
         self.spikes = SpikeRecorder()
