@@ -134,7 +134,7 @@ class ParallelState:
     def without_process_groups(cls, grid: Grid | None = None, rank: int = 0) -> ParallelState:
         """One rank's state, with groups that cannot communicate; by default on a grid of one rank."""
         grid = grid or Grid()
-        groups = {name: _group_of(grid, axes, rank, label) for name, (label, axes) in _GROUPS.items()}
+        groups = {field: _group_of(grid, axes, rank, name) for field, (name, axes) in _GROUPS.items()}
         return cls(grid=grid, coordinates=grid.coordinates(rank), device=torch.device("cpu"), **groups)
 
     @property
@@ -267,7 +267,7 @@ def destroy_model_parallel() -> None:
     global _state
     if _state is None:
         return
-    groups: list[Group] = [getattr(_state, name) for name in _GROUPS]
+    groups: list[Group] = [getattr(_state, field) for field in _GROUPS]
     for process_group in dict.fromkeys(group.handle for group in groups):
         if process_group is not None and process_group is not dist.group.WORLD:
             dist.destroy_process_group(process_group)

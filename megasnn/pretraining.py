@@ -150,9 +150,10 @@ def configuration_and_checkpoint(
     if not checkpoint_values:
         return flags, checkpoint
     config = parse(run_config(model), argv, console_outputs, model.recipes(), checkpoint_values)
-    before = from_dict(run_config(model), {"model": checkpoint_values["model"]}).model.input_shape
-    now = config.model.input_shape
-    if (len(before), before[-3:-2]) != (len(now), now[-3:-2]):
+    saved_shape = from_dict(run_config(model), {"model": checkpoint_values["model"]}).model.input_shape
+    shape = config.model.input_shape
+    channels = shape[-3:-2]
+    if len(saved_shape) != len(shape) or saved_shape[-3:-2] != channels:
         # Events after images, or other channels: the checkpoint's normalisation does not apply to them.
         config = replace(config, data=flags.data)
     taken = list[str]()

@@ -141,10 +141,17 @@ def _grid_problems(config: PretrainConfig, world_size: int) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    if config.training.micro_batches < grid.replicas:
+    count = config.training.micro_batches
+    if count < grid.replicas:
         yield _replicas_without_work(config, grid)
         return
-    yield from _unequal_replicas(config, grid)
+    # Replicas gather shared weights together, so they need the same number of micro-batches. An evaluation pads with
+    # empty micro-batches; a training would change its mean.
+    if grid.dp_shard > 1 and count % grid.replicas and not config.training.evaluate_only:
+        yield (
+            f"--weight-parallel-size {grid.dp_shard} needs equally many micro-batches on all data parallel replicas, "
+            f"and {count} are on {grid.replicas}; change --global-batch-size or --micro-batch-size"
+        )
     # By rows and tokens, too few of them are found when layers are built.
     if grid.cp > 1 and config.context_cut == "samples":
         yield from _ranks_without_samples(config)
@@ -167,17 +174,6 @@ def _replicas_without_work(config: PretrainConfig, grid: Grid) -> str:
         f"replicas ({sizes}) need one each; use {smaller}; or a larger --context-parallel-size or "
         "--tensor-model-parallel-size, which change no result"
     )
-
-
-def _unequal_replicas(config: PretrainConfig, grid: Grid) -> Iterator[str]:
-    # Replicas gather shared weights together, so they need the same number of micro-batches.
-    count = config.training.micro_batches
-    # An evaluation pads with empty micro-batches; a training would change its mean.
-    if grid.dp_shard > 1 and count % grid.replicas and not config.training.evaluate_only:
-        yield (
-            f"--weight-parallel-size {grid.dp_shard} needs equally many micro-batches on all data parallel replicas, "
-            f"and {count} are on {grid.replicas}; change --global-batch-size or --micro-batch-size"
-        )
 
 
 def _ranks_without_samples(config: PretrainConfig) -> Iterator[str]:

@@ -34,6 +34,8 @@ TOKENIZER = "tokenizer"
 """Key beside a checkpoint's tensors: identity of the tokenizer of a language model's text; None if unknown."""
 SAMPLES_KEY = "samples"
 """Key beside a checkpoint's tensors: values of `samples`."""
+_adapter = cache(TypeAdapter)
+"""Making one takes milliseconds: it reads the annotations of all fields."""
 _RUN_PARTS = ("data", "checkpoint", "logging")
 """Parts that only a whole run reads, except `_ENGINE_FIELDS`."""
 _ENGINE_FIELDS = ("mixup_alpha", "cutmix_alpha")
@@ -105,11 +107,6 @@ def _sentence(field: str, error: ErrorDetails) -> str:
         return text.removeprefix("Value error, ")
     given = '""' if error["input"] == "" else in_message(error["input"])
     return f"{flag(field)} {given}: {text}".replace(": Input should", " should")
-
-
-@cache
-def _adapter(part: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(part)
 
 
 def with_keywords(config: _Config, keywords: Mapping[str, Any]) -> _Config:

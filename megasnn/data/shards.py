@@ -160,7 +160,9 @@ def open_shard(source: Path, name: str | None = None) -> TarFile:
     record, classes = _record_beside(source)
     split = "" if record is None else record.split
     state = file_state(source.stat())
-    if _is_packed(source):
+    with open(source, "rb") as file:
+        is_gzip = file.read(2) == b"\x1f\x8b"
+    if is_gzip:
         # gzip has no random access.
         tar = cache_folder("unpacked") / cached_name(source, ".tar")
         build_once(tar, lambda path: _unpack(source, path, name))
@@ -282,11 +284,6 @@ def _label(file: int, member: tarfile.TarInfo, name: str) -> int:
         if -(1 << 31) <= number < 1 << 31:
             return number
     raise ValueError(f"{member.name} in shard {name} holds {text!r}; it must hold a class number alone")
-
-
-def _is_packed(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(2) == b"\x1f\x8b"  # gzip
 
 
 def _unpack(packed: Path, target: Path, name: str) -> None:

@@ -93,14 +93,10 @@ def encoded_like(count: int, content: Content, dtype: torch.dtype, device: torch
     """An empty buffer for `count` encoded values."""
     if content is Content.DENSE:
         return torch.empty(count, dtype=dtype, device=device)
-    return torch.empty(encoded_size(count, content), dtype=torch.uint8, device=device)
-
-
-def encoded_size(count: int, content: Content) -> int:
-    """Bytes for `count` values that are not dense."""
-    if content is Content.COUNTS:
-        return count
-    return packed_size(count) * (2 if content is Content.TERNARY else 1)
+    size = count if content is Content.COUNTS else packed_size(count)
+    if content is Content.TERNARY:
+        size *= 2
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def decode_into(payload: Tensor, content: Content, rows: Tensor) -> None:

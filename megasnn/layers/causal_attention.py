@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from megasnn.common.autograd import Function
 from megasnn.layers.attention import heads_per_rank, sums_type
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.token_context import shared_tokens, start_to_others
+from megasnn.layers.token_context import check_own_tokens, shared_tokens, start_to_others
 from megasnn.parallel.collectives import Exchange, from_matrix, start_exchange, to_matrix
 from megasnn.parallel_state import Group
 
@@ -30,8 +31,10 @@ class CausalAttention(nn.Module):
         rotary_base: base of the rotary positions (arXiv 2104.09864), whose pairs are the halves of a head; None for no
             positions.
     Raises:
-        ValueError: heads that ranks do not divide, rotary positions for heads of an odd size, or tokens divided over
-            GPUs; in the dry run, other channels; in a call, another number of tokens than the rank's own.
+        ValueError: heads that ranks do not divide, or rotary positions for heads of an odd size; in the dry run, other
+            channels; in a call, another number of tokens than the rank's own.
+    Attributes:
+        in_parts: with divided tokens, attention over each rank's keys by itself; otherwise over all keys at once.
     """
 
     mixes_tokens = False  # it exchanges keys and values
@@ -52,10 +55,8 @@ class CausalAttention(nn.Module):
         if rotary_base is not None and self.head_dim % 2:
             raise ValueError(f"rotary positions need heads of an even size, got {self.head_dim} channels")
         self._group = context.token_group
-        if self._group is not None and context.state.device.type != "cpu":
-            raise ValueError(
-                "softmax attention over tokens that ranks divide is for CPUs so far: use --context-parallel-cut samples"
-            )
+        # Only a CPU's kernel takes any type and returns the sums of exponentials, by which parts are put together.
+        self.in_parts = context.state.device.type == "cpu"
         self._spans: tuple[range, ...] = ()
 
     def forward(self, qkv: Tensor) -> Tensor:
@@ -65,9 +66,8 @@ class CausalAttention(nn.Module):
         first = 0
         if self._spans and not qkv.is_meta and self._group is not None:
             own = self._spans[self._group.rank]
+            check_own_tokens(tokens, own)
             first = own.start
-            if tokens != len(own):
-                raise ValueError(f"a rank with tokens {first} to {own.stop - 1} of each sequence got {tokens}")
         rows = to_matrix(qkv)
         # The product of two sizes: numel() would fix the batch size in an export.
         shape = (qkv.shape[0] * qkv.shape[1], tokens, 3, self.local_heads, self.head_dim)
@@ -75,7 +75,8 @@ class CausalAttention(nn.Module):
             cos, sin = rotary_table(first, tokens, self.head_dim, self.rotary_base, rows.dtype, rows.device)
             rows = _Rotate.apply(rows, cos, sin, shape)
         if self._spans and not qkv.is_meta and self._group is not None:
-            out = _AttendOverRanks.apply(rows, TokenParts(shape, self._spans, self._group))
+            attend = _AttendInParts if self.in_parts else _AttendToAll
+            out = attend.apply(rows, TokenParts(shape, self._spans, self._group))
         else:
             q, k, v = rows.view(shape).permute(2, 0, 3, 1, 4).unbind()
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -166,6 +167,28 @@ class TokenParts:
         outgoing = torch.cat([like.new_empty(0), *[each.reshape(-1) for each in gradients]])
         return start_exchange(outgoing, to_ranks, from_ranks, self.group)
 
+    def summed_gradients(self, rows: Tensor, of_rows: Tensor, of_parts: Sequence[Tensor]) -> Tensor:
+        """Gradient of own rows, summed over ranks and rounded once.
+
+        Args:
+            of_rows: this rank's part `[frames, tokens, 3, heads, d]`, in float32 or wider. It is changed.
+            of_parts: of each earlier rank's keys and values, `[frames, tokens, 2, heads, d]`.
+        """
+        finish = self.start_gradients(of_parts, rows)
+        # In rank order: a fixed order of sums.
+        for part in finish():
+            if part.numel():
+                of_rows[:, :, 1:] += part.view(of_rows[:, :, 1:].shape)
+        return of_rows.view(rows.shape).to(rows.dtype)
+
+    def with_earlier_keys(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Own q, and k and v of all earlier and own tokens, `[frames, heads, tokens, d]` each."""
+        exchange = self.start_earlier(rows)
+        q, k, v = rows.view(self.shape).permute(2, 0, 3, 1, 4).unbind()
+        pairs = [self.keys_and_values(part, rank) for rank, part in enumerate(exchange())]
+        keys, values = zip(*pairs, (k, v), strict=True)
+        return q, torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
     def keys_and_values(self, part: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """A rank's keys and values, `[frames, heads, tokens, d]` each."""
         frames, _, _, heads, width = self.shape
@@ -192,7 +215,7 @@ def _flash_backward(
     return of_q, of_k, of_v
 
 
-class _AttendOverRanks(Function):
+class _AttendInParts(Function):
     """Rotated rows of q, k, v -> `[frames, heads, tokens, d]`, with the keys and values of earlier ranks.
 
     Attention over each rank's keys has its own softmax. The logarithms of the sums of exponentials put the parts
@@ -232,9 +255,33 @@ class _AttendOverRanks(Function):
             of_queries, *of_part = _flash_backward(grad, q, keys, values, out, logs, causal=False)
             of_rows[:, :, 0] += of_queries.transpose(1, 2)
             of_parts.append(torch.stack([each.transpose(1, 2) for each in of_part], dim=2))
-        finish = parts.start_gradients(of_parts, rows)
-        # In rank order: a fixed order of sums.
-        for part in finish():
-            if part.numel():
-                of_rows[:, :, 1:] += part.view(of_rows[:, :, 1:].shape)
-        return of_rows.view(rows.shape).to(rows.dtype), None
+        return parts.summed_gradients(rows, of_rows, of_parts), None
+
+
+class _AttendToAll(Function):
+    """As `_AttendInParts`, by attention over all keys at once; backward computes it again."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, parts: TokenParts) -> Tensor:
+        ctx.parts = parts
+        ctx.save_for_backward(rows)
+        return _attention(*parts.with_earlier_keys(rows))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        parts: TokenParts = ctx.parts
+        inputs = [each.detach().requires_grad_() for each in parts.with_earlier_keys(rows)]
+        with torch.enable_grad():
+            out = _attention(*inputs)
+        of_q, *of_all = torch.autograd.grad(out, inputs, grad)
+        pairs = torch.stack([each.transpose(1, 2) for each in of_all], dim=2)
+        lengths = [len(span) for span in parts.spans[: parts.group.rank + 1]]
+        *of_earlier, of_own = pairs.split(lengths, dim=1)
+        of_rows = torch.cat([of_q.transpose(1, 2).unsqueeze(2), of_own], dim=2).to(sums_type(rows.dtype))
+        return parts.summed_gradients(rows, of_rows, of_earlier), None
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention `[F, heads, tokens, d]` of the last tokens to all: the last query sees every key."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]))

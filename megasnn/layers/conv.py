@@ -85,6 +85,7 @@ class ParallelConv(WeightedLayer):
         row_above: bool = False,
         initialise_bias: Initialiser | None = None,
     ) -> None:
+        # A model's layers are made without the argument: they find the context of the build at work.
         context = context_for(context)
         group = context.tp
         if style is None:

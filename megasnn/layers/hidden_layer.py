@@ -19,7 +19,7 @@ from megasnn.common.recompute import cached_collective
 from megasnn.kernels.spike_codec import Content, bits_of
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.weight_grad import QueueGradient
-from megasnn.layers.weighted import ProductOptions
+from megasnn.layers.weighted import Communication, ProductOptions
 from megasnn.parallel.collectives import (
     from_matrix,
     gather_columns,
@@ -37,6 +37,8 @@ def product_gelu_product(first: ParallelConv, second: ParallelConv, x: Tensor, s
         scale: a number, or of each time step `[T]`.
     """
     assert first.bias is not None and second.bias is not None
+    assert first.options.communication in (Communication.NONE, Communication.GATHER)
+    assert second.options.communication in (Communication.NONE, Communication.SCATTER)
     is_observed = first.observer is not None or second.observer is not None
     if x.is_meta or is_observed or not torch.is_grad_enabled():
         hidden = first(x, add_bias=False)

@@ -58,7 +58,9 @@ def run(
         given: data sets in Python, in place of the shards of the flags.
     """
     try:
-        return _join_and_run(config, callbacks, checkpoint, given) or 0
+        status = _join_and_run(config, callbacks, checkpoint, given)
+        # torch types `record`'s result as optional: None stands for an exit with status 0.
+        return 0 if status is None else status
     except KeyboardInterrupt:
         sys.stderr.write("interrupted while starting\n")
         status = INTERRUPTED
