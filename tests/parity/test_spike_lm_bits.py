@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from megasnn import Engine
 from megasnn.models.spike_lm.model import SpikeLM
