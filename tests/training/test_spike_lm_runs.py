@@ -11,8 +11,8 @@ from tests.training.runs import close, log_of, saved, train_model, without_trial
 
 SIZES = (
     "--embed-dim 16 --depth 2 --num-heads 4 --time-steps 2 --seq-length 13 --vocab-size 259 --micro-batch-size 2 "
-    "--global-batch-size 8 --num-workers 0 --lr 1e-2 --precision fp64 --log-interval 1 --eval-interval 3 --eval-iters 2 "
-    "--train-iters 6 --save-interval 1"
+    "--global-batch-size 8 --num-workers 0 --lr 1e-2 --precision fp64 --log-interval 1 --eval-interval 3 "
+    "--eval-iters 2 --train-iters 6 --save-interval 1"
 ).split()
 MODELS = {
     "tied, calibrated": "--tied --amplitude first-batch",
