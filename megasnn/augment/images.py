@@ -148,7 +148,6 @@ class ImageRecipe:
 
     Attributes:
         crop_scale: smallest area fraction in a random crop.
-        erasing: probability to lose a rectangle.
     """
 
     crop_scale: float = 0.08

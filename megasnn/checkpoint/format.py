@@ -103,7 +103,6 @@ class Progress:
 
     Attributes:
         iteration, consumed_samples: completed steps, and their training samples.
-        model: registry name; None if unknown.
         config: dimensions and neuron, {"model": {...}, "neuron": {...}}; None for another program's weights.
         layout: process grid, for people only: loading does not depend on it.
         extra: the training loop's entries (recipe, data position, ...).
@@ -126,7 +125,6 @@ class Metadata(Progress):
 
     Attributes:
         optimizer: class name; None without saved state.
-        versions: programs that wrote the checkpoint.
         tensors: by global name; optimizer state is named `optimizer.<state>.<parameter>`.
     """
 

@@ -177,7 +177,6 @@ def _examine(
 
     Args:
         saved: the checkpoint's tensors, without `untouched`.
-        untouched: tensors that keep their values.
     Raises:
         CheckpointError: `check` finds something, or another kind of optimizer.
     """

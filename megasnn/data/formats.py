@@ -55,7 +55,6 @@ class SampleFormat(BatchFormat, ABC):
 
     Attributes:
         kind: as in `Augmentation.samples`.
-        suffixes: file endings.
         reads_all: decodes all files in a sample, not one.
     """
 

@@ -221,9 +221,6 @@ class MapDataset(SampleSource):
     """Samples of a map-style data set, checked against the model.
 
     While a sample is read, the global generators of torch, NumPy and Python are seeded by seed, epoch and sample.
-
-    Args:
-        dataset: `dataset[index]` gives `(inputs, target)`.
     """
 
     def __init__(self, dataset: Any, format: ValueFormat) -> None:

@@ -55,7 +55,6 @@ class Members:
     """A shard's samples in file order: keys, classes, and their data's offsets and sizes in bytes.
 
     Attributes:
-        suffixes: all endings of the data.
         starts, ends: around each sample's files; empty if these are not adjacent, and in old indexes.
     """
 
@@ -120,7 +119,6 @@ class TarFile:
     Attributes:
         name: the user's path or URL, for messages.
         state: `file_state` when `tar` was indexed.
-        classes, split: from index.json; may be empty.
     """
 
     name: str

@@ -126,7 +126,6 @@ class Surrogate(NamedTuple):
 
     Attributes:
         spikingjelly: its class in spikingjelly.activation_based.surrogate; None with a `gradient`.
-        alpha: default sharpness.
         gradient: (potential above the threshold, alpha) -> the step's surrogate derivative.
     """
 

@@ -107,7 +107,6 @@ def forecast(
         peak: moment at which the rank needs most.
         sharded: weights sharded over replicas; None where every replica holds them.
         program: bytes without tensors.
-        samples: bytes in batches.
         snapshot: bytes copied for --async-save.
     """
     gathered = 0
@@ -151,7 +150,6 @@ def sample_bytes(config: PretrainConfig, itemsize: int, micro_batches: int, samp
     """Current batch, and the next one where workers read ahead into the rank's memory.
 
     Args:
-        itemsize: bytes per input value.
         samples: samples read for a micro-batch. Mixing reads all.
         on_host: the rank computes on its CPU.
     """

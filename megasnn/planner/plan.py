@@ -48,11 +48,9 @@ class Plan:
     """The chosen layout, and the reasons.
 
     Attributes:
-        predicted: the layout's simulated step.
         bytes: the largest rank's memory, with the allocator's unused blocks.
         largest_micro_batch: most samples in a micro-batch within the memory.
         candidates: all considered layouts, best first.
-        simulated: number of simulated candidates.
         seconds: planning time.
         advice: other settings worth a change.
         warnings: reasons to doubt the figures.

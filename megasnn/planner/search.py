@@ -33,11 +33,7 @@ class PlanError(ValueError):
 
 
 class Search:
-    """Candidates and their ranking.
-
-    Args:
-        sizes: micro-batch sizes to choose from.
-    """
+    """Candidates and their ranking."""
 
     def __init__(
         self,

@@ -53,7 +53,6 @@ def run(
 
     Args:
         config: validated (megasnn.config.validate).
-        callbacks: called on the first rank.
         checkpoint: of --load, if it has been chosen already. The first rank's counts.
         given: data sets in Python, in place of the shards of the flags.
     """

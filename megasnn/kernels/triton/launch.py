@@ -80,7 +80,6 @@ class Launch:
     Args:
         kernel: takes tensors (or None), then numbers, then constants.
         numbers: argument values behind the tensors.
-        constants: compile-time arguments by name.
     """
 
     # Triton's `kernel[grid](...)` binds, checks and hashes all arguments in every call. It returns the compiled kernel,
