@@ -79,7 +79,8 @@ class Group:
         return "gloo" in dist.get_backend(self.handle)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
-        return self  # a process group cannot be copied
+        # A process group cannot be copied.
+        return self
 
 
 # NCCL creates a communicator at its first use: the host waits there for the peers, and device memory is allocated.

@@ -264,7 +264,8 @@ def size_problem(path: Path, saved: SavedFile) -> str | None:
 def config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """One line for each differing field, such as `neuron.tau`, with both values."""
     before = _by_field(saved)
-    after = _by_field(json.loads(json.dumps(now)))  # as if saved: JSON has lists for tuples
+    # As if saved: JSON has lists for tuples.
+    after = _by_field(json.loads(json.dumps(now)))
     for name in sorted(before.keys() | after.keys()):
         if (name in before) != (name in after) or before.get(name) != after.get(name):
             old = reprlib.repr(before[name]) if name in before else "absent"

@@ -76,7 +76,8 @@ class FolderLock:
             ) from None
         except (OSError, NotImplementedError):  # of file systems without flock
             return False
-        clean(folder)  # only where no other run can be writing
+        # Only where no other run can be writing.
+        clean(folder)
         return True
 
     def adopt(self) -> None:

@@ -146,7 +146,8 @@ def read_part(file: Path, state: FileState, size: int, offset: int) -> bytes:
     return content
 
 
-@lru_cache(maxsize=16)  # files that a process keeps open
+# A process keeps at most 16 files open.
+@lru_cache(maxsize=16)
 def opened_file(file: Path, state: FileState) -> BinaryIO:
     return open(file, "rb", buffering=0)
 
@@ -322,7 +323,8 @@ def _is_older_than_index(source: Path) -> bool:
     return source.stat().st_ctime_ns < (source.parent / INDEX_NAME).stat().st_ctime_ns
 
 
-@lru_cache(maxsize=8)  # read once for all shards of a folder
+# Read once for all shards of a folder.
+@lru_cache(maxsize=8)
 def _records(folder: Path, state: FileState) -> tuple[dict[str, ShardRecord], tuple[str, ...]]:
     index = read_index(folder)
     if index is None:

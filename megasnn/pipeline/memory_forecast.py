@@ -156,7 +156,8 @@ def sample_bytes(config: PretrainConfig, itemsize: int, micro_batches: int, samp
     batches = 2 if on_host and config.data.num_workers else 1
     model = config.model
     shapes = [model.input_shape]
-    if "inputs" in model.own_task():  # only a model's own inputs need torch
+    if "inputs" in model.own_task():
+        # Only a model's own inputs need torch.
         shapes = [each.shape for each in model.inputs.values()]
     values = sum(prod(shape) for shape in shapes)
     return itemsize * values * micro_batches * samples * batches

@@ -49,7 +49,8 @@ def chunk(dtype: torch.dtype, time_steps: int) -> int:
     """Time steps in a chunk, whose potentials a backward recomputes together and holds in registers."""
     registers = lanes_of_backward(dtype, time_steps)
     if dtype == torch.float64:
-        registers *= 4  # two for each number, and as many again for the exponential
+        # Two for each number, and as many again for the exponential.
+        registers *= 4
     return time_steps if time_steps * registers <= _REGISTERS else _IN_A_LOOP // registers
 
 
