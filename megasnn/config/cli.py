@@ -232,7 +232,8 @@ def _read_value_file(config_class: type[Any], name: str, recipes: Mapping[str, P
         from_dict(config_class, values)
     except ConfigError as error:
         raise ConfigError(f"{shown}: {problem}; {_ADVICE}" for problem in error.problems) from None
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: a name with a zero in it, or no JSON
+    except (OSError, ValueError, RecursionError) as error:
+        # ValueError: a name with a zero in it, or no JSON.
         raise ConfigError([f"{shown} cannot be read: {error}; {_ADVICE}"]) from None
     return values
 

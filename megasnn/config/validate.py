@@ -54,7 +54,8 @@ def validate(config: PretrainConfig, world_size: int) -> None:
             raise ConfigError(problems)
         # Larger sizes have no other problems: the candidates divide the batch evenly.
         config = with_micro_batch(config, micro_batch_candidates(config, world_size)[0])
-    build_part(type(config.model), to_dict(config.model), "model")  # an object made in Python was not checked yet
+    # An object made in Python was not checked yet.
+    build_part(type(config.model), to_dict(config.model), "model")
     problems = config.model.problems(config.parallel.tensor_model_parallel_size)
     for part in fields(config):
         # The layout checks `parallel` itself, and fields of `logging` do not depend on each other.

@@ -88,7 +88,8 @@ def build_part(part: type[_Config], values: Any, name: str, texts: bool = False)
             wrong[each] = f"unknown name {name}.{in_message(each)}"
     adapter: TypeAdapter[_Config] = _adapter(part)  # type: ignore[arg-type]  # hashable
     try:
-        if not texts:  # JSON has lists where a field has a tuple; its reader refuses file names that are not UTF-8
+        if not texts:
+            # JSON has lists where a field has a tuple; its reader refuses file names that are not UTF-8.
             adapter.validate_json(json.dumps(known, ensure_ascii=False).encode(errors="replace"), strict=True)
         built = adapter.validate_python(known, strict=False)
     except ValidationError as error:
@@ -202,7 +203,8 @@ def _recipe_fields(config: PretrainConfig) -> Iterator[tuple[str, str]]:
         for name in names:
             if not (has_own_loss and name in ("loss", "label_smoothing")):
                 yield part, name
-    if DECAY_STYLES[config.optimizer.lr_decay_style](1.0) < 1.0:  # the rate depends on the length
+    if DECAY_STYLES[config.optimizer.lr_decay_style](1.0) < 1.0:
+        # The rate depends on the length.
         for name in LENGTHS:
             yield "training", name
 

@@ -88,7 +88,8 @@ def _find(
     """File for these costs, its key, and the costs there; without a file, costs cannot be kept."""
     sources = _digest_of_sources([type(config.model), *_classes(built)])
     if not sources:
-        return None, {}, None  # code without a file, as in a notebook, may change unseen
+        # Code without a file, as in a notebook, may change unseen.
+        return None, {}, None
     depends_on = _dependencies(description, config, context, machines, sources)
     name = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:24]
     try:

@@ -35,7 +35,6 @@ class LayerShare:
     """A rank's share in each layer and micro-batch.
 
     Attributes:
-        tensor, context: parallel sizes.
         cut: how context parallel ranks share a micro-batch.
         samples: on this rank.
         ranks: computing on the node at the same time.
@@ -55,7 +54,6 @@ class ResidentTensor:
 
     Attributes:
         shape: local shape.
-        itemsize: bytes per element.
         travels: bytes per element when gathered from shards.
     """
 
@@ -73,7 +71,6 @@ class PlannedLayer:
 
     Attributes:
         layer_group: see `Layer`. Files of development versions call it `unit`.
-        parameters: number of elements.
         operations: multiply-adds in one sample's forward.
         rows: output image height; 1 for other outputs.
     """

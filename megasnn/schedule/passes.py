@@ -199,7 +199,6 @@ class SharedWeights:
     Attributes:
         segment_bytes: each segment's gathered size; 0: no weights.
         scattered: segments whose gradients are reduce-scattered after every micro-batch.
-        ranks: number of shards.
         reshard_after_forward: free a segment's weights between its uses; False: only after its last use.
     """
 
