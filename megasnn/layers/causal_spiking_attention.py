@@ -171,7 +171,8 @@ class StateOptions:
         shape = (*by_head.shape[:3], count * self.chunk_tokens, by_head.shape[4])
         whole = rows.new_empty(shape, dtype=dtype)
         whole[:, :, :, :tokens] = by_head
-        whole[:, :, :, tokens:] = 0
+        # Not by an assignment, which takes its number from the host: no CUDA graph can.
+        whole[:, :, :, tokens:].zero_()
         return whole.unflatten(3, (count, self.chunk_tokens))
 
     def put(self, rows: Tensor, chunks: Tensor, frames: slice, span: slice) -> None:
@@ -350,7 +351,10 @@ def _sum_of_states(received: Sequence[Tensor], sent_type: torch.dtype, options: 
 def _sums_before(states: Tensor, first: Tensor | None) -> Tensor:
     """Sums over earlier chunks, for each chunk of `[F, heads, chunks, d, d]`. `first`: before the first chunk."""
     sums = torch.empty_like(states)
-    sums[:, :, 0] = 0 if first is None else first
+    if first is None:
+        sums[:, :, 0].zero_()
+    else:
+        sums[:, :, 0] = first
     # No cumsum: on a GPU it is not deterministic, and on a CPU it adds number by number.
     for chunk in range(1, states.shape[2]):
         torch.add(sums[:, :, chunk - 1], states[:, :, chunk - 1], out=sums[:, :, chunk])
