@@ -45,7 +45,7 @@ def weights_as(source: Source, names: Names, averaged: bool = False) -> Source:
     weights = own_names(ours.tensors)
     if names == "megasnn":
         return derived(ours, renamed({name: name for name in weights}))
-    return derived(ours, dialect_for(names, weights, ours.metadata.model).from_ours(weights, ours.dimensions))
+    return derived(ours, dialect_for(names, weights, ours.metadata.model).from_ours(weights, ours.model_values))
 
 
 def export_weights(source: Source, output: Path, names: Names, averaged: bool = False) -> Source:

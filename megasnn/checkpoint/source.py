@@ -34,10 +34,13 @@ class Source:
     notices: tuple[str, ...] = ()
 
     @property
-    def dimensions(self) -> dict[str, Any] | None:
-        """The model's; None if unknown."""
-        found = (self.metadata.config or {}).get("model")
-        return found if isinstance(found, dict) else None
+    def model_values(self) -> dict[str, Any] | None:
+        """Dimensions of the model and values of its neuron, by name; None if unknown."""
+        config: dict[str, Any] = self.metadata.config or {}
+        if not isinstance(config.get("model"), dict):
+            return None
+        neuron = config.get("neuron")
+        return (neuron if isinstance(neuron, dict) else {}) | config["model"]
 
 
 def open_source(path: Path, values: bool = True, ema: bool = True) -> Source:

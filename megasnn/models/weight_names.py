@@ -41,7 +41,7 @@ class Made:
 
 NameMap = Mapping[str, Made]
 ModelValues = Mapping[str, Any]
-"""A model's configuration in a checkpoint."""
+"""Configuration of a model and its neuron in a checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,20 @@ def test_a_tied_model_has_its_words_twice_in_their_file() -> None:
     assert recipe["lm_head.weight"].sources == recipe["model.embedding.weight"].sources == ("embedding.weight",)
 
 
+def test_a_fixed_amplitude_is_that_of_each_time_step_in_their_file() -> None:
+    theirs = {name: value for name, value in exported().items() if not name.endswith("amplitude")}
+    whole = {name: value for name, value in exported().items() if name.endswith("amplitude")} | theirs
+    mine = translated_tensors(dialect_of(whole).to_ours(whole), whole)
+    mine = {name: value for name, value in mine.items() if not name.endswith("amplitude")}
+    values = {"time_steps": STEPS, "neuron": "bispike", "v_threshold": 0.75}
+    back = translated_tensors(dialect_for("spikingjelly", mine).from_ours(mine, values), mine)
+    assert {name: tuple(value.shape) for name, value in back.items()} == {k: tuple(v.shape) for k, v in whole.items()}
+    assert all(torch.equal(back[name], value) for name, value in theirs.items())
+    assert back["model.layers.1.mlp_norm.amplitude"].tolist() == STEPS * [0.75]
+    with pytest.raises(CheckpointError, match="give a checkpoint of --neuron bispike"):
+        dialect_for("spikingjelly", mine).from_ours(mine, values | {"neuron": "lif"})
+
+
 def test_heads_of_megatron_are_the_heads_here() -> None:
     # Megatron Core's rows are [heads, (q, k, v), d]; the exporter writes [(q, k, v), heads, d].
     megatron = torch.rand(HEADS, 3, DIM // HEADS, DIM, dtype=torch.float64)
@@ -92,7 +106,7 @@ def test_other_tensors_are_refused() -> None:
         with pytest.raises(CheckpointError, match=told):
             dialect_of(theirs).to_ours(names)
     for dimensions, told in (
-        ({}, "--amplitude first-batch"),
+        ({}, "give a checkpoint of --neuron bispike"),
         ({"amplitude": "first-batch", "positions": "learned"}, r"embedding\.positions: unexpected"),
     ):
         ours = names_here(**dimensions)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from functools import partial
 
 from torch import Tensor
 
@@ -64,15 +65,30 @@ def _with_pixel(weight: Tensor) -> Tensor:
 
 
 def _outgoing(names: Collection[str], model: ModelValues | None) -> NameMap:
-    if not any(name.endswith(".amplitude") for name in names):
-        raise CheckpointError(f"{_TITLE} has amplitudes of each time step: only --amplitude first-batch has them here")
+    pairs = _pairs(names, "blocks")
+    has_amplitudes = any(name.endswith(".amplitude") for name in names)
+    if not has_amplitudes and (model is None or model.get("neuron") != "bispike"):
+        raise CheckpointError(
+            f"{_TITLE} has amplitudes of each time step: give a checkpoint of --neuron bispike, whose configuration or "
+            "tensors have them"
+        )
     recipe = {}
-    for ours, theirs in _pairs(names, "blocks").items():
+    for ours, theirs in pairs.items():
+        if ours.endswith(".amplitude") and not has_amplitudes:
+            assert model is not None
+            # A fixed amplitude is no tensor here. Any tensor of the block gives the type.
+            like = ours.replace("neuron.amplitude", "norm.weight")
+            recipe[theirs] = Made((like,), partial(_fixed_amplitudes, model["time_steps"], model["v_threshold"]))
+            continue
         # Their file has the output layer of a tied model, too.
         is_tied = ours == "head.weight" and ours not in names
         source = "embedding.weight" if is_tied else ours
         recipe[theirs] = Made((source,), _without_pixel if ours.endswith(_PRODUCTS) else None)
     return recipe
+
+
+def _fixed_amplitudes(time_steps: int, amplitude: float, like: Tensor) -> Tensor:
+    return like.new_full((time_steps,), amplitude)
 
 
 def _without_pixel(weight: Tensor) -> Tensor:
