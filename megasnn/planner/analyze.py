@@ -126,10 +126,12 @@ def count_layers(
     cut: ContextCut = "samples",
     on_cpu: bool = False,
 ) -> LayoutBytes:
-    """The layers' bytes on the first rank, in trial steps."""
+    """The layers' bytes on the first rank, in trial steps; of ranks that divide tokens, on the last one."""
     # On a CPU the values of a convolution decide where sums over spikes replace products.
     computed: AbstractContextManager[object] = nullcontext() if on_cpu else UncomputedConvolutions()
-    with fake_ranks(tensor, context) as state, computed:
+    # The last tokens' rank receives most: the keys and values, or the states, of all earlier tokens.
+    rank = context - 1 if cut == "tokens" else 0
+    with fake_ranks(tensor, context, rank) as state, computed:
         built_for = context_of(state, config, cut, on_cpu)
         costs = tuple(count_memory(description, size, built_for, CPU).layers for size in trial_sizes(config))
         tensors = [tuple(_tensors_of(name, layer)) for name, layer in description.named_layers(built_for)]
@@ -145,10 +147,10 @@ def trial_sizes(config: PretrainConfig) -> tuple[int, ...]:
 
 
 @contextmanager
-def fake_ranks(tensor: int, context: int) -> Iterator[ParallelState]:
-    """Yields the first rank's state. No process group may exist."""
+def fake_ranks(tensor: int, context: int, rank: int) -> Iterator[ParallelState]:
+    """Yields a rank's state. No process group may exist."""
     if tensor * context > 1:
-        dist.init_process_group("fake", rank=0, world_size=tensor * context, store=FakeStore())
+        dist.init_process_group("fake", rank=rank, world_size=tensor * context, store=FakeStore())
     try:
         # torch's fake group refuses an exchange in which a rank only receives, as the first rank by rows does.
         with patch.object(dist, "all_to_all_single", _exchange):

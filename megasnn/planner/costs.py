@@ -248,7 +248,7 @@ def _shared(
 
     - by channels, whole + cut / n bytes;
     - by rows, cut / n bytes and the neighbours' rows;
-    - by tokens, cut / n bytes and the exchanged states;
+    - by tokens, cut / n bytes and the other ranks' parts, received by the last rank;
     - by samples, its samples' bytes, and the norms' statistics and exchanges at any number of samples.
     """
     counted = _counted(analysis, axis, size)
@@ -261,7 +261,10 @@ def _shared(
         return max(0, round(one - cut + cut / size))
 
     def of_parts(one: int, some: int) -> int:
-        return round(max(some - one / at, 0) + one / size)
+        exchanged = max(some - one / at, 0)
+        if axis == "tokens":
+            exchanged *= received
+        return round(exchanged + one / size)
 
     found = []
     for one, some in zip(alone, _at(analysis, share, counted), strict=True):
@@ -271,8 +274,9 @@ def _shared(
                 replace(one, held=some.held, found=some.found, exchanged=exchanged, collectives=some.collectives)
             )
         elif axis in ("rows", "tokens"):
+            exchanged = round(some.exchanged * received) if axis == "tokens" else some.exchanged
             # Weights are not cut, nor are their copies.
-            found.append(replace(some, **_each(of_parts, one, some) | {"cast": one.cast}))
+            found.append(replace(some, exchanged=exchanged, **_each(of_parts, one, some) | {"cast": one.cast}))
         else:
             found.append(replace(some, exchanged=round(some.exchanged * received), **_each(of_channels, one, some)))
     return found

@@ -10,6 +10,7 @@ from megasnn.common.grid import AXES, Grid
 from megasnn.config import PretrainConfig, TrainingConfig
 from megasnn.models.build import describe_model
 from megasnn.models.model import run_config
+from megasnn.models.spike_lm.model import SpikeLM
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.planner.analyze import counted_sizes
 from megasnn.planner.candidates import Layout
@@ -23,6 +24,13 @@ def config(samples: int = 16, micro_batch: int = 4, **parallel: object) -> Pretr
     training = TrainingConfig(micro_batch_size=micro_batch, global_batch_size=samples, train_iters=9)
     found = run_config(Spikformer)(model=MODEL, training=training)
     return replace(found, parallel=replace(found.parallel, **parallel))  # type: ignore[arg-type]
+
+
+def text_config(micro_batch: int = 4) -> PretrainConfig:
+    """A language model, whose tokens ranks divide."""
+    training = TrainingConfig(micro_batch_size=micro_batch, global_batch_size=16, train_iters=9)
+    model = SpikeLM(embed_dim=32, depth=1, num_heads=2, time_steps=2, seq_length=64, vocab_size=67)
+    return run_config(SpikeLM)(model=model, training=training)
 
 
 @cache

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megasnn.common.grid import ContextCut, Grid
-from megasnn.config import ConfigError
+from megasnn.config import ConfigError, PretrainConfig
 from megasnn.models.build import building_problems, describe_model
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.cost_model import LayerCost, LinkCost
@@ -18,7 +18,7 @@ from megasnn.planner.analyze import analyze, context_of, count_layers, measured,
 from megasnn.planner.costs import Analysis, LayerShare, Timed, counted_costs, layer_costs
 from megasnn.planner.machines import DEVICES
 from megasnn.planner.uncomputed import UncomputedConvolutions
-from tests.planner.models import analysis, config
+from tests.planner.models import analysis, config, text_config
 
 FREE = LinkCost()
 SECONDS = 2e-3, 3e-3, 1e-3
@@ -97,10 +97,14 @@ def test_two_ranks_measure(ranks) -> None:
 MICRO_BATCH = 2
 
 
+def asked_by(cut: ContextCut) -> PretrainConfig:
+    return text_config(MICRO_BATCH) if cut == "tokens" else config(micro_batch=MICRO_BATCH)
+
+
 def of_rank(tensor: int, context: int, cut: ContextCut) -> list[list[tuple[LayerCost, ...]]]:
     """What a rank that has others counts, for dense products and with sums over spikes; five times each, since what a
     thread of the transport gives back is not always seen."""
-    asked = config(micro_batch=MICRO_BATCH)
+    asked = asked_by(cut)
     model = describe_model(asked.model, asked.neuron.spec)
     state = initialize_model_parallel(tp=tensor, device=torch.device("cpu"), cp=context)
     try:
@@ -112,10 +116,14 @@ def of_rank(tensor: int, context: int, cut: ContextCut) -> list[list[tuple[Layer
         destroy_model_parallel()
 
 
-@pytest.mark.parametrize(("tensor", "context", "cut"), [(2, 1, "samples"), (1, 2, "samples"), (1, 2, "rows")])
+@pytest.mark.parametrize(
+    ("tensor", "context", "cut"), [(2, 1, "samples"), (1, 2, "samples"), (1, 2, "rows"), (1, 2, "tokens")]
+)
 def test_bytes_are_those_of_real_ranks(ranks, tensor: int, context: int, cut: ContextCut) -> None:
-    asked = config(micro_batch=MICRO_BATCH)
-    both: list[list[tuple[LayerCost, ...]]] = ranks(2, of_rank, tensor, context, cut)[0]
+    asked = asked_by(cut)
+    # The last tokens' rank receives most.
+    counting = 1 if cut == "tokens" else 0
+    both: list[list[tuple[LayerCost, ...]]] = ranks(2, of_rank, tensor, context, cut)[counting]
     for real, on_cpu in zip(both, (False, True), strict=True):
         pretended = count_layers(describe_model(asked.model, asked.neuron.spec), asked, tensor, context, cut, on_cpu)
         mine = pretended.costs[trial_sizes(asked).index(MICRO_BATCH)]
