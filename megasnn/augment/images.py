@@ -110,7 +110,8 @@ def operate(name: str, image: Image.Image, strength: float, draws: np.random.Gen
             return ImageOps.invert(image)
         case "rotate":
             return image.rotate(_sign(draws) * 30 * strength, Image.Resampling.BICUBIC, fillcolor=fill)
-        case "posterize":  # keep the upper bits of each value; with 0 bits the image is black
+        case "posterize":
+            # Keep the upper bits of each value; with 0 bits the image is black.
             bits = max(0, 4 - int(4 * strength))
             return _by_value(image, [value >> 8 - bits << 8 - bits for value in range(256)])
         case "solarize":
@@ -148,7 +149,6 @@ class ImageRecipe:
 
     Attributes:
         crop_scale: smallest area fraction in a random crop.
-        erasing: probability to lose a rectangle.
     """
 
     crop_scale: float = 0.08

@@ -41,7 +41,8 @@ from megasnn.export.trained_model import load_model
 from megasnn.schedule.partition import PLACEMENTS
 
 PathArgument = Annotated[Path, tyro.conf.Positional]
-HasFindings = bool  # result of a command: True ends the program with status 1
+# Result of a command: True ends the program with status 1.
+HasFindings = bool
 
 
 def _inspect(path: PathArgument) -> HasFindings:

@@ -139,7 +139,8 @@ def _own_texts(part: Any) -> dict[str, str]:
     """Docstring below each field in the class body itself."""
     try:
         source = inspect.getsource(part)
-    except OSError:  # a program that was typed in, or read from a pipe
+    except OSError:
+        # A program that was typed in, or read from a pipe.
         return {}
     (body,) = ast.parse(textwrap.dedent(source)).body
     assert isinstance(body, ast.ClassDef)

@@ -29,7 +29,6 @@ class NeuronBackend:
     """
     Attributes:
         summary: for --help.
-        neurons, surrogates: names the backend computes.
         norm_neuron_kernels, neuron_kernels: make its `NormNeuronKernels` and `NeuronKernels` (norm_neuron_kernels.py),
             from an input shape and type, and a `NormNeuron` or a `NeuronSpec`.
         why_unusable: input -> the reason against it, or None.

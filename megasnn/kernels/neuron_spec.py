@@ -126,7 +126,6 @@ class Surrogate(NamedTuple):
 
     Attributes:
         spikingjelly: its class in spikingjelly.activation_based.surrogate; None with a `gradient`.
-        alpha: default sharpness.
         gradient: (potential above the threshold, alpha) -> the step's surrogate derivative.
     """
 
@@ -296,7 +295,8 @@ class Numbers:
     amplitude: float
 
 
-@lru_cache(maxsize=256)  # each launch of a kernel asks; a learned leak changes with every step
+# Each launch of a kernel asks; a learned leak changes with every step.
+@lru_cache(maxsize=256)
 def numbers(spec: NeuronSpec, learned_leak: float = 0.0) -> Numbers:
     """learned_leak: a learned factor's value, if the host knows it."""
     surrogate = FUSED_SURROGATES[spec.surrogate]

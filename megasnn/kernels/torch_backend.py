@@ -52,7 +52,8 @@ def surrogate_function(name: str, alpha: float) -> Callable[[Tensor], Tensor]:
 def _fire(surrogate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.requires_grad:
         return surrogate(x)
-    return (x >= 0).to(x.dtype)  # torch.jit.trace follows this, and not the surrogate
+    # torch.jit.trace follows this, and not the surrogate.
+    return (x >= 0).to(x.dtype)
 
 
 def _step(gradient: Callable[[Tensor, float], Tensor], alpha: float, x: Tensor) -> Tensor:
@@ -263,7 +264,8 @@ class TorchNormNeuron(NormNeuronKernels[Tensor]):
         if q is not None and of_q:
             total = of_q[0].sum()
             if norm_neuron.spec.decay_input:
-                total = total * q.detach() ** 2  # `gradient_of_w` then multiplies by (1 - q) / q in place of q (1 - q)
+                # `gradient_of_w` then multiplies by (1 - q) / q in place of q (1 - q).
+                total = total * q.detach() ** 2
             sums[2, 0] = total
         return BackwardSums(sums, g, *parameter_gradients(sums, inputs, norm_neuron.eps))
 
@@ -312,7 +314,8 @@ def _spikes(y: Tensor, q: Tensor | None, norm_neuron: NormNeuron) -> Tensor:
     if norm_neuron.pool:
         frames = y.flatten(0, 1)
         padding = (1, 1)
-        if norm_neuron.above:  # another rank's row takes the place of the padding at the top
+        if norm_neuron.above:
+            # Another rank's row takes the place of the padding at the top.
             frames = F.pad(frames, (0, 0, 0, 1), value=-torch.inf)
             padding = (0, 1)
         y = F.max_pool2d(frames, kernel_size=3, stride=2, padding=padding).unflatten(0, y.shape[:2])

@@ -100,8 +100,10 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[tokens, width / 2]` of the positions from `first` on; float32 for reduced types."""
     # In float64: an angle of thousands of radians has few digits left in float32.
-    frequencies = base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    angles = torch.outer(torch.arange(first, first + tokens, dtype=torch.float64), frequencies)
+    # The dry run allocates nothing.
+    made_on = device if device.type == "meta" else torch.device("cpu")
+    frequencies = base ** -(torch.arange(0, width, 2, dtype=torch.float64, device=made_on) / width)
+    angles = torch.outer(torch.arange(first, first + tokens, dtype=torch.float64, device=made_on), frequencies)
     wide = sums_type(dtype)
     return angles.cos().to(device, wide), angles.sin().to(device, wide)
 

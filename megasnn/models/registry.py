@@ -64,7 +64,6 @@ def saved_model(
     """Rebuilds a saved model's configuration and description.
 
     Args:
-        where: file or folder, for errors.
         config: saved dimensions and neuron, {"model": {...}, "neuron": {...}}.
     Raises:
         CheckpointError: the model cannot have these dimensions.
@@ -95,9 +94,6 @@ def dialect_of(names: Collection[str]) -> Dialect:
 
 def dialect_for(program: str, ours: Collection[str], model: str | None = None) -> Dialect:
     """A program's dialect for one of MegaSNN's models.
-
-    Args:
-        ours, model: see `model_of`.
     Raises:
         CheckpointError: the program has no such model, or the registry lacks it.
     """

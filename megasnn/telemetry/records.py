@@ -44,7 +44,6 @@ class RunOutline:
     """Length, folders and start of a run.
 
     Attributes:
-        epoch_samples: training samples in an epoch.
         directory, log_directory: for TensorBoard and log.jsonl; None disables each.
         continued: (iteration, consumed samples) at the checkpoint.
         train_units, valid_units: of a language model's data.
@@ -100,7 +99,6 @@ class IterationRecord:
         loss: mean; nan if one iteration had nan.
         metrics: means by name; "accuracy" (top-1, 0 to 1) in a classification.
         learning_rate, global_batch_size, grad_norm: at the last iteration.
-        samples_per_second: on all ranks.
         skipped_iterations: without an update.
         nan_iterations: without a finite loss.
         skipped_samples: broken samples replaced since the run began, on all ranks.

@@ -116,7 +116,6 @@ class Reporter:
 
         Args:
             samples: consumed so far.
-            more: further scalars by name.
             skipped_samples: broken samples replaced so far.
         """
         record = self._record(iteration, samples, skipped_samples)

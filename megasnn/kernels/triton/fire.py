@@ -47,7 +47,8 @@ def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channe
         shift = of_channel(norm, 1, place, inside, channels)
     for _ in range(T // AT_ONCE):
         for t in tl.static_range(AT_ONCE):
-            if t == 0 or not REPEATED:  # a repeated input is read once for several steps
+            if t == 0 or not REPEATED:
+                # A repeated input is read once for several steps.
                 if POOL:
                     y, _, _ = pooled(x, place, inside, scale, shift, channels, height, width, above, D)
                 else:

@@ -88,7 +88,8 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
         if self.norm_neuron.pool:
             g_pooled = x.new_empty((self.shape[0], launches.size))
             taps = torch.empty_like(g_pooled, dtype=torch.uint8)
-        kinds = 3 if learn else 2  # without a learned factor its sum is left out
+        # Without a learned factor its sum is left out.
+        kinds = 3 if learn else 2
         partial = x.new_empty((kinds, *launches.partial_shape), dtype=launches.number)
         kept = None
         if launches.chunks_shape is not None:
@@ -127,7 +128,8 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
             launch(sums, variance, mean_gradients)
         if coefficients is None:
             coefficients = self.coefficients(mean, variance, BatchNorm(weight, bias))
-        g_x = torch.empty_like(x)  # as dense as x, and in its order
+        # As dense as x, and in its order.
+        g_x = torch.empty_like(x)
         if g_pooled is not None:
             launches.pooled_gradient(x, g_pooled, taps, g_x, coefficients, mean_gradients)
             return g_x

@@ -91,7 +91,6 @@ class NormNeuronLaunches:
 
     Attributes:
         size: values in one time step's spikes.
-        spikes_shape: the spikes' shape in memory.
         partial_shape: one kind of partial sums.
         bytes_of_bits, chunks_shape: see launch.py.
     """
@@ -192,7 +191,6 @@ class NeuronLaunches:
 
     Attributes:
         bytes_of_bits, chunks_shape: see launch.py.
-        programs: of `gradient`.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, spec: NeuronSpec) -> None:
