@@ -22,7 +22,6 @@ from torch.profiler import record_function
 
 _TRIM_THRESHOLD = -1  # parameter numbers of glibc's mallopt
 _MMAP_THRESHOLD = -3
-_MMAP_MAX = -4
 _LARGEST_TRIM = 2**31 - 1  # largest values mallopt accepts
 _LARGEST_MMAP = 32 * 1024 * 1024
 _ARRAY = "bytes of arrays:"
@@ -31,11 +30,9 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def keep_free_memory() -> None:
-    """Lets glibc keep freed memory for later blocks."""
+    """Lets glibc keep freed memory, up to blocks of 32 MiB, its largest threshold."""
     # Each step allocates the same blocks. By default glibc returns some to the system, which clears them page by page:
     # 25,000 pages in a step of 8 images, 8 % of its time. Decoding event samples is a tenth faster without this.
-    # The threshold ends at 32 MiB. Larger blocks are kept if no block has a mapping of its own: 40,000 pages and 3 %
-    # in a step of 32 images of spikformer_cifar10.
     # A user who sets MALLOC_... or GLIBC_TUNABLES has chosen otherwise.
     if sys.platform != "linux" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
@@ -45,7 +42,6 @@ def keep_free_memory() -> None:
         return  # a C library other than glibc
     set_option(_MMAP_THRESHOLD, _LARGEST_MMAP)
     set_option(_TRIM_THRESHOLD, _LARGEST_TRIM)
-    set_option(_MMAP_MAX, 0)
 
 
 def release_free_memory() -> None:
