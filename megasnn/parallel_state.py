@@ -47,7 +47,6 @@ class Group:
 
     Attributes:
         name: key in the communication statistics.
-        ranks: global ranks.
         rank: index in `ranks`.
         process_group: None for a single rank, and if freed or never created.
         sizes: by axis, slowest first.
@@ -80,7 +79,8 @@ class Group:
         return "gloo" in dist.get_backend(self.handle)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
-        return self  # a process group cannot be copied
+        # A process group cannot be copied.
+        return self
 
 
 # NCCL creates a communicator at its first use: the host waits there for the peers, and device memory is allocated.
@@ -112,7 +112,6 @@ class ParallelState:
         dp_replicate_cp: ranks with identical weight shards.
         dp_cp: ranks that sum gradients.
         pp_down: pp's ranks, for messages to lower ranks; `pp` carries messages to higher ranks.
-        device: for computing.
     """
 
     grid: Grid
@@ -165,7 +164,6 @@ def initialize_model_parallel(
     The data parallel size is the number of ranks divided by the product of the sizes.
 
     Args:
-        device: None for the CPU.
         timeout: for one wait in a group; None for torch's 30 minutes.
     """
     return form_grid(Grid(tp=tp, pp=pp, dp_shard=dp_shard, cp=cp), device or torch.device("cpu"), timeout)

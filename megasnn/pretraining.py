@@ -63,7 +63,8 @@ def pretrain(
         _require_map_style(given)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="surrogateescape")  # names of files that are not UTF-8 are written as they are
+            # Names of files that are not UTF-8 are written as they are.
+            stream.reconfigure(errors="surrogateescape")
 
     status = _check_and_run(model_class, flags, callbacks, given)
     if argv is None:

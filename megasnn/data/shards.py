@@ -55,7 +55,6 @@ class Members:
     """A shard's samples in file order: keys, classes, and their data's offsets and sizes in bytes.
 
     Attributes:
-        suffixes: all endings of the data.
         starts, ends: around each sample's files; empty if these are not adjacent, and in old indexes.
     """
 
@@ -120,7 +119,6 @@ class TarFile:
     Attributes:
         name: the user's path or URL, for messages.
         state: `file_state` when `tar` was indexed.
-        classes, split: from index.json; may be empty.
     """
 
     name: str
@@ -148,7 +146,8 @@ def read_part(file: Path, state: FileState, size: int, offset: int) -> bytes:
     return content
 
 
-@lru_cache(maxsize=16)  # files that a process keeps open
+# A process keeps at most 16 files open.
+@lru_cache(maxsize=16)
 def opened_file(file: Path, state: FileState) -> BinaryIO:
     return open(file, "rb", buffering=0)
 
@@ -324,7 +323,8 @@ def _is_older_than_index(source: Path) -> bool:
     return source.stat().st_ctime_ns < (source.parent / INDEX_NAME).stat().st_ctime_ns
 
 
-@lru_cache(maxsize=8)  # read once for all shards of a folder
+# Read once for all shards of a folder.
+@lru_cache(maxsize=8)
 def _records(folder: Path, state: FileState) -> tuple[dict[str, ShardRecord], tuple[str, ...]]:
     index = read_index(folder)
     if index is None:

@@ -131,7 +131,8 @@ def remember_bits(spikes: Tensor, bits: Tensor | None, content: Content = Conten
 def bits_of(x: Tensor, content: Content = Content.SPIKES) -> Tensor | None:
     """Packed spikes of this content, as `remember_bits` stored them; None for all other tensors."""
     bits, stored, version = getattr(x, "_bits", (None, content, 0))
-    if bits is None or x.is_inference():  # a copy made in `torch.inference_mode` takes the stored bits along
+    if bits is None or x.is_inference():
+        # A copy made in `torch.inference_mode` takes the stored bits along.
         return None
     return bits if stored is content and x._version == version else None
 
@@ -326,7 +327,8 @@ def _differ(narrow: np.ndarray, values: np.ndarray) -> bool:
     """True where `values` are not these whole numbers bit for bit: -0 and NaN are none."""
     bits = f"u{values.itemsize}"
     few = 1024
-    for part in (slice(few), slice(few, None)):  # most wrong tensors are wrong among their first values
+    for part in (slice(few), slice(few, None)):
+        # Most wrong tensors are wrong among their first values.
         if not np.array_equal(narrow[part].astype(values.dtype).view(bits), values[part].view(bits)):
             return True
     return False

@@ -42,7 +42,6 @@ class _HeadAttention(nn.Module):
     Args:
         dim: C, global.
         v_threshold: after the attention; 0.5 in Spikformer.
-        initialise: fills the global weights; default: torch's.
     """
 
     fused: str
@@ -180,7 +179,6 @@ class AttendOptions:
     """Sizes in the attention product.
 
     Attributes:
-        heads: on this rank.
         frames: time steps times samples.
         tokens: terms in the sums of k^T v.
         group: ranks that divide the tokens, and sum k^T v; None without.

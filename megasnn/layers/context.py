@@ -59,7 +59,6 @@ class BuildContext:
     Attributes:
         state: one rank by default.
         cut: context-parallel ranks divide a micro-batch by samples, by pixel rows or by tokens.
-        neuron: default neuron.
         time_steps: T. Neurons repeat a single time step T times.
         stateful: keep potentials between calls, until a reset (truncated backpropagation through time).
         seed: key for random numbers (dropout).

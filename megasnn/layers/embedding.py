@@ -30,7 +30,6 @@ class ParallelEmbedding(nn.Module):
         words: number of tokens in the vocabulary.
         channels: C, global.
         length: learned positions, added to the words; 0 for none.
-        initialise: fills the global tensors.
     Raises:
         ValueError: fewer words than ranks; channels that ranks do not divide; in the dry run, more tokens than
             positions.

@@ -26,7 +26,6 @@ class Bucket:
     Args:
         is_partial: also sum over the tensor parallel group.
         owners: ranks dividing the optimizer state (ZeRO-1).
-        weights: FSDP.
 
     Attributes:
         pending: counts the gradients; None for scattered ones.
@@ -122,8 +121,6 @@ class GradientBuckets:
         holders: ranks with identical weight shards.
         tp: ranks summing partial gradients.
         additions: a parameter's gradients in one micro-batch, if not one.
-        shards_have_owners: ZeRO-1.
-        weights: FSDP.
         scattered: send gradients at each `scatter`, not when complete.
     """
 

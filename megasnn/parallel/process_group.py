@@ -62,7 +62,8 @@ def start_process_group(device: str = "auto", timeout_minutes: float = 10.0, sta
             dist.init_process_group(
                 COMMUNICATION_BACKENDS[chosen.type], store=store, rank=rank, world_size=world_size, timeout=timeout
             )
-        except (dist.DistError, OSError) as error:  # OSError: another program uses the port
+        except (dist.DistError, OSError) as error:
+            # OSError: another program uses the port.
             raise ConnectionError(f"{problem} ({error})") from error
     return chosen
 

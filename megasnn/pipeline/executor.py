@@ -53,7 +53,6 @@ class PipelineExecutor:
 
     Args:
         segments: this rank's segments by schedule number.
-        transfers: None for a single stage.
         loss: called on the last segment's rank, in each training forward.
         weights: sharded weights, gathered before use (UNSHARD, RESHARD); None for whole weights.
     """

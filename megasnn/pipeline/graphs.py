@@ -187,7 +187,8 @@ class _SlotGraphs:
                     # graphs still under way would draw its stream into the capture, which the driver refuses.
                     leaf = parameter.detach().requires_grad_()
                 self._leaves[parameter] = leaf
-        self._inputs = [torch.empty_like(x).requires_grad_(x.requires_grad) for x in inputs]
+        # Zeros: other memory may hold tokens outside the vocabulary while graphs are made.
+        self._inputs = [torch.zeros_like(x).requires_grad_(x.requires_grad) for x in inputs]
         self._output_grads: list[Tensor | None] | None = None
         self._replay = owner.captured(lambda: self._forward(samples), pool, "forward")
 

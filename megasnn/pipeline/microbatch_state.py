@@ -28,9 +28,6 @@ OutputConsumer = Callable[[Any, Any], None]
 
 class PackedInput:
     """A chunk's inputs, packed as between stages: spikes as bits, ternary ones as two, counts as bytes.
-
-    Args:
-        tensors: one for each in `carried`.
     Attributes:
         collected: collectives' results in the first forward, for the recomputation.
     Raises:
@@ -112,16 +109,13 @@ class StepState:
     Args:
         anchor: a leaf with a gradient, which makes the detached input of a segment part of autograd's graph.
     Attributes:
-        micro_batches: the step's.
         consume: receives outputs in evaluation; None in training.
         inputs: of segments whose forward is still to come.
         stashed: packed inputs of forwards to be recomputed.
-        outputs: still to be sent.
         needing_grad: indices of sent outputs with a gradient.
         losses: of micro-batches, without a graph.
         ends: ends of graphs, from which backward starts; None without a gradient.
         awaited: inputs with a gradient, without values, until the gradient exists.
-        gradients: of outputs with a gradient.
         weight_gradients: tasks left by input gradients.
     """
 

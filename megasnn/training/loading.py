@@ -29,7 +29,6 @@ class LoadedStart:
     """State that a run has loaded.
 
     Attributes:
-        notices: for the user.
         best: best evaluation before.
         is_saved: the --save folder has a checkpoint with this very state.
         averaged: the weights are a checkpoint's average.

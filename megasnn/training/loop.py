@@ -43,7 +43,6 @@ class TrainingRun:
 
     Args:
         stop: signals that ask the run to end.
-        callbacks: called on the first rank.
         checkpoint: as for `agree_on_start`.
         given: data sets in Python, in place of the shards of the flags.
 

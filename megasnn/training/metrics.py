@@ -147,11 +147,7 @@ class StepTrace:
 
 
 class Pictures:
-    """Samples and spikes in TensorBoard.
-
-    Args:
-        rasters: this rank's firing times.
-    """
+    """Samples and spikes in TensorBoard."""
 
     def __init__(
         self, config: PretrainConfig, engine: Engine, datasets: Datasets, rasters: RasterRecorder, reporter: Reporter

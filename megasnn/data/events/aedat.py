@@ -155,7 +155,8 @@ def _polarity_packets(data: bytes, position: int) -> Iterator[NDArray[np.int64]]
             words = np.frombuffer(data, "<u4", 2 * number, start).reshape(-1, 2).astype(np.int64)
             words[:, 1] += int(header["overflow"]) << 31  # times have 31 bits
             yield words
-        position = start + capacity * size  # unused events follow the used ones
+        # Unused events follow the used ones.
+        position = start + capacity * size
 
 
 def _read_header(data: bytes) -> tuple[list[str], int]:
