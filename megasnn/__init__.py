@@ -119,7 +119,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)
-    globals()[name] = value  # later uses find it without this function
+    # Later uses find it without this function.
+    globals()[name] = value
     return value
 
 

@@ -47,7 +47,6 @@ class Group:
 
     Attributes:
         name: key in the communication statistics.
-        ranks: global ranks.
         rank: index in `ranks`.
         process_group: None for a single rank, and if freed or never created.
         sizes: by axis, slowest first.
@@ -80,7 +79,8 @@ class Group:
         return "gloo" in dist.get_backend(self.handle)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
-        return self  # a process group cannot be copied
+        # A process group cannot be copied.
+        return self
 
 
 # NCCL creates a communicator at its first use: the host waits there for the peers, and device memory is allocated.
@@ -112,7 +112,6 @@ class ParallelState:
         dp_replicate_cp: ranks with identical weight shards.
         dp_cp: ranks that sum gradients.
         pp_down: pp's ranks, for messages to lower ranks; `pp` carries messages to higher ranks.
-        device: for computing.
     """
 
     grid: Grid
@@ -134,7 +133,7 @@ class ParallelState:
     def without_process_groups(cls, grid: Grid | None = None, rank: int = 0) -> ParallelState:
         """One rank's state, with groups that cannot communicate; by default on a grid of one rank."""
         grid = grid or Grid()
-        groups = {name: _group_of(grid, axes, rank, label) for name, (label, axes) in _GROUPS.items()}
+        groups = {field: _group_of(grid, axes, rank, name) for field, (name, axes) in _GROUPS.items()}
         return cls(grid=grid, coordinates=grid.coordinates(rank), device=torch.device("cpu"), **groups)
 
     @property
@@ -165,7 +164,6 @@ def initialize_model_parallel(
     The data parallel size is the number of ranks divided by the product of the sizes.
 
     Args:
-        device: None for the CPU.
         timeout: for one wait in a group; None for torch's 30 minutes.
     """
     return form_grid(Grid(tp=tp, pp=pp, dp_shard=dp_shard, cp=cp), device or torch.device("cpu"), timeout)
@@ -267,7 +265,7 @@ def destroy_model_parallel() -> None:
     global _state
     if _state is None:
         return
-    groups: list[Group] = [getattr(_state, name) for name in _GROUPS]
+    groups: list[Group] = [getattr(_state, field) for field in _GROUPS]
     for process_group in dict.fromkeys(group.handle for group in groups):
         if process_group is not None and process_group is not dist.group.WORLD:
             dist.destroy_process_group(process_group)

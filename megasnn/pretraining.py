@@ -63,7 +63,8 @@ def pretrain(
         _require_map_style(given)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="surrogateescape")  # names of files that are not UTF-8 are written as they are
+            # Names of files that are not UTF-8 are written as they are.
+            stream.reconfigure(errors="surrogateescape")
 
     status = _check_and_run(model_class, flags, callbacks, given)
     if argv is None:
@@ -150,9 +151,10 @@ def configuration_and_checkpoint(
     if not checkpoint_values:
         return flags, checkpoint
     config = parse(run_config(model), argv, console_outputs, model.recipes(), checkpoint_values)
-    before = from_dict(run_config(model), {"model": checkpoint_values["model"]}).model.input_shape
-    now = config.model.input_shape
-    if (len(before), before[-3:-2]) != (len(now), now[-3:-2]):
+    saved_shape = from_dict(run_config(model), {"model": checkpoint_values["model"]}).model.input_shape
+    shape = config.model.input_shape
+    channels = shape[-3:-2]
+    if len(saved_shape) != len(shape) or saved_shape[-3:-2] != channels:
         # Events after images, or other channels: the checkpoint's normalisation does not apply to them.
         config = replace(config, data=flags.data)
     taken = list[str]()

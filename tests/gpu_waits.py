@@ -240,7 +240,7 @@ def found_in_steps(model: str, flags: str = "", fewer: int = 7) -> Found:
         watch = Metrics(engine)
 
         def host() -> set[int]:
-            states = engine.step.optimizer.state.values()
+            states = engine.trainer.optimizer.state.values()
             return {state["step"].untyped_storage().data_ptr() for state in states if "step" in state}
 
         found = []

@@ -36,7 +36,6 @@ class Augmentation:
     Attributes:
         summary: for --help.
         change: (sample, seed, epoch, sample number) -> changed sample, same shape.
-        samples: IMAGES, EVENT_FRAMES or both.
         normalisation: default constants for RGB images.
         crops: use a random part, not the image's middle.
     """

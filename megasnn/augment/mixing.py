@@ -39,8 +39,6 @@ class Mixing:
 
     Attributes:
         mixup_alpha, cutmix_alpha: for the share's beta distribution; None disables it.
-        classes: number of classes.
-        size: image height and width.
         until: position from which on nothing is mixed; None: mixes always.
     """
 

@@ -22,7 +22,8 @@ from megasnn.models.weight_names import renamed
 
 if TYPE_CHECKING:
     Names = str
-else:  # the command line lists these values
+else:
+    # The command line lists these values.
     Names = Literal[(*dict.fromkeys(dialect.name for dialect in all_dialects()), "megasnn")]
 """Program whose tensor names are used: one known to some model of the registry, or ours."""
 

@@ -103,7 +103,6 @@ class Progress:
 
     Attributes:
         iteration, consumed_samples: completed steps, and their training samples.
-        model: registry name; None if unknown.
         config: dimensions and neuron, {"model": {...}, "neuron": {...}}; None for another program's weights.
         layout: process grid, for people only: loading does not depend on it.
         extra: the training loop's entries (recipe, data position, ...).
@@ -126,7 +125,6 @@ class Metadata(Progress):
 
     Attributes:
         optimizer: class name; None without saved state.
-        versions: programs that wrote the checkpoint.
         tensors: by global name; optimizer state is named `optimizer.<state>.<parameter>`.
     """
 
@@ -266,7 +264,8 @@ def size_problem(path: Path, saved: SavedFile) -> str | None:
 def config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """One line for each differing field, such as `neuron.tau`, with both values."""
     before = _by_field(saved)
-    after = _by_field(json.loads(json.dumps(now)))  # as if saved: JSON has lists for tuples
+    # As if saved: JSON has lists for tuples.
+    after = _by_field(json.loads(json.dumps(now)))
     for name in sorted(before.keys() | after.keys()):
         if (name in before) != (name in after) or before.get(name) != after.get(name):
             old = reprlib.repr(before[name]) if name in before else "absent"

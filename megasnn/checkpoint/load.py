@@ -177,7 +177,6 @@ def _examine(
 
     Args:
         saved: the checkpoint's tensors, without `untouched`.
-        untouched: tensors that keep their values.
     Raises:
         CheckpointError: `check` finds something, or another kind of optimizer.
     """
@@ -245,7 +244,8 @@ def load_globals_into(
     entries = list(tensors)
     shapes = {}
     for name, value in values.items():
-        if isinstance(value, Tensor):  # users' dictionaries hold other values beside
+        if isinstance(value, Tensor):
+            # Users' dictionaries hold other values beside.
             shapes[name] = SavedTensor(tuple(value.shape), dtype_name(value), ())
     used = {entry.name for entry in entries}
     fits = gather(process_group, compare_tensors(shapes, entries, used, rounds=True))

@@ -27,7 +27,6 @@ class FolderLock:
         continues: the run loads this folder's checkpoint and goes on from it.
     Attributes:
         restarted: the folder holds this job's checkpoints from before a restart.
-        notice: for the user; may be empty.
     Raises:
         CheckpointError: another run (named) holds the lock, the folder cannot be written, or it holds other runs'
             checkpoints and this run does not continue them.
@@ -77,7 +76,8 @@ class FolderLock:
             ) from None
         except (OSError, NotImplementedError):  # of file systems without flock
             return False
-        clean(folder)  # only where no other run can be writing
+        # Only where no other run can be writing.
+        clean(folder)
         return True
 
     def adopt(self) -> None:

@@ -94,7 +94,8 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
     aside = folders.begin(save, before.iteration)
     written = list[Written]()
     try:
-        for rank, entries in enumerate(ranks):  # one rank's values are in memory at a time
+        for rank, entries in enumerate(ranks):
+            # One rank's values are in memory at a time.
             filled = [replace(entry, tensor=torch.empty_like(entry.tensor, device="cpu")) for entry in entries]
             read_boxes(source.path, before.tensors, filled)
             written.append(write_file(aside, rank, boxes_of(filled, file_name(rank))))

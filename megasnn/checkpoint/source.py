@@ -25,7 +25,6 @@ class Source:
     Attributes:
         tensors: complete, on the CPU; on the meta device for a checkpoint opened without values.
         metadata: empty for a file.
-        notices: of a file, for the user.
     """
 
     path: Path

@@ -78,7 +78,8 @@ def read_weights(path: str | os.PathLike[str], ema: bool = True) -> WeightFile:
         raise CheckpointError(f"there is no file {path} to read weights from")
     try:
         content = load_file(path) if path.suffix == ".safetensors" else _load(path)
-    except Exception as error:  # its type depends on the content of the file
+    except Exception as error:
+        # Its type depends on the content of the file.
         raise CheckpointError(f"cannot read weights from {path}: {_reason(error)}") from None
     candidates = list(_candidates(path, content))
     averages = [each for each in candidates if each.is_average]
@@ -188,8 +189,10 @@ def _unusable_kind(value: Tensor) -> str:
 
 
 def _load(path: Path) -> Any:
-    is_zip = zipfile.is_zipfile(path)  # since torch 1.6; older files cannot be mapped
-    with torch.serialization.safe_globals([argparse.Namespace]):  # many programs save their flags beside the weights
+    # Since torch 1.6; older files cannot be mapped.
+    is_zip = zipfile.is_zipfile(path)
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        # Many programs save their flags beside the weights.
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
 
 
@@ -215,7 +218,8 @@ def _state_dicts(content: Any) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
             continue
         if found and all(isinstance(value, Tensor) for value in found.values()):
             yield key, found
-        elif id(found) not in opened:  # a file may hold a dictionary within itself
+        elif id(found) not in opened:
+            # A file may hold a dictionary within itself.
             opened.add(id(found))
             for name, value in found.items():
                 waiting.append((f"{key}.{name}" if key else name, value))

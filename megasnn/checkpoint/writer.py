@@ -96,11 +96,13 @@ class Writer:
         staged = Future[FileContent]()
         try:
             staged.set_result(self._staged(state))
-        except Exception as error:  # fails the save on all ranks
+        except Exception as error:
+            # Fails the save on all ranks.
             staged.set_exception(error)
 
         def write() -> None:
-            if sys.platform == "linux":  # elsewhere a thread has no priority apart from its process
+            if sys.platform == "linux":
+                # Elsewhere a thread has no priority apart from its process.
                 # Leaves the cores to training: lowers this thread, and any that it starts.
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _SAVING_PRIORITY)
             self._attempt(progress, kind, staged.result, best)

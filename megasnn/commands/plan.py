@@ -72,7 +72,9 @@ def make_plan(arguments: Sequence[str] | None = None) -> None:
     if options.prefer == "speed" and not is_size_fixed:
         sizes = sizes_to_choose(config, options.gpus)
         config = replace(config, training=replace(config.training, micro_batch_size=max(sizes)))
-    analysis = _saved_analysis(options)
+    analysis = None
+    if options.costs is not None and options.costs.exists() and not options.measure:
+        analysis = read(options.costs)
     if not options.measure:
         # Analysing a model takes long, so refuse before it. With --measure the device is not known yet.
         if wrong := problems(config, _cluster(options, config, analysis)):
@@ -99,6 +101,7 @@ def _print_plan(options: PlanOptions, config: PretrainConfig, analysis: Analysis
 
 def _cluster(options: PlanOptions, config: PretrainConfig, analysis: Analysis | None) -> Cluster:
     machine = _machine(options, config, analysis)
+    # Fewer devices than a node has all lie in one node.
     return Cluster(options.gpus, min(options.gpus, options.gpus_per_node), machine)
 
 
@@ -120,17 +123,12 @@ def _machine(options: PlanOptions, config: PretrainConfig, analysis: Analysis | 
 
 def _bytes(text: str) -> float:
     try:
+        # pydantic would read a number without a unit as bytes.
         if text[-1:].isdigit():
             raise ValueError("no unit")
         return float(TypeAdapter(ByteSize).validate_python(text))
     except ValueError:
         raise ValueError(f"--memory {text!r} is no size with a unit; it looks like 80GB or 500MB") from None
-
-
-def _saved_analysis(options: PlanOptions) -> Analysis | None:
-    if options.measure or options.costs is None or not options.costs.exists():
-        return None
-    return read(options.costs)
 
 
 def _new_analysis(options: PlanOptions, config: PretrainConfig) -> Analysis:

@@ -119,7 +119,8 @@ def described(
             text += f", found {in_message(reprlib.repr(first['input']))}"
         raise DescriptionError(f"{file}: {text}; {advice}") from None
     try:
-        json.loads(content, object_pairs_hook=unique)  # pydantic takes the last of several
+        # pydantic takes the last of several.
+        json.loads(content, object_pairs_hook=unique)
     except ValueError as error:
         raise DescriptionError(f"{file}: {error}; {advice}") from None
     return value
@@ -160,7 +161,8 @@ def require_size(what: str, size: int) -> None:
 
 def read_file(path: Path) -> bytes:
     """A sample's file. Raises OSError; ValueError for another kind or size."""
-    if path.exists() and not path.is_file():  # a pipe would wait for its other end
+    if path.exists() and not path.is_file():
+        # A pipe would wait for its other end.
         raise ValueError("is no regular file")
     require_size("its content", path.stat().st_size)
     return path.read_bytes()
@@ -175,7 +177,8 @@ def read_array(data: bytes) -> NDArray[Any]:
     try:
         read_header = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
         shape, is_fortran, dtype = read_header(file)
-    except Exception as error:  # NumPy has no common class for what damaged headers make it raise
+    except Exception as error:
+        # NumPy has no common class for what damaged headers make it raise.
         raise ValueError(f"not a sound .npy file of {len(data)} bytes: {error}") from error
     if dtype.hasobject:
         raise ValueError("holds Python objects, which are not read")
@@ -199,7 +202,8 @@ def read_arrays(data: bytes) -> dict[str, NDArray]:
             # Before unpacking: a small archive may hold large arrays.
             require_size("its arrays", sum(member.file_size for member in members))
             return {member.filename.removesuffix(".npy"): read_array(archive.read(member)) for member in members}
-    except Exception as error:  # zipfile and its decompressors have no common class
+    except Exception as error:
+        # zipfile and its decompressors have no common class.
         raise ValueError(f"not a sound NumPy file of {len(data)} bytes: {error}") from error
 
 
@@ -236,7 +240,8 @@ def cache_folder(*parts: str) -> Path:
     """
     named = os.environ.get(FOLDER)
     shared = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(shared):  # the XDG specification ignores relative paths
+    if not os.path.isabs(shared):
+        # The XDG specification ignores relative paths.
         shared = "~/.cache"
     root = Path(named) if named else Path(shared, "megasnn")
     try:
@@ -248,7 +253,8 @@ def cache_folder(*parts: str) -> Path:
             # Machine code in the cache is executed.
             if state.st_uid != os.geteuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise CacheError(f"another user owns or can write to the cache folder {folder}; {_ADVICE}")
-    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+    except (OSError, RuntimeError) as error:
+        # RuntimeError: a user without a home.
         raise CacheError(f"cannot use the cache folder {root}: {error}; {_ADVICE}") from error
     return folder
 
@@ -275,11 +281,13 @@ def build_once(target: Path, build: Callable[[Path], object]) -> Path:
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with FileLock(target.with_name(f".{target.name}.lock")):  # the system releases it at the end of a process
+        with FileLock(target.with_name(f".{target.name}.lock")):
+            # The system releases it at the end of a process.
             # Another process may have built it while this one waited for the lock.
             if not target.exists():
                 build(temporary)
-                sync(temporary)  # without it a power cut may leave an empty file under the final name
+                # Without it a power cut may leave an empty file under the final name.
+                sync(temporary)
                 os.replace(temporary, target)
     except OSError as error:
         raise CacheError(f"cannot make {target}: {error}; {_ADVICE}") from error

@@ -26,7 +26,8 @@ def take_ranks(environment: MutableMapping[str, str] = os.environ) -> None:
         if not size.isdecimal() or int(size) < 2 or names[0] not in environment:
             continue
         if environment.get("WORLD_SIZE", size) != size:
-            return  # the launcher has started torchruns, and WORLD_SIZE counts their ranks
+            # The launcher has started torchruns, and WORLD_SIZE counts their ranks.
+            return
         if not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
             raise ValueError(
                 f"{launcher} has started {size} processes ({names[1]}), and MASTER_ADDR and MASTER_PORT, where they "

@@ -39,7 +39,8 @@ def keep_free_memory() -> None:
     try:
         set_option = ctypes.CDLL(None).mallopt
     except AttributeError:
-        return  # a C library other than glibc
+        # A C library other than glibc.
+        return
     set_option(_MMAP_THRESHOLD, _LARGEST_MMAP)
     set_option(_TRIM_THRESHOLD, _LARGEST_TRIM)
 
@@ -50,7 +51,8 @@ def release_free_memory() -> None:
             # A restarted peak would miss tensors that fit in kept memory.
             ctypes.CDLL(None).malloc_trim(0)
         except AttributeError:
-            pass  # a C library other than glibc
+            # A C library other than glibc.
+            pass
 
 
 def without_waiting(values: Tensor, device: torch.device) -> Tensor:
@@ -100,7 +102,8 @@ def available_memory_mb(device: torch.device) -> float:
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     group = CGROUP / Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
     for folder in (group, CGROUP):
-        with suppress(OSError, ValueError):  # no such file, or no limit
+        with suppress(OSError, ValueError):
+            # No such file, or no limit.
             limit = int((folder / "memory.max").read_text())
             available = min(available, limit - int((folder / "memory.current").read_text()))
     return available / 1e6

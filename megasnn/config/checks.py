@@ -80,6 +80,7 @@ def refusal(check: Callable[..., object], *arguments: object) -> list[str]:
     """The message if `check` raises ValueError for these arguments; otherwise empty."""
     try:
         check(*arguments)
+    # ConfigError is a ValueError too, and its text has all of its problems.
     except ValueError as error:
         return [str(error)]
     return []
@@ -139,7 +140,8 @@ def _own_texts(part: Any) -> dict[str, str]:
     """Docstring below each field in the class body itself."""
     try:
         source = inspect.getsource(part)
-    except OSError:  # a program that was typed in, or read from a pipe
+    except OSError:
+        # A program that was typed in, or read from a pipe.
         return {}
     (body,) = ast.parse(textwrap.dedent(source)).body
     assert isinstance(body, ast.ClassDef)

@@ -25,7 +25,7 @@ _Config = TypeVar("_Config")
 ORDER = ("model", "data", "training", "optimizer", "parallel", "checkpoint", "logging", "neuron")
 """Parts in the order of --help."""
 Values = Mapping[str, Mapping[str, Any]]
-"""Values by part and name, as from `to_dict`; parts and names may be missing."""
+"""Values by part and name, as from `asdict`; parts and names may be missing."""
 _ADVICE = "correct the file, or give one that a run of this model wrote"
 
 
@@ -232,7 +232,8 @@ def _read_value_file(config_class: type[Any], name: str, recipes: Mapping[str, P
         from_dict(config_class, values)
     except ConfigError as error:
         raise ConfigError(f"{shown}: {problem}; {_ADVICE}" for problem in error.problems) from None
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: a name with a zero in it, or no JSON
+    except (OSError, ValueError, RecursionError) as error:
+        # ValueError: a name with a zero in it, or no JSON.
         raise ConfigError([f"{shown} cannot be read: {error}; {_ADVICE}"]) from None
     return values
 

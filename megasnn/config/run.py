@@ -20,8 +20,6 @@ from megasnn.config.training import TrainingConfig
 
 WEIGHT_SUFFIXES = (".pt", ".pth", ".tar", ".bin", ".safetensors")
 """Suffixes of weight files."""
-PICTURE_LINES = 10
-"""Log lines between two pictures of spikes."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -90,11 +88,6 @@ class LoggingConfig:
     """Iterations between two evaluations; by default only one at the end."""
     eval_iters: Count | None = None
     """Global batches per evaluation; by default all validation data, 0 never evaluates."""
-
-    @property
-    def picture_interval(self) -> int:
-        """Iterations between two pictures; 0 without pictures."""
-        return 0 if self.tensorboard_dir is None else PICTURE_LINES * self.log_interval
 
 
 @plain_dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 from megasnn.common.files import quantity
 from megasnn.common.grid import Grid, micro_batch_sizes
@@ -12,7 +12,7 @@ from megasnn.config.data import SAMPLE
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.run import PretrainConfig
 from megasnn.config.training import LENGTHS, LOSSES, PRECISIONS, TrainingConfig
-from megasnn.config.values import build_part, to_dict
+from megasnn.config.values import build_part
 from megasnn.kernels import BACKENDS
 from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.passes import NEVER
@@ -54,7 +54,8 @@ def validate(config: PretrainConfig, world_size: int) -> None:
             raise ConfigError(problems)
         # Larger sizes have no other problems: the candidates divide the batch evenly.
         config = with_micro_batch(config, micro_batch_candidates(config, world_size)[0])
-    build_part(type(config.model), to_dict(config.model), "model")  # an object made in Python was not checked yet
+    # An object made in Python was not checked yet.
+    build_part(type(config.model), asdict(config.model), "model")
     problems = config.model.problems(config.parallel.tensor_model_parallel_size)
     for part in fields(config):
         # The layout checks `parallel` itself, and fields of `logging` do not depend on each other.
@@ -141,10 +142,17 @@ def _grid_problems(config: PretrainConfig, world_size: int) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    if config.training.micro_batches < grid.replicas:
+    count = config.training.micro_batches
+    if count < grid.replicas:
         yield _replicas_without_work(config, grid)
         return
-    yield from _unequal_replicas(config, grid)
+    # Replicas gather shared weights together, so they need the same number of micro-batches. An evaluation pads with
+    # empty micro-batches; a training would change its mean.
+    if grid.dp_shard > 1 and count % grid.replicas and not config.training.evaluate_only:
+        yield (
+            f"--weight-parallel-size {grid.dp_shard} needs equally many micro-batches on all data parallel replicas, "
+            f"and {count} are on {grid.replicas}; change --global-batch-size or --micro-batch-size"
+        )
     # By rows and tokens, too few of them are found when layers are built.
     if grid.cp > 1 and config.context_cut == "samples":
         yield from _ranks_without_samples(config)
@@ -167,17 +175,6 @@ def _replicas_without_work(config: PretrainConfig, grid: Grid) -> str:
         f"replicas ({sizes}) need one each; use {smaller}; or a larger --context-parallel-size or "
         "--tensor-model-parallel-size, which change no result"
     )
-
-
-def _unequal_replicas(config: PretrainConfig, grid: Grid) -> Iterator[str]:
-    # Replicas gather shared weights together, so they need the same number of micro-batches.
-    count = config.training.micro_batches
-    # An evaluation pads with empty micro-batches; a training would change its mean.
-    if grid.dp_shard > 1 and count % grid.replicas and not config.training.evaluate_only:
-        yield (
-            f"--weight-parallel-size {grid.dp_shard} needs equally many micro-batches on all data parallel replicas, "
-            f"and {count} are on {grid.replicas}; change --global-batch-size or --micro-batch-size"
-        )
 
 
 def _ranks_without_samples(config: PretrainConfig) -> Iterator[str]:

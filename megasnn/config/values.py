@@ -34,6 +34,8 @@ TOKENIZER = "tokenizer"
 """Key beside a checkpoint's tensors: identity of the tokenizer of a language model's text; None if unknown."""
 SAMPLES_KEY = "samples"
 """Key beside a checkpoint's tensors: values of `samples`."""
+_adapter = cache(TypeAdapter)
+"""Making one takes milliseconds: it reads the annotations of all fields."""
 _RUN_PARTS = ("data", "checkpoint", "logging")
 """Parts that only a whole run reads, except `_ENGINE_FIELDS`."""
 _ENGINE_FIELDS = ("mixup_alpha", "cutmix_alpha")
@@ -86,7 +88,8 @@ def build_part(part: type[_Config], values: Any, name: str, texts: bool = False)
             wrong[each] = f"unknown name {name}.{in_message(each)}"
     adapter: TypeAdapter[_Config] = _adapter(part)  # type: ignore[arg-type]  # hashable
     try:
-        if not texts:  # JSON has lists where a field has a tuple; its reader refuses file names that are not UTF-8
+        if not texts:
+            # JSON has lists where a field has a tuple; its reader refuses file names that are not UTF-8.
             adapter.validate_json(json.dumps(known, ensure_ascii=False).encode(errors="replace"), strict=True)
         built = adapter.validate_python(known, strict=False)
     except ValidationError as error:
@@ -105,11 +108,6 @@ def _sentence(field: str, error: ErrorDetails) -> str:
         return text.removeprefix("Value error, ")
     given = '""' if error["input"] == "" else in_message(error["input"])
     return f"{flag(field)} {given}: {text}".replace(": Input should", " should")
-
-
-@cache
-def _adapter(part: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(part)
 
 
 def with_keywords(config: _Config, keywords: Mapping[str, Any]) -> _Config:
@@ -146,14 +144,9 @@ def _keyword_problems(config: Any, part_of: Mapping[str, str], keywords: Mapping
             yield f"{name} is for whole runs, which megasnn.pretrain starts: leave it out"
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    """Nested dictionaries; values are numbers, strings, booleans and None."""
-    return asdict(config)
-
-
 def with_model_name(config: Any) -> dict[str, Any]:
-    """For config.json: `to_dict` and the model's name."""
-    return {ABOUT: {"model": config.model.name}, **to_dict(config)}
+    """For config.json: `asdict` and the model's name."""
+    return {ABOUT: {"model": config.model.name}, **asdict(config)}
 
 
 def to_json(config: Any) -> str:
@@ -185,10 +178,10 @@ def _entries(config: Any) -> Iterator[tuple[str, str, Any]]:
 
 def config_identity(config: PretrainConfig) -> Identity:
     """The model's dimensions and its neuron, without the backend."""
-    neuron = to_dict(config.neuron)
+    neuron = asdict(config.neuron)
     # All backends compute the same function: a checkpoint made on a GPU continues on a CPU.
     del neuron["neuron_backend"]
-    return {"model": to_dict(config.model), "neuron": neuron}
+    return {"model": asdict(config.model), "neuron": neuron}
 
 
 def recipe(config: PretrainConfig) -> dict[str, object]:
@@ -205,7 +198,8 @@ def _recipe_fields(config: PretrainConfig) -> Iterator[tuple[str, str]]:
         for name in names:
             if not (has_own_loss and name in ("loss", "label_smoothing")):
                 yield part, name
-    if DECAY_STYLES[config.optimizer.lr_decay_style](1.0) < 1.0:  # the rate depends on the length
+    if DECAY_STYLES[config.optimizer.lr_decay_style](1.0) < 1.0:
+        # The rate depends on the length.
         for name in LENGTHS:
             yield "training", name
 

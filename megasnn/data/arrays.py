@@ -57,7 +57,8 @@ class ArrayFormat(SampleFormat):
 
     def decoded(self, data: bytes, key: SampleKey | None) -> Any:
         """Arrays by name from a sample's part of a tar."""
-        end_mark = bytes(2 * tarfile.BLOCKSIZE)  # without it, tarfile reports a cut file
+        # Without it, tarfile reports a cut file.
+        end_mark = bytes(2 * tarfile.BLOCKSIZE)
         files: dict[str, bytes] = {}
         with tarfile.open(fileobj=io.BytesIO(data + end_mark), mode="r:") as archive:
             for member in archive:

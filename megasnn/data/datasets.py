@@ -228,7 +228,8 @@ def _identity(address: Address) -> object:
     if isinstance(address, str):
         return address
     status = address.stat()
-    return status.st_dev, status.st_ino  # equal for all links to a file
+    # Equal for all links to a file.
+    return status.st_dev, status.st_ino
 
 
 def open_shards(

@@ -55,7 +55,6 @@ class SampleFormat(BatchFormat, ABC):
 
     Attributes:
         kind: as in `Augmentation.samples`.
-        suffixes: file endings.
         reads_all: decodes all files in a sample, not one.
     """
 
@@ -75,7 +74,8 @@ class SampleFormat(BatchFormat, ABC):
         except (ValueError, MemoryError):
             # Too little memory is no damage.
             raise
-        except Exception as error:  # decoders have no common error class
+        except Exception as error:
+            # Decoders have no common error class.
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
     @abstractmethod

@@ -43,11 +43,13 @@ _SIDEWAYS = tuple(_TURNS[number] for number in (5, 6, 7, 8))
 
 def orientation(file: Image.Image) -> Image.Transpose | None:
     """Turn that sets an image upright by its EXIF data, or None. Raises Pillow's errors for a damaged PNG."""
-    if file.format == "PNG":  # its EXIF data may follow the pixels
+    if file.format == "PNG":
+        # Its EXIF data may follow the pixels.
         file.load()
     try:
         return _TURNS.get(file.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # damaged EXIF data, as in some ImageNet photographs; Pillow has no common error class
+    except Exception:
+        # Damaged EXIF data, as in some ImageNet photographs; Pillow has no common error class.
         return None
 
 
@@ -64,14 +66,17 @@ def open_image(data: bytes, other_format: str | None = None) -> Image.Image:
     Raises:
         ValueError: too large, damaged, another format, or more than 8 bits per channel.
     """
-    Image.MAX_IMAGE_PIXELS = None  # Pillow's own bound counts pixels, `require_size` bytes
+    # Pillow's own bound counts pixels, `require_size` bytes.
+    Image.MAX_IMAGE_PIXELS = None
     formats = _FORMATS if other_format is None else (other_format,)
     try:
         # Pillow decodes a WebP here: up to 2 GB (16,383 x 16,383) before its size is known.
         file = Image.open(io.BytesIO(data), formats=formats)
-    except UnidentifiedImageError:  # its message contains a memory address
+    except UnidentifiedImageError:
+        # Its message contains a memory address.
         raise ValueError(f"it is no valid {', '.join(formats)} image") from None
-    except Exception as error:  # Pillow has no common error class
+    except Exception as error:
+        # Pillow has no common error class.
         raise ValueError(f"it is no valid {', '.join(formats)} image: {error}") from error
     if file.mode == "F" or file.mode.startswith("I"):
         raise ValueError(f"more than 8 bits per channel (mode {file.mode})")
@@ -138,7 +143,8 @@ class ImageFormat(SampleFormat):
         image = file.convert(mode)
         if turn is not None:
             image = image.transpose(turn)
-        x = image.width / width  # below 1 for a JPEG decoded smaller
+        # Below 1 for a JPEG decoded smaller.
+        x = image.width / width
         y = image.height / height
         return image.resize((self.size, self.size), resample, box=(left * x, top * y, right * x, bottom * y))
 
@@ -162,7 +168,8 @@ class ImageFormat(SampleFormat):
         """Joins images `[size, size, channels]` with values 0..255 into normalised `[N, channels, size, size]`."""
         joined = super().batch(samples)
         scale, shift = _rows(self.normalisation, self.size, self.channels)
-        for image in joined.reshape(len(samples), -1, len(scale)):  # one at a time, within the CPU's cache
+        for image in joined.reshape(len(samples), -1, len(scale)):
+            # One at a time, within the CPU's cache.
             image *= scale
             image -= shift
         # Channels stay last in memory, the faster layout for convolutions.

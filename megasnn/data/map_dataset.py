@@ -210,7 +210,8 @@ class _Sent(NamedTuple):
         """Raises ValueError if the worker cannot make it."""
         try:
             return cloudpickle.loads(self.content)
-        except Exception as error:  # imports and classes of the user's may raise any
+        except Exception as error:
+            # Imports and classes of the user's may raise any.
             raise ValueError(
                 f"{self.title} cannot be made in a data worker ({type(error).__name__}: {error}): make its modules "
                 "importable there (PYTHONPATH), or read in the training process (--num-workers 0)"
@@ -221,9 +222,6 @@ class MapDataset(SampleSource):
     """Samples of a map-style data set, checked against the model.
 
     While a sample is read, the global generators of torch, NumPy and Python are seeded by seed, epoch and sample.
-
-    Args:
-        dataset: `dataset[index]` gives `(inputs, target)`.
     """
 
     def __init__(self, dataset: Any, format: ValueFormat) -> None:
@@ -239,7 +237,8 @@ class MapDataset(SampleSource):
         # not run the script.
         try:
             content = cloudpickle.dumps(self._dataset)
-        except Exception as error:  # a class of the user's may raise any
+        except Exception as error:
+            # A class of the user's may raise any.
             raise ValueError(
                 f"{self._title} cannot be sent to data workers ({type(error).__name__}: {error}): open files at the "
                 "first use in __getitem__, or read in the training process (--num-workers 0)"
@@ -264,8 +263,10 @@ class MapDataset(SampleSource):
             try:
                 found = self._dataset[index]
             except MemoryError:
-                raise  # too little memory is no damage
-            except Exception as error:  # a data set may raise any
+                # Too little memory is no damage.
+                raise
+            except Exception as error:
+                # A data set may raise any.
                 why = f"cannot be read: {type(error).__name__}: {error}, {_place(error)}"
                 raise broken_sample(self.describe(index), why, "correct the data set") from error
         try:
@@ -283,7 +284,8 @@ class MapDataset(SampleSource):
                 first = self.sample(index)
                 again = self.sample(index)
             except BrokenSample:
-                continue  # reported when it is due, or skipped
+                # Reported when it is due, or skipped.
+                continue
             for name, values in first.items():
                 if not np.array_equal(values, again[name]):
                     raise ValueError(
@@ -296,6 +298,7 @@ class MapDataset(SampleSource):
 def _place(error: Exception) -> str:
     """File and line of the innermost call."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    if last.filename == "<dynamic-code>":  # cloudpickle's name for the script, whose classes were sent
+    if last.filename == "<dynamic-code>":
+        # cloudpickle's name for the script, whose classes were sent.
         return f"line {last.lineno} of the script, in {last.name}"
     return f"{last.filename}:{last.lineno}"

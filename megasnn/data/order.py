@@ -62,7 +62,8 @@ class SampleOrder:
         return _permutation(self.samples, self.seed, shuffled_epoch)
 
 
-@lru_cache(maxsize=4)  # a batch usually lies in one epoch or two, of training or of evaluation
+# A batch usually lies in one epoch or two, of training or of evaluation.
+@lru_cache(maxsize=4)
 def _permutation(samples: int, seed: int, epoch: int | None) -> NDArray[np.int64]:
     if epoch is None:
         return np.arange(samples)

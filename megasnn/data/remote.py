@@ -79,7 +79,8 @@ def open_remote(shards: Sequence[RemoteShard]) -> list[TarFile]:
 
     # One progress bar for a host, not for each of its ranks.
     quiet = not missing or os.environ.get("LOCAL_RANK", "0") != "0"
-    disable = True if quiet else None  # None: show the bar on a terminal only
+    # None: show the bar on a terminal only.
+    disable = True if quiet else None
     thread_map(fetch, missing, max_workers=_AT_A_TIME, desc="fetching shards", unit=" shards", disable=disable)
     opened = []
     for remote in shards:
@@ -98,7 +99,8 @@ def _persist(url: str, action: Callable[[], _T]) -> _T:
     while True:
         try:
             return action()
-        except Exception as error:  # packages behind fsspec have no common class
+        except Exception as error:
+            # Packages behind fsspec have no common class.
             if isinstance(error, _FINAL) or attempt == _TRIES:
                 shown = shown_url(url)
                 # Messages of the packages contain URLs with user names, passwords and keys.
@@ -123,7 +125,8 @@ def _open(url: str) -> Any:
 
         return gopen(url, "rb")
     if url.startswith(_HTTP):
-        return _http(url).raw  # raises at its end if the server announced more bytes
+        # Raises at its end if the server announced more bytes.
+        return _http(url).raw
     return fsspec.open(url, "rb").open()
 
 
@@ -138,7 +141,8 @@ def _describe(url: str) -> RemoteShard:
             return RemoteShard(url, size, version)
     system, path = fsspec.core.url_to_fs(url)
     version = ""
-    with suppress(NotImplementedError, KeyError):  # some file systems have no time of change
+    with suppress(NotImplementedError, KeyError):
+        # Some file systems have no time of change.
         version = str(system.modified(path))
     return RemoteShard(url, system.size(path), version)
 
@@ -262,5 +266,6 @@ def _shards_in(folder: Path, flag: str) -> list[Path]:
 def _require_shard(shard: Path, flag: str) -> None:
     if not shard.exists():
         raise ValueError(f"{flag}: {shard} does not exist")
-    if not shard.is_file():  # a pipe would wait for its other end, and a device may never end
+    if not shard.is_file():
+        # A pipe would wait for its other end, and a device may never end.
         raise ValueError(f"{flag}: {shard} is no regular file; a shard is a tar file")

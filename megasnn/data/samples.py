@@ -21,7 +21,6 @@ def broken_sample(sample: str, why: str, remedy: str) -> BrokenSample:
 
     Args:
         sample: its name, at the start of the sentence.
-        remedy: other than skipping it.
     """
     return BrokenSample(f"{sample} {why}; {remedy} (--skip-broken-samples skips such samples in training)")
 

@@ -55,7 +55,6 @@ class Members:
     """A shard's samples in file order: keys, classes, and their data's offsets and sizes in bytes.
 
     Attributes:
-        suffixes: all endings of the data.
         starts, ends: around each sample's files; empty if these are not adjacent, and in old indexes.
     """
 
@@ -120,7 +119,6 @@ class TarFile:
     Attributes:
         name: the user's path or URL, for messages.
         state: `file_state` when `tar` was indexed.
-        classes, split: from index.json; may be empty.
     """
 
     name: str
@@ -148,7 +146,8 @@ def read_part(file: Path, state: FileState, size: int, offset: int) -> bytes:
     return content
 
 
-@lru_cache(maxsize=16)  # files that a process keeps open
+# A process keeps at most 16 files open.
+@lru_cache(maxsize=16)
 def opened_file(file: Path, state: FileState) -> BinaryIO:
     return open(file, "rb", buffering=0)
 
@@ -160,7 +159,9 @@ def open_shard(source: Path, name: str | None = None) -> TarFile:
     record, classes = _record_beside(source)
     split = "" if record is None else record.split
     state = file_state(source.stat())
-    if _is_packed(source):
+    with open(source, "rb") as file:
+        is_gzip = file.read(2) == b"\x1f\x8b"
+    if is_gzip:
         # gzip has no random access.
         tar = cache_folder("unpacked") / cached_name(source, ".tar")
         build_once(tar, lambda path: _unpack(source, path, name))
@@ -284,11 +285,6 @@ def _label(file: int, member: tarfile.TarInfo, name: str) -> int:
     raise ValueError(f"{member.name} in shard {name} holds {text!r}; it must hold a class number alone")
 
 
-def _is_packed(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(2) == b"\x1f\x8b"  # gzip
-
-
 def _unpack(packed: Path, target: Path, name: str) -> None:
     try:
         with gzip.open(packed) as content, open(target, "wb") as plain:
@@ -327,7 +323,8 @@ def _is_older_than_index(source: Path) -> bool:
     return source.stat().st_ctime_ns < (source.parent / INDEX_NAME).stat().st_ctime_ns
 
 
-@lru_cache(maxsize=8)  # read once for all shards of a folder
+# Read once for all shards of a folder.
+@lru_cache(maxsize=8)
 def _records(folder: Path, state: FileState) -> tuple[dict[str, ShardRecord], tuple[str, ...]]:
     index = read_index(folder)
     if index is None:

@@ -63,7 +63,8 @@ def _starting() -> Iterator[None]:
     main = sys.modules["__main__"]
     options = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     forkserver.set_forkserver_preload(["megasnn.data.loader", "megasnn.data.workers"])
-    resource_tracker.ensure_running()  # its start would unblock the signals
+    # Its start would unblock the signals.
+    resource_tracker.ensure_running()
     # multiprocessing forbids a daemon to start processes, and a rank may be one.
     daemon = options.pop("daemon", None)
     # A launcher or terminal signals every process of a job, but the rank needs its workers until it has saved: the fork
@@ -102,7 +103,8 @@ class WorkerWatch:
         while True:
             try:
                 item = next(iterator, None)
-            except (RuntimeError, EOFError, OSError) as error:  # EOFError: a worker died while passing memory on
+            except (RuntimeError, EOFError, OSError) as error:
+                # EOFError: a worker died while passing memory on.
                 silent += loader.timeout
                 stopped = _describe_stopped(workers)
                 # torch itself looks for dead workers after each timeout.

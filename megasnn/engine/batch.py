@@ -262,7 +262,7 @@ class Batches:
         """
         begin = batch.consumed_samples - batch.size
         sizes = micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size))
-        whole = []
+        micro_batches = []
         for micro in batch.micro_batches:
             inputs, targets = self._on_device(micro)
             first = begin + micro.start
@@ -271,14 +271,16 @@ class Batches:
                 inputs, targets, samples = self._mixed(self._mixing, inputs, targets, samples)
             # On all ranks that share the micro-batch, which replay the same CUDA graphs.
             size = sizes[micro.start // sizes[0]]
-            whole.append(MicroBatchInput(inputs, targets, len(samples), samples, left_out=micro.left_out, whole=size))
+            micro_batches.append(
+                MicroBatchInput(inputs, targets, len(samples), samples, left_out=micro.left_out, total_size=size)
+            )
         if not trains:
-            whole += self._padding(batch)
+            micro_batches += self._padding(batch)
         if self._windows == 1:
-            return whole
+            return micro_batches
         steps = self._config.model.time_steps // self._windows
         windows = []
-        for each in whole:
+        for each in micro_batches:
             windows += windows_of(each, self._task, self._windows, steps)
         return windows
 

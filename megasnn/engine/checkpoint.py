@@ -16,7 +16,7 @@ from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import save_checkpoint
 from megasnn.config import PretrainConfig
 from megasnn.config.values import changed_recipe, config_identity, recipe
-from megasnn.engine.step import TrainStep
+from megasnn.engine.trainer import Trainer
 from megasnn.parallel.agreement import broadcast_result, gather
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.pipeline.cost_model import layers_per_chunk
@@ -29,17 +29,17 @@ class Checkpoints:
         ValueError: a layer name that checkpoints use for other tensors.
     """
 
-    def __init__(self, config: PretrainConfig, step: TrainStep) -> None:
+    def __init__(self, config: PretrainConfig, trainer: Trainer) -> None:
         self._config = config
-        self._step = step
-        self._distributed = step.distributed
+        self._trainer = trainer
+        self._distributed = trainer.distributed
         for entry in self._distributed.tensors:
             if entry.name.startswith(BESIDE):
                 raise ValueError(f"{entry.name}: names that begin with {' or '.join(BESIDE)} are not for layers")
         averages = None
-        if step.average is not None:
-            averages = step.average.tensors
-        self.state = LocalState(self._distributed.tensors, step.optimizer, self._distributed.owned, averages)
+        if trainer.average is not None:
+            averages = trainer.average.tensors
+        self.state = LocalState(self._distributed.tensors, trainer.optimizer, self._distributed.owned, averages)
 
     def whole_entries(self) -> list[ShardedTensor]:
         """This rank's tensors and optimizer state; with ZeRO-1 whole parameters in place of their shards."""
@@ -59,11 +59,11 @@ class Checkpoints:
             "bounds": layers_per_chunk(self._distributed.plan.bounds),
         }
         beside: dict[str, object] = {"recipe": recipe(self._config)}
-        if self._step.average is not None:
-            beside[AVERAGED_STEPS] = self._step.average.steps
+        if self._trainer.average is not None:
+            beside[AVERAGED_STEPS] = self._trainer.average.steps
         return Progress(
-            self._step.iteration,
-            self._step.consumed_samples,
+            self._trainer.iteration,
+            self._trainer.consumed_samples,
             self._config.model.name,
             config_identity(self._config),
             layout,
@@ -96,16 +96,16 @@ class Checkpoints:
             average=weights_only and average,
         )
         if weights_only:
-            self._step.after_loading()
+            self._trainer.after_loading()
             return loaded.remarks
-        self._step.after_loading((loaded.iteration, loaded.consumed_samples), loaded.averaged_steps)
+        self._trainer.after_loading((loaded.iteration, loaded.consumed_samples), loaded.averaged_steps)
         # A continued run may change its recipe, but not without a word.
         return [*loaded.remarks, *changed_recipe(loaded.extra, self._config)]
 
     def load_full_tensors(self, values: Mapping[str, Tensor]) -> None:
         """See `Engine.load_state_dict`."""
         load_globals_into(self._distributed.tensors, values, self._distributed.state.world.handle)
-        self._step.after_loading()
+        self._trainer.after_loading()
 
     def full_tensors(self) -> dict[str, Tensor]:
         """See `Engine.state_dict`."""

@@ -28,13 +28,13 @@ from megasnn.engine.build import (
 from megasnn.engine.checkpoint import Checkpoints
 from megasnn.engine.evaluation import Answers, EvaluationSums
 from megasnn.engine.share import SampleShare, share_of
-from megasnn.engine.step import TrainStep
+from megasnn.engine.trainer import Trainer
 from megasnn.engine.windows import describe_windows
 from megasnn.models.model import Model
 from megasnn.optim.rates import learning_rate, require_schedule
 from megasnn.parallel.agreement import gather_in_call
 from megasnn.parallel.faults import claim_fault
-from megasnn.parallel.process_group import join_ranks
+from megasnn.parallel.process_group import existing_state, join_ranks
 from megasnn.parallel_state import (
     ParallelState,
     abandon_model_parallel,
@@ -100,8 +100,12 @@ class Engine:
         self._closed = False
         self._failure = ""
         self.state: ParallelState
-        # In a run the ranks have joined already: then `_leave` does nothing, and the run leaves.
-        self.state, self._leave = join_ranks(config)
+        if model_parallel_is_initialized():
+            # The run or the program has joined the ranks, and leaves them.
+            self.state = existing_state(config)
+            self._leave: Callable[[], None] = lambda: None
+        else:
+            self.state, self._leave = join_ranks(config)
         _open[:] = [self]
         with ExitStack() as undo:
             # An error from here on frees the process groups.
@@ -115,23 +119,23 @@ class Engine:
             self.plan = self.distributed.plan
             self.batches = Batches(config, self.distributed, mixing_of(config, length.epoch_samples))
             rate = partial(learning_rate, config.optimizer, iterations=length.iterations, epoch=length.epoch)
-            self.step = TrainStep(config, self.distributed, lr_schedule or rate, length.iterations)
-            self.optimizer = self.step.optimizer
+            self.trainer = Trainer(config, self.distributed, lr_schedule or rate, length.iterations)
+            self.optimizer = self.trainer.optimizer
             self.takes_images = self.distributed.takes_images
             self.takes_labels = self.distributed.gives_logits
-            self.checkpoints = Checkpoints(config, self.step)
+            self.checkpoints = Checkpoints(config, self.trainer)
             # The Engine is complete: only `close` frees its process groups now.
             undo.pop_all()
 
     @property
     def iteration(self) -> int:
         """Optimizer steps done, with earlier runs'."""
-        return self.step.iteration
+        return self.trainer.iteration
 
     @property
     def consumed_samples(self) -> int:
         """The position in the training data."""
-        return self.step.consumed_samples
+        return self.trainer.consumed_samples
 
     def share(self, batch: Sequence[int] | Tensor, evaluates: bool = False) -> SampleShare:
         """Samples of a global batch that this rank reads and computes. Not collective.
@@ -166,14 +170,14 @@ class Engine:
             RuntimeError: an error has ended the Engine.
         """
         with self._running():
-            checked = self.batches.checked("train_step", inputs, targets, problem=self.step.problem(), own=share)
-            batch = self.batches.local_batch(*checked, self.step.consumed_samples, own=share)
-            return self.step(self.batches.micro_batches(batch, trains=True), batch)
+            checked = self.batches.checked("train_step", inputs, targets, problem=self.trainer.problem(), own=share)
+            batch = self.batches.local_batch(*checked, self.trainer.consumed_samples, own=share)
+            return self.trainer.take_step(self.batches.micro_batches(batch, trains=True), batch)
 
     def train_on(self, batch: GlobalBatch) -> StepResult:
         """Takes a step on this rank's share, from `megasnn.data.BatchLoader`."""
         with self._running():
-            return self.step(self.batches.micro_batches(batch, trains=True), batch)
+            return self.trainer.take_step(self.batches.micro_batches(batch, trains=True), batch)
 
     def evaluate(
         self,
@@ -278,7 +282,7 @@ class Engine:
     def set_length(self, length: Length) -> None:
         """Sets the training length, which learning rates depend on."""
         self.length = length
-        self.step.iterations = length.iterations
+        self.trainer.iterations = length.iterations
 
     def close(self) -> None:
         """Ends the Engine, and frees its process groups."""
@@ -317,21 +321,21 @@ class Engine:
 
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:
-        if self.step.average is None:
+        if self.trainer.average is None:
             yield
             return
-        self.step.exchange_average()
+        self.trainer.exchange_average()
         try:
             yield
         except BatchError:
-            self.step.exchange_average()
+            self.trainer.exchange_average()
             raise
         # After another error the Engine has ended: an exchange, which is collective, would wait for ever.
-        self.step.exchange_average()
+        self.trainer.exchange_average()
 
     def _require_amplitudes(self) -> None:
         """Raises BatchError on every rank before the first step of neurons that take amplitudes from it."""
-        if self.step.calibration.is_due():
+        if self.trainer.calibration.is_due():
             raise BatchError("--amplitude first-batch: take a step of training first, or load a checkpoint")
 
     def _agree_on_call(self, call: str) -> None:

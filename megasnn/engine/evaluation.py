@@ -33,11 +33,7 @@ class EvaluationSums:
 
 
 class Answers:
-    """A prediction's answers, by sample.
-
-    Args:
-        samples: number of all samples.
-    """
+    """A prediction's answers, by sample."""
 
     def __init__(self, distributed: DistributedModel, samples: int) -> None:
         self._distributed = distributed

@@ -17,7 +17,6 @@ class SampleShare:
     Attributes:
         indices: these samples, as the global batch names them, in its order; may be empty in an evaluation.
         samples: size of the global batch.
-        evaluates: for an evaluation.
     """
 
     indices: list[int]

@@ -45,13 +45,11 @@ class About:
     """Content of config.json.
 
     Attributes:
-        model: the model's name.
         config: dimensions and neuron, {"model": {...}, "neuron": {...}}.
         samples: how pixels become inputs: each channel's mean and standard deviation, for pixels from 0 to 1, and
             "class_names" by class number, if the data has them.
         training: iteration, the run's flags, and accuracy if known.
         crc32: the weight file's checksum; empty for a model without a folder.
-        format: this file's version.
     """
 
     model: str
@@ -63,12 +61,7 @@ class About:
 
 
 def model_card(about: About, time_steps: int, task: Task, parameters: int, dtype: torch.dtype) -> str:
-    """The model card's text. Model hubs read its head.
-
-    Args:
-        parameters: their number.
-        dtype: the weights' type.
-    """
+    """The model card's text. Model hubs read its head."""
     shapes = {name: ["N", *each.shape] for name, each in task.inputs.items()}
     has_one_input = len(shapes) == 1
     inputs = str(next(iter(shapes.values())) if has_one_input else shapes)

@@ -249,7 +249,8 @@ class _Graph:
         dtype = product.weight.dtype
         folded = {"weight": weight.astype(dtype), "bias": bias.astype(dtype)}
         if weight.ndim == 2:
-            self.nodes[node] = nir.Affine(**folded)  # the product may be a Linear, which has no bias
+            # The product may be a Linear, which has no bias.
+            self.nodes[node] = nir.Affine(**folded)
         else:
             self.nodes[node] = replace(product, **folded)
         self._normed.add(node)

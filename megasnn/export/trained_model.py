@@ -54,8 +54,6 @@ class TrainedModel(nn.Module):
         values: all weights and buffers by global name.
         model: the model's class; None to look up its name in `megasnn.MODELS`.
     Attributes:
-        config: the model's dimensions.
-        description: the model's layers.
         dtype: floating-point type for weights and computation.
     Raises:
         CheckpointError: an unknown model, impossible dimensions, or another model's weights.
@@ -240,7 +238,6 @@ def load_model(
     Args:
         checkpoint: one checkpoint, or a run's folder for the latest one.
         model: the model's class, if `megasnn.MODELS` lacks it.
-        step: the checkpoint's iteration.
         ema: True for averaged weights, if there are any.
     Raises:
         CheckpointError: no such checkpoint, or it holds no configuration or another model.

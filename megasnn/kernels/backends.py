@@ -29,7 +29,6 @@ class NeuronBackend:
     """
     Attributes:
         summary: for --help.
-        neurons, surrogates: names the backend computes.
         norm_neuron_kernels, neuron_kernels: make its `NormNeuronKernels` and `NeuronKernels` (norm_neuron_kernels.py),
             from an input shape and type, and a `NormNeuron` or a `NeuronSpec`.
         why_unusable: input -> the reason against it, or None.
@@ -128,6 +127,7 @@ def backend_for(name: str, x: Tensor, spec: NeuronSpec) -> NeuronBackend:
         ValueError: an unknown name, or a backend that cannot be used here.
     """
     if name == AUTO_BACKEND:
+        # The last entries of the table are the fastest.
         return next(each for each in reversed(BACKENDS.values()) if each.unavailable(x, spec) is None)
     backend = BACKENDS[name]
     reason = backend.unavailable(x, spec)

@@ -78,11 +78,7 @@ def _transposed(grad: Tensor, weight: Tensor, geometry: Geometry, space: torch.S
 
 
 def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: Geometry) -> None:
-    """Adds the weight gradient to `total` `[C_out, C_in / groups, k, k]`, maybe in higher precision.
-
-    Args:
-        grad: output gradient.
-    """
+    """Adds the weight gradient to `total` `[C_out, C_in / groups, k, k]`, maybe in higher precision."""
     is_pointwise = total.shape[2:] == (1, 1) and geometry.padding == (0, 0)
     if is_pointwise and geometry.stride != (1, 1) and total.shape[1] < NARROW and images.device.type == "cpu":
         images, geometry = _at_stride_one(images, geometry, grad.shape[2:])

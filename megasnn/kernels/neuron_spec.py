@@ -126,7 +126,6 @@ class Surrogate(NamedTuple):
 
     Attributes:
         spikingjelly: its class in spikingjelly.activation_based.surrogate; None with a `gradient`.
-        alpha: default sharpness.
         gradient: (potential above the threshold, alpha) -> the step's surrogate derivative.
     """
 
@@ -219,6 +218,7 @@ class NeuronSpec:
         if neuron.ternary and not 0 < self.v_threshold < math.inf:
             raise ValueError(f"--v-threshold {self.v_threshold} must be a positive number for --neuron {self.kind}")
         if self.alpha is None and neuron.levels is None and not neuron.ternary:
+            # The dataclass is frozen, and this default depends on another field.
             object.__setattr__(self, "alpha", surrogate.alpha)
 
     @property
@@ -296,7 +296,8 @@ class Numbers:
     amplitude: float
 
 
-@lru_cache(maxsize=256)  # each launch of a kernel asks; a learned leak changes with every step
+# Each launch of a kernel asks; a learned leak changes with every step.
+@lru_cache(maxsize=256)
 def numbers(spec: NeuronSpec, learned_leak: float = 0.0) -> Numbers:
     """learned_leak: a learned factor's value, if the host knows it."""
     surrogate = FUSED_SURROGATES[spec.surrogate]

@@ -93,14 +93,10 @@ def encoded_like(count: int, content: Content, dtype: torch.dtype, device: torch
     """An empty buffer for `count` encoded values."""
     if content is Content.DENSE:
         return torch.empty(count, dtype=dtype, device=device)
-    return torch.empty(encoded_size(count, content), dtype=torch.uint8, device=device)
-
-
-def encoded_size(count: int, content: Content) -> int:
-    """Bytes for `count` values that are not dense."""
-    if content is Content.COUNTS:
-        return count
-    return packed_size(count) * (2 if content is Content.TERNARY else 1)
+    size = count if content is Content.COUNTS else packed_size(count)
+    if content is Content.TERNARY:
+        size *= 2
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def decode_into(payload: Tensor, content: Content, rows: Tensor) -> None:
@@ -135,7 +131,8 @@ def remember_bits(spikes: Tensor, bits: Tensor | None, content: Content = Conten
 def bits_of(x: Tensor, content: Content = Content.SPIKES) -> Tensor | None:
     """Packed spikes of this content, as `remember_bits` stored them; None for all other tensors."""
     bits, stored, version = getattr(x, "_bits", (None, content, 0))
-    if bits is None or x.is_inference():  # a copy made in `torch.inference_mode` takes the stored bits along
+    if bits is None or x.is_inference():
+        # A copy made in `torch.inference_mode` takes the stored bits along.
         return None
     return bits if stored is content and x._version == version else None
 
@@ -330,7 +327,8 @@ def _differ(narrow: np.ndarray, values: np.ndarray) -> bool:
     """True where `values` are not these whole numbers bit for bit: -0 and NaN are none."""
     bits = f"u{values.itemsize}"
     few = 1024
-    for part in (slice(few), slice(few, None)):  # most wrong tensors are wrong among their first values
+    for part in (slice(few), slice(few, None)):
+        # Most wrong tensors are wrong among their first values.
         if not np.array_equal(narrow[part].astype(values.dtype).view(bits), values[part].view(bits)):
             return True
     return False

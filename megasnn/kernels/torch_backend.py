@@ -44,6 +44,7 @@ def surrogate_function(name: str, alpha: float) -> Callable[[Tensor], Tensor]:
     entry = SURROGATES[name]
     if entry.gradient is not None:
         return partial(_fire, partial(_step, entry.gradient, alpha))
+    # Only surrogates without a gradient of ours need SpikingJelly.
     from spikingjelly.activation_based import surrogate
 
     return partial(_fire, getattr(surrogate, str(entry.spikingjelly))(alpha=alpha))
@@ -52,7 +53,8 @@ def surrogate_function(name: str, alpha: float) -> Callable[[Tensor], Tensor]:
 def _fire(surrogate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.requires_grad:
         return surrogate(x)
-    return (x >= 0).to(x.dtype)  # torch.jit.trace follows this, and not the surrogate
+    # torch.jit.trace follows this, and not the surrogate.
+    return (x >= 0).to(x.dtype)
 
 
 def _step(gradient: Callable[[Tensor, float], Tensor], alpha: float, x: Tensor) -> Tensor:
@@ -89,6 +91,7 @@ class _Count(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, levels: int) -> Tensor:
+        # A byte a value, in place of the input.
         ctx.save_for_backward((x >= 0) & (x <= levels))
         return x.clamp(0, levels).round()
 
@@ -263,7 +266,8 @@ class TorchNormNeuron(NormNeuronKernels[Tensor]):
         if q is not None and of_q:
             total = of_q[0].sum()
             if norm_neuron.spec.decay_input:
-                total = total * q.detach() ** 2  # `gradient_of_w` then multiplies by (1 - q) / q in place of q (1 - q)
+                # `gradient_of_w` then multiplies by (1 - q) / q in place of q (1 - q).
+                total = total * q.detach() ** 2
             sums[2, 0] = total
         return BackwardSums(sums, g, *parameter_gradients(sums, inputs, norm_neuron.eps))
 
@@ -288,6 +292,7 @@ class TorchNeuron(NeuronKernels):
         is_ternary = NEURONS[self.spec.kind].ternary
         compute = partial(_bispike_multi_step if is_ternary else _neuron_multi_step, spec=self.spec)
         if x.dtype in REDUCED:
+            # Autograd would keep every step's float32 values, twice as large as the input.
             spikes, v = recompute_in_backward(compute, x, v0, w)
         else:
             spikes, v = compute(x, v0, w)
@@ -304,6 +309,7 @@ def _normalised(inputs: NormNeuronInput, eps: float) -> Tensor:
     variance = inputs.variance.to(dtype)
     weight = None if inputs.weight is None else inputs.weight.detach().to(dtype)
     bias = None if inputs.bias is None else inputs.bias.detach().to(dtype)
+    # Not in training: torch then takes the given statistics, which ranks may have merged.
     y = F.batch_norm(_frames(x).detach(), mean, variance, weight, bias, training=False, eps=eps)
     return y.unflatten(0, x.shape[:2])
 
@@ -312,7 +318,8 @@ def _spikes(y: Tensor, q: Tensor | None, norm_neuron: NormNeuron) -> Tensor:
     if norm_neuron.pool:
         frames = y.flatten(0, 1)
         padding = (1, 1)
-        if norm_neuron.above:  # another rank's row takes the place of the padding at the top
+        if norm_neuron.above:
+            # Another rank's row takes the place of the padding at the top.
             frames = F.pad(frames, (0, 0, 0, 1), value=-torch.inf)
             padding = (0, 1)
         y = F.max_pool2d(frames, kernel_size=3, stride=2, padding=padding).unflatten(0, y.shape[:2])

@@ -42,7 +42,6 @@ class _HeadAttention(nn.Module):
     Args:
         dim: C, global.
         v_threshold: after the attention; 0.5 in Spikformer.
-        initialise: fills the global weights; default: torch's.
     """
 
     fused: str
@@ -96,7 +95,10 @@ class SpikingSelfAttention(_HeadAttention):
         # k^T v comes first: L d^2 operations in place of L^2 d.
         options = AttendOptions(self.local_heads, frames, tokens, group)
         if self._traceable:
-            out = attend(to_matrix(qkv), options)
+            # `Attend` in torch functions alone, for one rank.
+            order = "(f l) (part h d) -> part f h l d"
+            q, k, v = rearrange(to_matrix(qkv), order, f=frames, part=3, h=self.local_heads)
+            out = rearrange(q @ (k.transpose(-2, -1) @ v * SCALE), "f h l d -> (f l) (h d)")
         else:
             out = Attend.apply(to_matrix(qkv), bits_of(qkv), options)
         return self.projection(self.neuron(from_matrix(out, qkv.shape)))
@@ -177,7 +179,6 @@ class AttendOptions:
     """Sizes in the attention product.
 
     Attributes:
-        heads: on this rank.
         frames: time steps times samples.
         tokens: terms in the sums of k^T v.
         group: ranks that divide the tokens, and sum k^T v; None without.
@@ -205,12 +206,6 @@ class AttendOptions:
     def _part_by_part(self, rows: Tensor, tokens: int) -> Tensor:
         """Flat, in the order of `[3, frames, heads, L, d]`, from rows in the order of `[frames, L, 3, heads, d]`."""
         return rows.view(self.frames, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).reshape(-1)
-
-
-def attend(rows: Tensor, options: AttendOptions) -> Tensor:
-    """`Attend` in torch functions alone, for one rank."""
-    q, k, v = rearrange(rows, "(f l) (part h d) -> part f h l d", f=options.frames, part=3, h=options.heads)
-    return rearrange(q @ (k.transpose(-2, -1) @ v * SCALE), "f h l d -> (f l) (h d)")
 
 
 class Attend(Function):

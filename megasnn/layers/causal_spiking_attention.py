@@ -15,18 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.common.autograd import Function
-from megasnn.common.recompute import cached_collective, is_replaying
+from megasnn.common.recompute import cached_collective
 from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, bits_of, decode_into, encode
 from megasnn.layers.attention import SCALE, heads_per_rank, sums_type
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.shape_inference import content_of
-from megasnn.layers.token_context import start_to_others
-from megasnn.parallel.collectives import Exchange, from_matrix, to_matrix
+from megasnn.layers.token_context import check_own_tokens, shared_tokens, start_to_others
+from megasnn.parallel.collectives import from_matrix, to_matrix
 from megasnn.parallel_state import Group
 
 CHUNK = 64
 """Tokens in a chunk. Inside a chunk the cost grows with its length, between chunks with d."""
+EXACT_TF32 = 2**11
+"""TF32 holds every whole number up to this one."""
+PART_VALUES = 1 << 17
+"""Values of q that a CPU computes together: 0.5 MB in float32, and 6 MB with all intermediate results."""
 
 
 class CausalSpikingAttention(nn.Module):
@@ -34,14 +38,14 @@ class CausalSpikingAttention(nn.Module):
 
     Input channels are the blocks q, k, v, each of this rank's heads. The output is `scale` times whole numbers, exact
     before it is rounded to the compute type; every layout and chunk gives the same bits. Backward keeps q, k and v as
-    bits. It has no weights. On a GPU --precision tf32 rounds products with sums above 2,048.
+    bits. It has no weights.
 
     Args:
         dim: C, global.
         chunk: tokens in a chunk; changes no bit of the output.
     Raises:
         ValueError: heads that ranks do not divide; in the dry run, an input that is not known to be spikes, and sums
-            that float32 does not hold exactly; in a call, more tokens than in the dry run.
+            that the products do not hold exactly; in a call, more tokens than in the dry run or than the rank's own.
     """
 
     mixes_tokens = False  # it exchanges the states
@@ -61,13 +65,17 @@ class CausalSpikingAttention(nn.Module):
         self.head_dim = dim // num_heads
         self._group = context.token_group
         self._dtype = context.numerics.compute_dtype
+        self._rounds = context.numerics.rounds
         self._traceable = context.numerics.traceable
         # The dry run and each call fill in the rest.
-        self._options = StateOptions(self.local_heads, frames=0, scale=scale, chunk_tokens=chunk)
+        width = self.local_heads * self.head_dim
+        self._options = StateOptions(self.local_heads, width, frames=0, scale=scale, chunk_tokens=chunk)
 
     def forward(self, qkv: Tensor) -> Tensor:
         if qkv.is_meta:
             self._learn_input(qkv)
+        elif self._group is not None:
+            check_own_tokens(qkv.shape[3], shared_tokens(self._options.length, self._group.size)[self._group.rank])
         elif qkv.shape[3] > self._options.length:
             raise ValueError(f"a sequence has {qkv.shape[3]} tokens, and the dry run saw {self._options.length}")
         # The product of two sizes: numel() would fix the batch size in an export.
@@ -95,6 +103,11 @@ class CausalSpikingAttention(nn.Module):
                 f"{length} tokens with heads of {self.head_dim} channels give sums up to {largest}, and float32 holds "
                 f"whole numbers up to {exact}: use --precision fp64, more heads or fewer tokens"
             )
+        if self._rounds and length > EXACT_TF32:
+            raise ValueError(
+                f"{length} tokens give states up to {length}, and --precision tf32 rounds whole numbers above "
+                f"{EXACT_TF32}: use --precision bf16, whose states are float32, or fp32"
+            )
         self._options = replace(self._options, content=content, length=length, group=self._group)
 
 
@@ -103,12 +116,17 @@ def exact_up_to(dtype: torch.dtype) -> int:
     return round(2 / torch.finfo(dtype).eps)
 
 
+Part = tuple[slice, list[slice]]
+"""Frames that are computed together, and their tokens part by part, in order."""
+
+
 @dataclass(frozen=True)
 class StateOptions:
     """Sizes in causal attention.
 
     Attributes:
         heads: on this rank.
+        width: channels of all heads.
         frames: time steps times samples.
         scale: factor of the output.
         chunk_tokens: tokens in a chunk.
@@ -118,6 +136,7 @@ class StateOptions:
     """
 
     heads: int
+    width: int
     frames: int
     scale: float
     chunk_tokens: int
@@ -130,13 +149,24 @@ class StateOptions:
         """The smallest type for a state, whose entries are up to the number of tokens."""
         return torch.int16 if self.length <= torch.iinfo(torch.int16).max else torch.int32
 
-    def chunks(self, rows: Tensor, blocks: int, dtype: torch.dtype) -> Tensor:
-        """Rows `[frames * L, blocks * heads * d]` as `[blocks, frames, heads, chunks, chunk_tokens, d]`.
+    def parts_of(self, rows: Tensor) -> list[Part]:
+        """Parts of rows `[frames * L, any]`."""
+        tokens = rows.shape[0] // self.frames
+        if rows.device.type != "cpu":
+            return [(slice(0, self.frames), [slice(0, tokens)])]
+        # All values of a part stay in the cache, so that a token costs the same at any length.
+        most = max(PART_VALUES // (self.width * self.chunk_tokens), 1) * self.chunk_tokens
+        spans = [slice(start, min(start + most, tokens)) for start in range(0, tokens, most)]
+        frames = max(most // tokens, 1)
+        return [(slice(first, min(first + frames, self.frames)), spans) for first in range(0, self.frames, frames)]
+
+    def chunks(self, rows: Tensor, dtype: torch.dtype, frames: slice, span: slice) -> Tensor:
+        """A part of rows `[frames * L, blocks * heads * d]` as `[blocks, frames, heads, chunks, chunk_tokens, d]`.
 
         Zeros fill the last chunk: they change no sum.
         """
-        tokens = rows.shape[0] // self.frames
-        by_head = rows.view(self.frames, tokens, blocks, self.heads, -1).permute(2, 0, 3, 1, 4)
+        by_head = self._by_head(rows, frames, span)
+        tokens = by_head.shape[3]
         count = -(-tokens // self.chunk_tokens)
         shape = (*by_head.shape[:3], count * self.chunk_tokens, by_head.shape[4])
         whole = rows.new_empty(shape, dtype=dtype)
@@ -144,18 +174,28 @@ class StateOptions:
         whole[:, :, :, tokens:] = 0
         return whole.unflatten(3, (count, self.chunk_tokens))
 
-    def rows(self, blocks: Tensor, tokens: int) -> Tensor:
-        """Inverse of `chunks`, for any number of blocks."""
-        by_head = blocks.flatten(3, 4)[:, :, :, :tokens]
-        return by_head.permute(1, 3, 0, 2, 4).reshape(self.frames * tokens, -1)
+    def put(self, rows: Tensor, chunks: Tensor, frames: slice, span: slice) -> None:
+        """Inverse of `chunks`, into rows of any type."""
+        by_head = self._by_head(rows, frames, span)
+        by_head.copy_(chunks.flatten(3, 4)[:, :, :, : by_head.shape[3]])
+
+    def _by_head(self, rows: Tensor, frames: slice, span: slice) -> Tensor:
+        """View `[blocks, frames, heads, tokens, d]`."""
+        tokens = rows.shape[0] // self.frames
+        blocks = rows.shape[1] // self.width
+        by_frame = rows.view(self.frames, tokens, blocks, self.heads, -1)
+        return by_frame[frames, span].permute(2, 0, 3, 1, 4)
 
 
 def attend_causally(rows: Tensor, options: StateOptions) -> Tensor:
     """`CausalAttend` in torch functions alone, for one rank."""
-    q, k, v = options.chunks(rows, 3, sums_type(rows.dtype)).unbind()
+    everything = slice(None)
+    q, k, v = options.chunks(rows, sums_type(rows.dtype), everything, everything).unbind()
     states = k.transpose(-2, -1) @ v
     out = (q @ k.transpose(-2, -1)).tril() @ v + q @ (states.cumsum(2) - states)
-    return options.rows(out[None] * options.scale, rows.shape[0] // options.frames).to(rows.dtype)
+    tokens = rows.shape[0] // options.frames
+    by_head = (out * options.scale).flatten(2, 3)[:, :, :tokens]
+    return by_head.transpose(1, 2).reshape(len(rows), -1).to(rows.dtype)
 
 
 class CausalAttend(Function):
@@ -172,24 +212,22 @@ class CausalAttend(Function):
         packed = None
         if ctx.needs_input_grad[0]:
             packed = encode(rows.reshape(-1), options.content, check=True) if bits is None else bits
-        q, k, v = options.chunks(rows, 3, sums_type(rows.dtype)).unbind()
-        states = k.transpose(-2, -1) @ v
-        exchange = None
-        if options.group is not None and not is_replaying():
-            exchange = _start_states(states.sum(2).to(options.state_type), options.group, to_later=True)
-        # The chunks' own products need no other rank: they are computed while states travel.
-        out = (q @ k.transpose(-2, -1)).tril_() @ v
-        earlier = None
-        if options.group is not None:
-            # A recomputed forward has sent nothing: it takes the parts of the first one.
-            parts = cached_collective(lambda: [] if exchange is None else exchange())
-            earlier = _sum_of_states(parts, states, options.state_type)
-        _add_product(out, q, _sums_before(states, earlier))
+        earlier = _state_of_earlier_ranks(rows, options)
         # One or two bits a value, and the earlier ranks' state, are kept for backward.
         kept = None if earlier is None else earlier.to(options.state_type)
         ctx.save_for_backward(packed, kept)
-        out *= options.scale
-        return options.rows(out[None], rows.shape[0] // options.frames).to(rows.dtype)
+        out = empty((len(rows), options.width), rows.dtype, rows.device)
+        for frames, spans in options.parts_of(rows):
+            state = None if earlier is None else earlier[frames]
+            for span in spans:
+                q, k, v = options.chunks(rows, sums_type(rows.dtype), frames, span).unbind()
+                states = k.transpose(-2, -1) @ v
+                before = _sums_before(states, state)
+                state = before[:, :, -1] + states[:, :, -1]
+                of_part = (q @ k.transpose(-2, -1)).tril_() @ v
+                _add_product(of_part, q, before)
+                options.put(out, of_part.mul_(options.scale)[None], frames, span)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -197,34 +235,52 @@ class CausalAttend(Function):
         packed, kept = ctx.saved_tensors
         options: StateOptions = ctx.options
         dtype = sums_type(grad.dtype)
-        spikes = empty(ctx.shape, dtype, grad.device)
+        # On a CPU whole numbers of a byte: they are converted part by part.
+        spikes = empty(ctx.shape, torch.int8 if grad.device.type == "cpu" else dtype, grad.device)
         decode_into(packed, options.content, spikes)
-        q, k, v = options.chunks(spikes, 3, dtype).unbind()
-        grad_out = options.chunks(grad.contiguous(), 1, dtype)[0]
-        grad_out *= options.scale
-        # What each chunk's outputs add to the gradients of all earlier chunks' states.
-        grad_states = q.transpose(-2, -1) @ grad_out
-        exchange = None
-        if options.group is not None:
-            # An output's gradient reaches the states of its own and of earlier tokens: it travels to earlier ranks.
-            exchange = _start_states(grad_states.sum(2), options.group, to_later=False)
-        scores = (q @ k.transpose(-2, -1)).tril_()
-        grad_scores = (grad_out @ v.transpose(-2, -1)).tril_()
-        before = _sums_before(k.transpose(-2, -1) @ v, None if kept is None else kept.to(dtype))
-        grad_qkv = torch.empty((3, *q.shape), dtype=dtype, device=q.device)
-        grad_q, grad_k, grad_v = grad_qkv.unbind()
-        torch.matmul(grad_scores, k, out=grad_q)
-        _add_product(grad_q, grad_out, before.transpose(-2, -1))
-        torch.matmul(grad_scores.transpose(-2, -1), q, out=grad_k)
-        torch.matmul(scores.transpose(-2, -1), grad_out, out=grad_v)
-        later = None
-        if exchange is not None:
-            later = _sum_of_states(exchange(), grad_states, dtype)
-        after = _sums_before(grad_states.flip(2), later).flip(2)
-        _add_product(grad_k, v, after.transpose(-2, -1))
-        _add_product(grad_v, k, after)
-        tokens = ctx.shape[0] // options.frames
-        return options.rows(grad_qkv, tokens).to(ctx.dtype), None, None
+        grad = grad.contiguous()
+        later = _grad_of_later_ranks(spikes[:, : options.width], grad, options)
+        of_rows = empty(ctx.shape, ctx.dtype, grad.device)
+        for part in options.parts_of(spikes):
+            frames, spans = part
+            # Tokens from the last to the first: the gradient of the states flows to earlier tokens. The states
+            # themselves, whole numbers, are the sum over all tokens, of which the later ones are subtracted exactly.
+            state = _state(spikes, options, dtype, part)
+            if kept is not None:
+                state += kept[frames]
+            after = None if later is None else later[frames]
+            for span in reversed(spans):
+                q, k, v = options.chunks(spikes, dtype, frames, span).unbind()
+                grad_out = options.chunks(grad, dtype, frames, span)[0].mul_(options.scale)
+                states = k.transpose(-2, -1) @ v
+                state = state - states.sum(2)
+                # What each chunk's outputs add to the gradients of all earlier chunks' states.
+                grad_states = (q.transpose(-2, -1) @ grad_out).flip(2)
+                sums_after = _sums_before(grad_states, after)
+                after = sums_after[:, :, -1] + grad_states[:, :, -1]
+                grads = _gradients(q, k, v, grad_out, _sums_before(states, state), sums_after.flip(2))
+                options.put(of_rows, grads, frames, span)
+        return of_rows, None, None
+
+
+def _gradients(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Gradients of q, k and v, `[3, F, heads, chunks, chunk_tokens, d]`.
+
+    Args:
+        before: states of all earlier tokens, for each chunk.
+        after: gradients of the state from all later tokens.
+    """
+    scores = (q @ k.transpose(-2, -1)).tril_()
+    grad_scores = (grad_out @ v.transpose(-2, -1)).tril_()
+    grads = torch.empty((3, *q.shape), dtype=q.dtype, device=q.device)
+    grad_q, grad_k, grad_v = grads.unbind()
+    torch.matmul(grad_scores, k, out=grad_q)
+    _add_product(grad_q, grad_out, before.transpose(-2, -1))
+    torch.matmul(grad_scores.transpose(-2, -1), q, out=grad_k)
+    _add_product(grad_k, v, after.transpose(-2, -1))
+    torch.matmul(scores.transpose(-2, -1), grad_out, out=grad_v)
+    _add_product(grad_v, k, after)
+    return grads
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -232,17 +288,61 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     total.flatten(0, 2).baddbmm_(a.flatten(0, 2), b.flatten(0, 2))
 
 
-def _start_states(own: Tensor, group: Group, to_later: bool) -> Exchange:
-    """Sends a state `[F, heads, d, d]` to all later or earlier ranks, as bytes."""
+def _sum_of_products(a: Tensor, b: Tensor, options: StateOptions, dtype: torch.dtype, part: Part) -> Tensor:
+    """Sum over tokens of a^T b for rows `[frames * L, heads * d]`: `[F, heads, d, d]` for the part's frames."""
+    frames, spans = part
+    sums = []
+    for span in spans:
+        left = options.chunks(a, dtype, frames, span)[0]
+        right = options.chunks(b, dtype, frames, span)[0]
+        sums.append((left.transpose(-2, -1) @ right).sum(2))
+    return torch.stack(sums).sum(0)
+
+
+def _state(rows: Tensor, options: StateOptions, dtype: torch.dtype, part: Part) -> Tensor:
+    """State after all own tokens, from rows of q, k and v."""
+    _, k, v = rows.split(options.width, dim=1)
+    return _sum_of_products(k, v, options, dtype, part)
+
+
+def _state_of_earlier_ranks(rows: Tensor, options: StateOptions) -> Tensor | None:
+    """State `[frames, heads, d, d]` after the earlier ranks' tokens, from own rows; None if ranks divide no tokens."""
+    group = options.group
+    if group is None:
+        return None
+    dtype = sums_type(rows.dtype)
+
+    def exchange() -> list[Tensor]:
+        own = torch.cat([_state(rows, options, dtype, part) for part in options.parts_of(rows)])
+        return _exchange_states(own.to(options.state_type), group, to_later=True)
+
+    # A recomputed forward takes the states of the first one.
+    received = cached_collective(exchange)
+    return _sum_of_states(received, options.state_type, options, rows.new_empty(0, dtype=dtype))
+
+
+def _grad_of_later_ranks(q: Tensor, grad: Tensor, options: StateOptions) -> Tensor | None:
+    """Gradient `[frames, heads, d, d]` of the state after own tokens, from the later ranks' outputs."""
+    if options.group is None:
+        return None
+    dtype = sums_type(grad.dtype)
+    own = torch.cat([_sum_of_products(q, grad, options, dtype, part) for part in options.parts_of(q)])
+    received = _exchange_states(own * options.scale, options.group, to_later=False)
+    return _sum_of_states(received, dtype, options, own)
+
+
+def _exchange_states(own: Tensor, group: Group, to_later: bool) -> list[Tensor]:
+    """Sends a state `[frames, heads, d, d]` to all later or earlier ranks; returns the others' states as bytes."""
     # NCCL knows no integers of two bytes.
     data = own.contiguous().view(torch.uint8)
-    return start_to_others(data, [data.numel()] * group.size, group, to_later)
+    return start_to_others(data, [data.numel()] * group.size, group, to_later)()
 
 
-def _sum_of_states(parts: Sequence[Tensor], states: Tensor, sent_type: torch.dtype) -> Tensor:
-    """Sum of the ranks' states `[F, heads, d, d]`, received in `sent_type`, in rank order and the type of `states`."""
-    total = torch.zeros_like(states[:, :, 0])
-    for part in parts:
+def _sum_of_states(received: Sequence[Tensor], sent_type: torch.dtype, options: StateOptions, like: Tensor) -> Tensor:
+    """Sum of the ranks' states `[frames, heads, d, d]`, in rank order and the type of `like`."""
+    d = options.width // options.heads
+    total = like.new_zeros((options.frames, options.heads, d, d))
+    for part in received:
         total += part.view(sent_type).view(total.shape)
     return total
 

@@ -29,6 +29,7 @@ class Numerics:
         neuron_backend: a name in megasnn.kernels.BACKENDS, or "auto".
         sparse_products: allow sums over spikes in place of products, if few neurons fire.
         traceable: torch functions only, for torch.export. One rank, without gradients.
+        rounds: float32 products may round operands to TF32.
     """
 
     dtype: torch.dtype = torch.float32
@@ -36,6 +37,7 @@ class Numerics:
     neuron_backend: str = "auto"
     sparse_products: bool = False
     traceable: bool = False
+    rounds: bool = False
 
     @classmethod
     def of_run(cls, config: PretrainConfig, device: torch.device) -> Numerics:
@@ -46,6 +48,7 @@ class Numerics:
             compute_dtype=products,
             neuron_backend=config.neuron.neuron_backend,
             sparse_products=config.training.sparse_products == "auto" and can_be_sparse(device, products),
+            rounds=types.rounds,
         )
 
 
@@ -56,7 +59,6 @@ class BuildContext:
     Attributes:
         state: one rank by default.
         cut: context-parallel ranks divide a micro-batch by samples, by pixel rows or by tokens.
-        neuron: default neuron.
         time_steps: T. Neurons repeat a single time step T times.
         stateful: keep potentials between calls, until a reset (truncated backpropagation through time).
         seed: key for random numbers (dropout).
@@ -155,5 +157,5 @@ def is_building() -> bool:
 
 
 def context_for(context: BuildContext | None) -> BuildContext:
-    """The argument, else the `building` block's context, else one rank."""
+    """The argument; else the context in which `megasnn.models.build` calls `Model.layers`; else one rank."""
     return context or _entered.get(None) or BuildContext()

@@ -85,6 +85,7 @@ class ParallelConv(WeightedLayer):
         row_above: bool = False,
         initialise_bias: Initialiser | None = None,
     ) -> None:
+        # A model's layers are made without the argument: they find the context of the build at work.
         context = context_for(context)
         group = context.tp
         if style is None:
@@ -163,7 +164,8 @@ class ParallelConv(WeightedLayer):
             self.tell_observer(x)
         if self.edges is not None:
             x = self.with_edges(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-            bits = None  # The product packs the padded input.
+            # The product packs the padded input.
+            bits = None
         y = self.product(x, bits)
         bias = self._parameters["bias"] if add_bias else None
         if bias is not None:

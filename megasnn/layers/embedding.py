@@ -30,12 +30,12 @@ class ParallelEmbedding(nn.Module):
         words: number of tokens in the vocabulary.
         channels: C, global.
         length: learned positions, added to the words; 0 for none.
-        initialise: fills the global tensors.
     Raises:
         ValueError: fewer words than ranks; channels that ranks do not divide; in the dry run, more tokens than
             positions.
     """
 
+    # By input: whether a rank takes its own channels of it, or the whole input (layers/plain/by_channel.py).
     takes_cut = (False,)
     mixes_tokens = False
     weight: Tensor

@@ -22,7 +22,6 @@ class Layer:
         name: unique global name, the prefix of its parameters' names.
         module: maps the inputs to a tensor, or a tuple or dict of tensors.
         layer_group: layers with this name stay together in explicit layouts ("patch_embed", "blocks.0").
-        initialise: sets modules' initial values, after their own initialisation.
         takes: input layers' names; empty for the layer before.
         is_sharded: the module comes from `megasnn.shard`, which copies it.
     """

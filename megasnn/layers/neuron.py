@@ -231,7 +231,8 @@ class SpikingNeuron(NeuronLayer):
             state = self.reset(h, spikes[-1], state)
         together = torch.stack(spikes).to(x.dtype)
         if self.lowest < 0:
-            together = together + 0.0  # rounding gives -0, which no packing holds
+            # Rounding gives -0, which no packing holds.
+            together = together + 0.0
         if together.shape != inputs.shape:
             raise ValueError(f"neurons give spikes of shape {list(together.shape)} for {list(inputs.shape)}")
         if self.stateful and not x.is_meta:

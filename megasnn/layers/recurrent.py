@@ -84,7 +84,6 @@ class RecurrentNeuron(NeuronLayer):
     """Base of neurons with recurrent weights: currents `[T, N, C_local]` -> spikes. Starts at rest, at zero.
 
     Args:
-        channels: global.
         recurrent: False for neurons that do not see each other.
         surrogate, alpha: a name in megasnn.kernels.SURROGATES, and its sharpness; None for its default.
     Raises:

@@ -140,7 +140,8 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
             full = torch.empty(entry.shard.global_shape, dtype=dtype)
             try:
                 entry.shard.initialise(full, keyed_generator(seed, "init", entry.name))
-            except Exception as error:  # a function of the user's may raise anything
+            except Exception as error:
+                # A function of the user's may raise anything.
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 raise ValueError(f"initial values of {entry.name}: {kind}{error}") from error
             value = entry.shard.cut(full).to(device, entry.tensor.dtype)
@@ -154,7 +155,8 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
                     if name in module._parameters:
                         module._parameters[name] = _with_all_of(module.get_parameter(name), value)
                     else:
-                        module._buffers[name] = value.detach()  # a distinct tensor with the same memory
+                        # A distinct tensor with the same memory.
+                        module._buffers[name] = value.detach()
 
 
 def _with_all_of(old: nn.Parameter, value: Tensor) -> nn.Parameter:

@@ -26,6 +26,12 @@ def own_tokens(x: Tensor, group: Group) -> Tensor:
     return x[..., own.start : own.stop]
 
 
+def check_own_tokens(tokens: int, own: range) -> None:
+    """Raises ValueError for another number of tokens than a rank's own."""
+    if tokens != len(own):
+        raise ValueError(f"a rank with tokens {own.start} to {own.stop - 1} of each sequence got {tokens}")
+
+
 def start_to_others(own: Tensor, sizes: Sequence[int], group: Group, to_later: bool) -> Exchange:
     """Starts sending a tensor to all later ranks, or to all earlier ones.
 

@@ -8,26 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megasnn.common.autograd import Function
+from megasnn.common.recompute import cached_collective
 from megasnn.kernels.spike_codec import Content
 from megasnn.kernels.torch_backend import REDUCED
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.embedding import among_own, own_words
 from megasnn.layers.init import trunc_normal
 from megasnn.layers.tensors import declare
-from megasnn.layers.weight_grad import CastWeights
+from megasnn.layers.weight_grad import CastWeights, QueueGradient
 from megasnn.parallel.collectives import (
+    all_gather_into,
     all_reduce_sum,
     gather_columns,
     sum_and_scatter_columns,
     to_matrix,
 )
 from megasnn.parallel.sharding import Initialiser
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
 
 CHUNK_VALUES = 1 << 22
@@ -73,6 +77,7 @@ class NextTokenLoss(nn.Module):
         self._own = own_words(words, context.tp)
         self._compute_dtype = context.numerics.compute_dtype
         self._cast_weights: CastWeights = context.cast_weights
+        self._weight_gradients = context.weight_gradients
         self._tokens = context.token_group
         self._length = 0  # of whole sequences
         declare(self, "weight", context.shard((words, channels), 0, even=False, initialise=initialise), context.dtype)
@@ -91,8 +96,11 @@ class NextTokenLoss(nn.Module):
             of_samples = unknown.expand(1, samples)
             return {"loss": of_samples, "top1": of_samples, "logits": self._last_logits(x).to(dtype).unsqueeze(0)}
         kernel = self._cast_weights.cast(self.weight, self._compute_dtype)
+        anchor, queue_gradient = self._weight_gradients.outside_autograd(self.weight)
         rows = to_matrix(x.mean(0, keepdim=True))
-        losses, hits = _CrossEntropy.apply(rows, kernel, self.weight, targets.reshape(-1), self._own, self._group)
+        losses, hits = _CrossEntropy.apply(
+            rows, kernel, anchor, queue_gradient, targets.reshape(-1), self._own, self._group
+        )
         # A rank with a part of the tokens divides by all of them: the ranks' parts add up to the mean.
         whole_length = length if self._tokens is None else self._length
         return {
@@ -103,11 +111,11 @@ class NextTokenLoss(nn.Module):
 
     def _last_logits(self, x: Tensor) -> Tensor:
         """`[N, words]` after a sample's last token; of ranks that divide tokens, zeros on all but the last."""
+        if self._tokens is not None and self._tokens.rank < self._tokens.size - 1:
+            return x.new_zeros((x.shape[1], self.words))
         # Predictions need no gradients.
         rows, _ = gather_columns(x.detach()[..., -1].mean(0), self._group, Content.DENSE)
         logits = rows @ self.weight.detach().to(rows.dtype).T
-        if self._tokens is not None and self._tokens.rank < self._tokens.size - 1:
-            logits = torch.zeros_like(logits)
         if self._group.size == 1:
             return logits
         whole = logits.new_zeros((len(logits), self.words))
@@ -120,16 +128,25 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, kernel: Tensor, weight: Tensor, targets: Tensor, own: range, group: Group
+        ctx: Any,
+        rows: Tensor,
+        kernel: Tensor,
+        anchor: Tensor | None,
+        queue_gradient: QueueGradient | None,
+        targets: Tensor,
+        own: range,
+        group: Group,
     ) -> tuple[Tensor, Tensor]:
         """kernel: the weight in the products' type."""
         whole, _ = gather_columns(rows, group, Content.DENSE)
-        largest, sums, target_logit = _row_statistics(_Logits(whole, kernel, targets, own), group).unbind(1)
+        # A recomputed forward takes the first one's three numbers for each token, not the product again.
+        statistics = cached_collective(partial(_row_statistics, _Logits(whole, kernel, targets, own), group))
+        largest, sums, target_logit = statistics.unbind(1)
         normaliser = largest + sums.log()
         ctx.group = group
         ctx.own = own
+        ctx.queue_gradient = queue_gradient
         ctx.save_for_backward(whole, kernel, targets, normaliser)
-        ctx.weight_dtype = weight.dtype
         hits = (target_logit >= largest).to(normaliser.dtype)
         ctx.mark_non_differentiable(hits)
         return normaliser - target_logit, hits
@@ -137,9 +154,10 @@ class _CrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         whole, kernel, targets, normaliser = ctx.saved_tensors
+        logits = _Logits(whole, kernel, targets, ctx.own)
         grad_rows = torch.empty_like(whole)
-        grad_weight = torch.zeros(kernel.shape, dtype=ctx.weight_dtype, device=kernel.device)
-        for chunk in _Logits(whole, kernel, targets, ctx.own):
+        grad_weight = None
+        for chunk in logits:
             span = chunk.span
             # The gradient of the logits takes their memory.
             grad_logits = chunk.logits.sub_(normaliser[span].unsqueeze(1)).exp_()
@@ -147,11 +165,31 @@ class _CrossEntropy(Function):
             grad_logits *= grad[span].unsqueeze(1)
             narrow = grad_logits.to(kernel.dtype)
             torch.matmul(narrow, kernel, out=grad_rows[span])
-            if kernel.dtype == grad_weight.dtype:
-                grad_weight.addmm_(narrow.T, whole[span])
+            if ctx.queue_gradient is None:
+                continue
+            if logits.is_one_chunk:
+                ctx.queue_gradient(partial(_add_product, narrow, whole))
             else:
-                grad_weight += narrow.T @ whole[span]
-        return sum_and_scatter_columns(grad_rows, ctx.group)(), None, grad_weight, None, None, None
+                # Chunks that waited for the weight part would be logits of all tokens: their sum waits instead.
+                if grad_weight is None:
+                    grad_weight = kernel.new_zeros(kernel.shape, dtype=normaliser.dtype)
+                _add_product(narrow, whole[span], grad_weight)
+        finish = sum_and_scatter_columns(grad_rows, ctx.group)
+        if grad_weight is not None:
+            ctx.queue_gradient(partial(_add, grad_weight))
+        return finish(), None, None, None, None, None, None
+
+
+def _add_product(grad: Tensor, rows: Tensor, total: Tensor) -> None:
+    """total += grad^T rows, in the type of `total`."""
+    if grad.dtype == total.dtype:
+        total.addmm_(grad.T, rows)
+    else:
+        total += grad.T @ rows
+
+
+def _add(gradient: Tensor, total: Tensor) -> None:
+    total += gradient
 
 
 @dataclass(frozen=True)
@@ -184,10 +222,17 @@ class _Logits:
     targets: Tensor
     own: range
 
+    @property
+    def chunk_rows(self) -> int:
+        return max(CHUNK_VALUES // len(self.own), 1)
+
+    @property
+    def is_one_chunk(self) -> bool:
+        return len(self.whole) <= self.chunk_rows
+
     def __iter__(self) -> Iterator[_Chunk]:
-        size = max(CHUNK_VALUES // len(self.own), 1)
-        for start in range(0, len(self.whole), size):
-            span = slice(start, start + size)
+        for start in range(0, len(self.whole), self.chunk_rows):
+            span = slice(start, start + self.chunk_rows)
             logits = self.whole[span] @ self.kernel.T
             if logits.dtype in REDUCED:
                 logits = logits.float()
@@ -209,8 +254,9 @@ def _row_statistics(logits: _Logits, group: Group) -> Tensor:
     mine = torch.cat(found)
     if group.size == 1:
         return mine
-    gathered, _ = gather_columns(mine, group, Content.DENSE)
+    traffic.record(group.name, "all-gather", (group.size - 1) * mine.nbytes)
+    gathered = all_gather_into(mine.new_empty(group.size * mine.numel()), mine.flatten(), group)
     # Added in rank order, so that all ranks have the same bits.
-    largest, sums, target_logit = gathered.view(-1, group.size, 3).unbind(2)
-    joint = largest.amax(1)
-    return torch.stack([joint, (sums * (largest - joint.unsqueeze(1)).exp()).sum(1), target_logit.sum(1)], dim=1)
+    largest, sums, target_logit = torch.stack(gathered).view(group.size, -1, 3).unbind(2)
+    joint = largest.amax(0)
+    return torch.stack([joint, (sums * (largest - joint).exp()).sum(0), target_logit.sum(0)], dim=1)

@@ -21,7 +21,7 @@ from megasnn.layers.neuron import NeuronLayer, ParallelNeuron
 from megasnn.layers.plain.by_channel import ChannelWatch, cuts_by_shape, may_be_cut
 from megasnn.layers.plain.initial_values import without_memory
 from megasnn.layers.plain.network import convert_network, why_whole
-from megasnn.layers.plain.refusals import is_plain, refuse_mixed_rows, refuse_mixed_tokens, require_supported
+from megasnn.layers.plain.refusals import is_plain, refuse_mixing, require_supported
 from megasnn.layers.plain.replicated import plain_layer
 from megasnn.layers.shape_inference import content_of
 from megasnn.layers.tensors import described_tensors, initialise_further, sharded_tensors
@@ -162,11 +162,11 @@ def build(
     context = replace(context, neuron=neuron, time_steps=model.time_steps)
     task = task_of(model)
     _require_cuttable(task, context)
-    layers, ties = _separated(model, context)
+    layers, ties = _yielded(model, context)
     if single_rank_layers is not None:
         _refuse_made_before(single_rank_layers, layers)
     # A layer that cannot be cut is made a second time, for one rank.
-    whole_layers = cache(lambda: _separated(model, context.replicated())[0])
+    whole_layers = cache(lambda: _yielded(model, context.replicated())[0])
     outputs: dict[int, _Output] = {}
     for number, name in task.input_names.items():
         spec = task.inputs[name]
@@ -213,28 +213,28 @@ def _require_cuttable(task: Task, context: BuildContext) -> None:
                 )
 
 
-def _separated(model: Model, context: BuildContext) -> tuple[list[Layer], TiedTensors]:
-    with building(context), without_memory():
-        return separate(_yielded(model))
+def _yielded(model: Model, context: BuildContext) -> tuple[list[Layer], TiedTensors]:
+    """The model's layers, each with its own modules, and their ties.
 
-
-def _yielded(model: Model) -> list[Layer]:
-    """Raises ValueError for no layers, two with one name, and sizes that do not fit."""
+    Raises ValueError for no layers, two with one name, and sizes that do not fit.
+    """
     layers: dict[str, Layer] = {}
-    try:
-        for layer in model.layers():
-            if not isinstance(layer, Layer):
-                raise ValueError(f'`layers` yields {layer!r}; yield megasnn.layer("a name", module)')
-            if layer.name in layers:
-                raise ValueError(f"two layers of {model.name} have the name {layer.name!r}; a name is for one layer")
-            layers[layer.name] = layer
-    except (ValueError, RuntimeError, ArithmeticError) as error:
-        # torch raises the last two for sizes out of bounds.
-        where = f"the layer behind {[*layers][-1]}" if layers else "the first layer"
-        raise ValueError(f"{where}: {error}") from error
-    if not layers:
-        raise ValueError("`layers` yields nothing: a model has one layer or more")
-    return [*layers.values()]
+    # `Model.layers` is the user's and takes no context: each MegaSNN layer in it takes this one from `context_for`.
+    with building(context), without_memory():
+        try:
+            for layer in model.layers():
+                if not isinstance(layer, Layer):
+                    raise ValueError(f'`layers` yields {layer!r}; yield megasnn.layer("a name", module)')
+                if layer.name in layers:
+                    raise ValueError(f"two layers of {model.name} are named {layer.name!r}; a name is for one layer")
+                layers[layer.name] = layer
+        except (ValueError, RuntimeError, ArithmeticError) as error:
+            # torch raises the last two for sizes out of bounds.
+            where = f"the layer behind {[*layers][-1]}" if layers else "the first layer"
+            raise ValueError(f"{where}: {error}") from error
+        if not layers:
+            raise ValueError("`layers` yields nothing: a model has one layer or more")
+        return separate([*layers.values()])
 
 
 def _refuse_made_before(single_rank_layers: Sequence[Built], layers: Sequence[Layer]) -> None:
@@ -349,8 +349,7 @@ def _made(layer: Layer, context: BuildContext) -> nn.Module:
                 initialise_further(module, layer.name, layer.initialise)
             else:
                 require_supported(module, "inside")
-            refuse_mixed_rows(module, context)
-            refuse_mixed_tokens(module, context)
+            refuse_mixing(module, context)
         except (ValueError, RuntimeError) as error:
             # torch raises RuntimeError for modules without sizes.
             raise ValueError(f"{layer.name}: {error}") from error

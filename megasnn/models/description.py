@@ -26,7 +26,6 @@ class Built(NamedTuple):
 
     Attributes:
         name, layer_group, inputs: see `LayerDescription`.
-        output: from the dry run.
         operations: multiply-adds per sample, if counted.
     """
 
@@ -59,7 +58,6 @@ class LayerDescription:
         layer_group: see `megasnn.layers.layer.Layer`.
         entries: output tensors; the key None means a single tensor.
         inputs: its sources' numbers; -1, -2 and so on are the model's inputs, and the number behind them the target.
-        parameters: number of elements.
         operations: multiply-adds per sample in convolutions, linear layers and matrix products. An image shown at all
             time steps counts once.
     """
@@ -77,9 +75,7 @@ class Tie:
     """A tensor with a copy in a second layer.
 
     Attributes:
-        name: global tensor name.
         owner: the layer that counts, steps and saves it.
-        copy: the layer with the copy.
     """
 
     name: str
@@ -94,7 +90,6 @@ class Carried:
     Attributes:
         layer: number of its layer; -1, -2 and so on are the model's inputs.
         key: entry of the layer's output.
-        name: for error messages.
     """
 
     layer: int
@@ -110,8 +105,6 @@ class ModelDescription:
     Attributes:
         layers: from input to logits.
         build: makes all layers for a rank on the meta device; `materialise` gives memory to the rank's own chunks.
-        ties: in layer order.
-        tensors: a single rank's parameters and buffers.
         kernel_neurons: kinds that MegaSNN's kernels compute.
         plain_neurons: classes that compute in plain PyTorch.
         calibrates: neurons take their amplitudes from the first batch.

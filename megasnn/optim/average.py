@@ -15,12 +15,6 @@ class WeightAverage:
     """average = decay * average + (1 - decay) * tensor after each step, from the initial tensors on.
 
     Running statistics are averaged too, as in timm's `ModelEma`; integer tensors are copied.
-
-    Args:
-        tensors: this rank's parameters and buffers.
-
-    Attributes:
-        tensors: the average, under its checkpoint names.
     """
 
     def __init__(self, tensors: Sequence[ShardedTensor], decay: float) -> None:

@@ -35,8 +35,12 @@ def build_optimizer(
         by_scale.setdefault(scales.get(entry.name, 1.0), []).append(entry)
     parameters: list[dict[str, Any]] = []
     for scale, entries in by_scale.items():
-        decaying = [entry.tensor for entry in entries if _decays(entry)]
-        others = [entry.tensor for entry in entries if not _decays(entry)]
+        decaying: list[Tensor] = []
+        others: list[Tensor] = []
+        for entry in entries:
+            # The bias of a parallel spiking neuron is `[T, 1]`.
+            is_weight = len(entry.shard.global_shape) > 1 and not entry.name.endswith(".bias")
+            (decaying if is_weight else others).append(entry.tensor)
         parameters.append({"params": decaying, "weight_decay": config.weight_decay, "lr_scale": scale})
         parameters.append({"params": others, "weight_decay": 0.0, "lr_scale": scale})
     recipe = OPTIMIZERS[config.optimizer]
@@ -44,11 +48,6 @@ def build_optimizer(
     if recipe.takes_norms:
         options["norms"] = ShardedNorms(trained, groups or {})
     return recipe.build(parameters, lr=config.lr, **options)
-
-
-def _decays(entry: ShardedTensor) -> bool:
-    # The bias of a parallel spiking neuron is `[T, 1]`.
-    return len(entry.shard.global_shape) > 1 and not entry.name.endswith(".bias")
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> bool:

@@ -30,7 +30,6 @@ class GradientNorm:
 
     Args:
         names: the whole model's parameters, in order. Each has a slot.
-        tensors: tensors owned by this rank.
     """
 
     def __init__(self, names: Sequence[str], tensors: Sequence[ShardedTensor], device: torch.device) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from megasnn.config.optimizer import OptimizerConfig
@@ -29,12 +28,20 @@ def learning_rate_scales(config: OptimizerConfig, description: ModelDescription)
     layer_decay ** (L - 1 - i), as in timm's `param_groups_layer_decay`. Tied parameters count for the layer that owns
     them. `--lr-scale` multiplies this.
     """
-    depths = _depths(description)
+    number_of_group: dict[str, int] = {}
+    depths: dict[str, int] = {}
+    for each in description.layers:
+        if each.parameters:
+            depths[each.name] = number_of_group.setdefault(each.layer_group, len(number_of_group))
     last = max(depths.values(), default=0)
     patterns = config.name_scales
     scales = {}
     for name in _trained_names(description):
-        scale = config.layer_decay ** (last - depths[_layer_of(name, depths)])
+        layer = name
+        # A layer's name is the beginning of its tensors' names.
+        while layer and layer not in depths:
+            layer = layer.rpartition(".")[0]
+        scale = config.layer_decay ** (last - depths[layer])
         for pattern, factor in patterns.items():
             if fnmatchcase(name, pattern):
                 scale *= factor
@@ -44,19 +51,3 @@ def learning_rate_scales(config: OptimizerConfig, description: ModelDescription)
 
 def _trained_names(description: ModelDescription) -> list[str]:
     return [each.name for each in description.tensors if each.is_parameter and each.tensor.requires_grad]
-
-
-def _depths(description: ModelDescription) -> dict[str, int]:
-    """Layer group number, by name of each layer with parameters."""
-    number_of_group: dict[str, int] = {}
-    depths: dict[str, int] = {}
-    for layer in description.layers:
-        if layer.parameters:
-            depths[layer.name] = number_of_group.setdefault(layer.layer_group, len(number_of_group))
-    return depths
-
-
-def _layer_of(name: str, layers: Mapping[str, int]) -> str:
-    while name and name not in layers:
-        name = name.rpartition(".")[0]
-    return name

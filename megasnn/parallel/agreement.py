@@ -102,7 +102,8 @@ def run_and_gather(
         all_damaged = all_damaged and is_damaged
         problems += problems_of_rank
     raise_problems(title, problems, DamagedError if all_damaged else CheckpointError)
-    assert value is not None  # a failure here is among the problems
+    # A failure here is among the problems.
+    assert value is not None
     return value[0], reports
 
 
@@ -116,7 +117,8 @@ def _attempt(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
 def _sendable(error: Exception) -> Exception:
     """The error itself if another rank can rebuild it, otherwise a RuntimeError with its text."""
     if type(error).__module__.partition(".")[0] in ("megasnn", "builtins"):
-        with suppress(Exception):  # pickle raises errors of any type
+        with suppress(Exception):
+            # pickle raises errors of any type.
             if str(pickle.loads(pickle.dumps(error))) == str(error):
                 return error
     return RuntimeError(f"{type(error).__name__}: {error}")

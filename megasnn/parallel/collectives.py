@@ -74,7 +74,6 @@ def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
 
     Args:
         into: contiguous, with `group.size * n` elements.
-        mine: `[n]` on every rank.
     """
     require_dense(mine)
     parts = list(into.view(group.size, -1).unbind())

@@ -26,14 +26,13 @@ class Bucket:
     Args:
         is_partial: also sum over the tensor parallel group.
         owners: ranks dividing the optimizer state (ZeRO-1).
-        weights: FSDP.
 
     Attributes:
         pending: counts the gradients; None for scattered ones.
         is_late: filled by the second part of split backwards: `GatheredWeights.multiplied`.
         await_sum: waits for the replicas' sum in flight.
         fsdp_shards: the shards of this rank in FSDP; None without.
-        zero_shards: the shards of this rank in ZeRO-1; None without.
+        zero1_shards: the shards of this rank in ZeRO-1; None without.
         local_parts: this rank's part of each parameter: its FSDP shard, or the whole parameter.
         reduced: gradients of the local parts; without ZeRO-1 the replicas' sum replaces them.
         reduced_parts: the tensor that gets each parameter's reduced gradient: its ZeRO-1 shard, or the local part.
@@ -56,7 +55,7 @@ class Bucket:
         self.pending: PendingGradients | None = None
         self.await_sum: Callable[[], object] | None = None
         self.fsdp_shards: ParameterShards | None = None
-        self.zero_shards: ParameterShards | None = None
+        self.zero1_shards: ParameterShards | None = None
         self.reduced = self.flat
         self.is_late = False
         self.local_parts: list[Tensor] = parameters
@@ -70,11 +69,11 @@ class Bucket:
             gradients = self.fsdp_shards.sums
         # Shards of FSDP are divided once more, among the ranks with the same shards.
         if owners is not None:
-            self.zero_shards = ParameterShards(self.local_parts, gradients, owners)
-        self.shards_of_rank = [shards for shards in (self.fsdp_shards, self.zero_shards) if shards is not None]
+            self.zero1_shards = ParameterShards(self.local_parts, gradients, owners)
+        self.shards_of_rank = [shards for shards in (self.fsdp_shards, self.zero1_shards) if shards is not None]
         self.reduced_parts: list[Tensor] = self.local_parts
-        if self.zero_shards is not None:
-            self.reduced_parts = list(self.zero_shards.shards)
+        if self.zero1_shards is not None:
+            self.reduced_parts = list(self.zero1_shards.shards)
         if scattered:
             self.free()
         if self.is_late:
@@ -122,8 +121,6 @@ class GradientBuckets:
         holders: ranks with identical weight shards.
         tp: ranks summing partial gradients.
         additions: a parameter's gradients in one micro-batch, if not one.
-        shards_have_owners: ZeRO-1.
-        weights: FSDP.
         scattered: send gradients at each `scatter`, not when complete.
     """
 
@@ -220,7 +217,7 @@ class GradientBuckets:
                 all_reduce_sum(bucket.reduced, self._tp)
             # Sums over the replicas follow the sums over FSDP's ranks, in one order on all ranks.
             if bucket.fsdp_shards is not None:
-                self._start_reduce(bucket, bucket.zero_shards)
+                self._start_reduce(bucket, bucket.zero1_shards)
         for bucket in self._buckets:
             bucket.end()
 
@@ -242,9 +239,9 @@ class GradientBuckets:
     def all_gather_params(self) -> None:
         """Sends owned shards' values to all replicas. Collective."""
         for bucket in self._buckets:
-            if bucket.zero_shards is not None:
+            if bucket.zero1_shards is not None:
                 # One at a time bounds the memory.
-                finish = bucket.zero_shards.start_all_gather()
+                finish = bucket.zero1_shards.start_all_gather()
                 finish()
 
     @property
@@ -276,7 +273,7 @@ class GradientBuckets:
             if bucket.is_partial:
                 all_reduce_sum(bucket.flat, self._tp)
             # Losses are divided by the global batch size: gradients are summed, not averaged.
-            self._start_reduce(bucket, bucket.fsdp_shards or bucket.zero_shards)
+            self._start_reduce(bucket, bucket.fsdp_shards or bucket.zero1_shards)
 
     def _start_reduce(self, bucket: Bucket, shards: ParameterShards | None) -> None:
         if shards is not None:

@@ -13,8 +13,6 @@ class PendingGradients:
     Args:
         expected: by parameter, in one micro-batch; 0: any number until `end`.
         complete: called when the last one has arrived.
-    Attributes:
-        unfinished: number of parameters that expect more.
     """
 
     # Python's garbage collector finds no cycle through a tensor's hooks. So hooks reference this object, which holds no

@@ -62,7 +62,8 @@ def start_process_group(device: str = "auto", timeout_minutes: float = 10.0, sta
             dist.init_process_group(
                 COMMUNICATION_BACKENDS[chosen.type], store=store, rank=rank, world_size=world_size, timeout=timeout
             )
-        except (dist.DistError, OSError) as error:  # OSError: another program uses the port
+        except (dist.DistError, OSError) as error:
+            # OSError: another program uses the port.
             raise ConnectionError(f"{problem} ({error})") from error
     return chosen
 
@@ -156,25 +157,28 @@ def _missing_gpu(gpus: int) -> str:
     return ""
 
 
+def existing_state(config: PretrainConfig) -> ParallelState:
+    """The grid of this process, in the precision of the flags.
+
+    Raises ValueError if it has other sizes than the flags, or the device lacks the precision.
+    """
+    _let_cublas_repeat(config.training)
+    state = get_parallel_state()
+    asked = config.parallel.grid.over_ranks(state.grid.world_size)
+    if asked != state.grid:
+        raise ValueError(f"the flags ask for the grid {asked}, but the ranks form {state.grid}: make them equal")
+    set_precision(config.training, state.device)
+    return state
+
+
 def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None]]:
-    """The existing grid or a new one, and a function that leaves a new one. Collective.
+    """A new grid of all ranks in the flags' precision, and a function that leaves it. Collective.
 
-    Sets torch's precision. A new grid is left at the program's end at the latest.
-
-    Raises ValueError if the existing grid has other sizes, or the device lacks the precision.
+    The ranks leave at the program's end at the latest. Raises ValueError if the device lacks the precision.
     """
     parallel = config.parallel
     training = config.training
-    if training.deterministic and not torch.cuda.is_initialized():
-        # cuBLAS repeats its bits only with this setting, and reads it at the first product on a GPU.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if model_parallel_is_initialized():
-        state = get_parallel_state()
-        asked = parallel.grid.over_ranks(state.grid.world_size)
-        if asked != state.grid:
-            raise ValueError(f"the flags ask for the grid {asked}, but the ranks form {state.grid}: make them equal")
-        set_precision(training, state.device)
-        return state, lambda: None
+    _let_cublas_repeat(training)
     was_joined = dist.is_initialized()
     minutes = parallel.distributed_timeout_minutes
     with error_context("while joining the other ranks"):
@@ -200,6 +204,12 @@ def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None
         leave()
         raise
     return state, leave
+
+
+def _let_cublas_repeat(training: TrainingConfig) -> None:
+    """Before the GPU is initialised: cuBLAS reads its setting at the first product."""
+    if training.deterministic and not torch.cuda.is_initialized():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def set_precision(training: TrainingConfig, device: torch.device) -> None:

@@ -101,7 +101,6 @@ class Shard:
             part.
         partial_gradient: sum a replicated parameter's gradient over the tensor parallel ranks (a PLIF neuron's time
             constant with sharded channels).
-        initialise: fills the global tensor.
 
     Raises:
         ValueError: a dimension does not divide into equal parts, or a tensor cut along tp has a `partial_gradient`.

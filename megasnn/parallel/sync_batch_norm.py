@@ -225,9 +225,6 @@ class _Round:
     """One call of each norm: running = (1 - weight) running + weight new.
 
     The weight is the momentum, or 1 / batches.
-
-    Args:
-        positions: of the calls among a step's.
     """
 
     def __init__(self, positions: Sequence[int], norms: Sequence[RunningNorm]) -> None:

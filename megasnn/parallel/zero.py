@@ -6,7 +6,6 @@ The owner sums the gradients, keeps the optimizer state, and sends the new value
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from megasnn.kernels.layout import flat_in_memory
 from megasnn.parallel.bucket_sizes import exchange_bytes
-from megasnn.parallel.collectives import Exchange, start_exchange, sum_in_rank_order
+from megasnn.parallel.collectives import start_exchange, sum_in_rank_order
 from megasnn.parallel.sharding import own_span
 from megasnn.parallel_state import Group
 
@@ -114,17 +113,19 @@ class ShardGather:
     def start(self, mine: Tensor) -> Callable[[], None]:
         """Starts sending this rank's shards, `[n]`. The returned function waits, and fills the views."""
         outgoing = mine if self._group.size == 2 else mine.repeat(self._group.size - 1)
-        return partial(self._finish, start_exchange(outgoing, self._to_ranks, self._from_ranks, self._group), mine)
+        exchange = start_exchange(outgoing, self._to_ranks, self._from_ranks, self._group)
 
-    def _finish(self, exchange: Exchange, mine: Tensor) -> None:
-        parts = exchange()
-        parts[self._group.rank] = mine
-        arrived: list[Tensor] = []
-        for part, sizes in zip(parts, self._sizes, strict=True):
-            if sizes:
-                arrived += part.split_with_sizes(sizes)
-        if arrived:
-            torch._foreach_copy_(self._views, arrived)
+        def finish() -> None:
+            parts = exchange()
+            parts[self._group.rank] = mine
+            arrived: list[Tensor] = []
+            for part, sizes in zip(parts, self._sizes, strict=True):
+                if sizes:
+                    arrived += part.split_with_sizes(sizes)
+            if arrived:
+                torch._foreach_copy_(self._views, arrived)
+
+        return finish
 
 
 def by_owner(tensors: Sequence[Tensor], holders: Group) -> list[list[Tensor]]:

@@ -34,11 +34,9 @@ class _LayerCall:
     """A layer's call in a chunk.
 
     Attributes:
-        number: of the layer in the model.
         words: put its name before an error message.
         is_ours: MegaSNN's own; `apply_layer` calls any other module.
         inputs: numbers of the layers whose outputs it takes.
-        last_uses: inputs that no later layer uses.
         entries: of its output in the dry run.
     """
 
@@ -59,7 +57,6 @@ class PipelineChunk(nn.Module):
     (explicit layout) it passes its input on.
 
     Args:
-        bounds: each chunk's layers.
         index: position among all chunks, from input to loss.
     Attributes:
         receives, hands_on: tensors at the boundaries before and after the chunk.
@@ -306,7 +303,6 @@ def build_chunks(
     """Builds a rank's chunks; only their layers get memory and keyed initial values.
 
     Args:
-        indices: the rank's chunks.
         built: all layers for this rank; None to build them.
         shard: layers in each segment, and a function called with a segment's number and layers after their
             initialisation. It shards weights, so one segment at a time is whole.

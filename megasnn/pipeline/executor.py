@@ -53,7 +53,6 @@ class PipelineExecutor:
 
     Args:
         segments: this rank's segments by schedule number.
-        transfers: None for a single stage.
         loss: called on the last segment's rank, in each training forward.
         weights: sharded weights, gathered before use (UNSHARD, RESHARD); None for whole weights.
     """
@@ -102,7 +101,7 @@ class PipelineExecutor:
             self._transfers.begin(schedule, sizes)
         graphs = [segment.graphs for segment in self._segments.values() if segment.graphs is not None]
         if graphs and consume is None:
-            self._begin_graphs(graphs, tuple(micro.whole or micro.size for micro in micro_batches))
+            self._begin_graphs(graphs, tuple(micro.total_size or micro.size for micro in micro_batches))
         # Only a profiler sees the names of actions, and each costs two calls of Python.
         if is_traced():
             order = [(action, [partial(_in_trace, action, works)]) for action, works in order]
@@ -164,7 +163,8 @@ class PipelineExecutor:
             graphs = self._segments[segment].graphs if action.kind in FINISHING else None
             if graphs is not None:
                 # After the backward another micro-batch may use the slot of this one.
-                works.append(partial(graphs.done, action.key[1]))
+                _, micro_batch = action.key
+                works.append(partial(graphs.done, micro_batch))
             order.append((action, works))
         self._prepared[schedule.forward_only] = schedule, order
         return order
@@ -233,21 +233,23 @@ class PipelineExecutor:
         # The first segment's input stays in the batch.
         stashed = PackedInput([], ()) if segment.is_first else PackedInput(step.inputs[key], segment.receives)
         step.stashed[key] = stashed
-        micro = step.micro_batches[key[1]]
+        number, micro_batch = key
+        micro = step.micro_batches[micro_batch]
         with recording(stashed.collected):
             y = segment.forward(step.begin_graph(key), micro.samples, micro.goes_on, targets=micro.targets)
         if segment.is_last:
             step.losses.append(self._loss(y, micro.targets, False).detach())
         else:
             # The graph was needed to know which outputs require a gradient.
-            step.hand_on(key, y, key[0] + 1 in self._segments)
+            step.hand_on(key, y, number + 1 in self._segments)
 
     def _forward_again(self, segment: PipelineChunk, key: ActionKey) -> None:
         step = self._step
         stashed = step.stashed.pop(key)
         if not segment.is_first:
             step.inputs[key] = stashed.restored()
-        micro = step.micro_batches[key[1]]
+        _, micro_batch = key
+        micro = step.micro_batches[micro_batch]
         # The last neurons need not fire: their spikes have left the segment.
         with segment.explained, segment.without_spikes(), replaying(stashed.collected):
             y = segment.forward(step.begin_graph(key), micro.samples, micro.goes_on, targets=micro.targets)

@@ -181,8 +181,14 @@ class _SlotGraphs:
         self._leaves: dict[nn.Parameter, Tensor] = {}
         for parameter in owner.chunk.parameters():
             if parameter.requires_grad:
-                self._leaves[parameter] = _leaf(parameter, owner.weight_gradients)
-        self._inputs = [torch.empty_like(x).requires_grad_(x.requires_grad) for x in inputs]
+                leaf: Tensor = parameter
+                if not owner.weight_gradients.takes(parameter):
+                    # Autograd adds a gradient on the stream where the parameter was first used. A forward without
+                    # graphs still under way would draw its stream into the capture, which the driver refuses.
+                    leaf = parameter.detach().requires_grad_()
+                self._leaves[parameter] = leaf
+        # Zeros: other memory may hold tokens outside the vocabulary while graphs are made.
+        self._inputs = [torch.zeros_like(x).requires_grad_(x.requires_grad) for x in inputs]
         self._output_grads: list[Tensor | None] | None = None
         self._replay = owner.captured(lambda: self._forward(samples), pool, "forward")
 
@@ -328,13 +334,6 @@ def why_not(layer: nn.Module) -> str | None:
         if kind.__module__.split(".")[0] not in KNOWN:
             return f"{label} is no module of MegaSNN or torch, and its decisions in Python would be made only once"
     return None
-
-
-def _leaf(parameter: Tensor, weight_gradients: WeightGradients) -> Tensor:
-    """On the parameter's memory, or the parameter itself if its layer queues the weight gradient."""
-    # Autograd adds a gradient on the stream where the parameter was first used. A forward without graphs still under
-    # way would draw its stream into the capture, which the driver refuses.
-    return parameter if weight_gradients.takes(parameter) else parameter.detach().requires_grad_()
 
 
 class _Applied(nn.Module):

@@ -31,7 +31,6 @@ from megasnn.common.files import (
 from megasnn.common.memory import processor_name
 from megasnn.common.version import VERSION
 from megasnn.config import PretrainConfig
-from megasnn.config.values import to_dict
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import Built, ModelDescription
 from megasnn.parallel.agreement import broadcast_result, gather
@@ -88,7 +87,8 @@ def _find(
     """File for these costs, its key, and the costs there; without a file, costs cannot be kept."""
     sources = _digest_of_sources([type(config.model), *_classes(built)])
     if not sources:
-        return None, {}, None  # code without a file, as in a notebook, may change unseen
+        # Code without a file, as in a notebook, may change unseen.
+        return None, {}, None
     depends_on = _dependencies(description, config, context, machines, sources)
     name = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:24]
     try:
@@ -128,13 +128,13 @@ def _dependencies(
     machines: list[str],
     sources: str,
 ) -> dict[str, Any]:
-    training = to_dict(config.training)
+    training = asdict(config.training)
     grid = context.state.grid
     layers = repr([(each.name, each.entries, each.inputs, each.parameters) for each in description.layers])
     values = {
         "model": config.model.name,
-        "values": to_dict(config.model),
-        "neuron": to_dict(config.neuron),
+        "values": asdict(config.model),
+        "neuron": asdict(config.neuron),
         "training": {name: training[name] for name in _TRAINING},
         "samples": context.largest_share(config.training.micro_batch_size),
         "grid": asdict(grid),

@@ -107,7 +107,6 @@ def forecast(
         peak: moment at which the rank needs most.
         sharded: weights sharded over replicas; None where every replica holds them.
         program: bytes without tensors.
-        samples: bytes in batches.
         snapshot: bytes copied for --async-save.
     """
     gathered = 0
@@ -151,14 +150,14 @@ def sample_bytes(config: PretrainConfig, itemsize: int, micro_batches: int, samp
     """Current batch, and the next one where workers read ahead into the rank's memory.
 
     Args:
-        itemsize: bytes per input value.
         samples: samples read for a micro-batch. Mixing reads all.
         on_host: the rank computes on its CPU.
     """
     batches = 2 if on_host and config.data.num_workers else 1
     model = config.model
     shapes = [model.input_shape]
-    if "inputs" in model.own_task():  # only a model's own inputs need torch
+    if "inputs" in model.own_task():
+        # Only a model's own inputs need torch.
         shapes = [each.shape for each in model.inputs.values()]
     values = sum(prod(shape) for shape in shapes)
     return itemsize * values * micro_batches * samples * batches

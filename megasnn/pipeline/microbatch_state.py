@@ -28,9 +28,6 @@ OutputConsumer = Callable[[Any, Any], None]
 
 class PackedInput:
     """A chunk's inputs, packed as between stages: spikes as bits, ternary ones as two, counts as bytes.
-
-    Args:
-        tensors: one for each in `carried`.
     Attributes:
         collected: collectives' results in the first forward, for the recomputation.
     Raises:
@@ -79,7 +76,7 @@ class MicroBatchInput:
         inputs: on the first segment's rank: by name, or the single input, `[n, ...]`, `[T, n, ...]` or `[n, T, ...]`.
         targets: on the last segment's rank: `[n, ...]`, class indices `[n]` or `[n, 1]`, probabilities `[n, classes]`.
         size: n, on every rank.
-        whole: samples on all context-parallel ranks; 0 where it is `size`.
+        total_size: samples on all context-parallel ranks; 0 where it is `size`.
         samples: positions in the whole training, for dropout.
         goes_on: a later window with the previous micro-batch's samples; neurons continue from their state.
         is_padding: an evaluation drops the output; other replicas have one micro-batch more.
@@ -96,7 +93,7 @@ class MicroBatchInput:
     is_padding: bool = False
     predicts: bool = False
     left_out: frozenset[int] = frozenset()
-    whole: int = 0
+    total_size: int = 0
 
     def counted(self, output: Bundle) -> tuple[Bundle, Tensor | None]:
         """Outputs `[T, n, ...]` and targets that an evaluation counts."""
@@ -112,16 +109,13 @@ class StepState:
     Args:
         anchor: a leaf with a gradient, which makes the detached input of a segment part of autograd's graph.
     Attributes:
-        micro_batches: the step's.
         consume: receives outputs in evaluation; None in training.
         inputs: of segments whose forward is still to come.
         stashed: packed inputs of forwards to be recomputed.
-        outputs: still to be sent.
         needing_grad: indices of sent outputs with a gradient.
         losses: of micro-batches, without a graph.
         ends: ends of graphs, from which backward starts; None without a gradient.
         awaited: inputs with a gradient, without values, until the gradient exists.
-        gradients: of outputs with a gradient.
         weight_gradients: tasks left by input gradients.
     """
 
@@ -171,8 +165,9 @@ class StepState:
     def hand_on(self, key: ActionKey, y: Sequence[Tensor], is_here: bool) -> None:
         """Outputs become the next segment's inputs, or are kept to be sent. `is_here`: the next one is this rank's."""
         outputs = [without_graph(each) for each in y]
+        segment, micro_batch = key
         if is_here:
-            self.inputs[key[0] + 1, key[1]] = outputs
+            self.inputs[segment + 1, micro_batch] = outputs
         else:
             self.outputs[key] = outputs
             self.needing_grad[key] = [index for index, each in enumerate(outputs) if each.requires_grad]
@@ -193,7 +188,8 @@ class StepState:
         else:
             torch.autograd.backward(end)
         awaited = self.awaited.pop(key, ())
-        before = key[0] - 1, key[1]
+        segment, micro_batch = key
+        before = segment - 1, micro_batch
         if awaited and before not in self.gradients:
             # No path of the graph led to the inputs.
             self.gradients[before] = [torch.zeros_like(each, device=self._anchor.device) for each in awaited]

@@ -85,11 +85,7 @@ class TensorSpec:
 
 
 class Boundaries:
-    """This rank's part of the tensors between stages. Both ends have the same part.
-
-    Args:
-        built: this rank's layers, with dry-run outputs.
-    """
+    """This rank's part of the tensors between stages. Both ends have the same part."""
 
     def __init__(self, description: ModelDescription, context: BuildContext, built: Sequence[Built]) -> None:
         self._context = context

@@ -142,7 +142,6 @@ def peak_moments(
     """Each pipeline rank's peak, above weights, gradients and optimizer state.
 
     Args:
-        bounds: each chunk's layers.
         exchanged: bytes sent to and from shard owners, for each rank.
         has_graphs: with CUDA graphs, where the first step, without them, may need more.
     """
@@ -167,11 +166,7 @@ def peak_moments(
 
 
 def _graph_moment(schedule: Schedule, rank: int, chunks: Sequence[Sequence[SegmentMemory]]) -> Moment:
-    """A rank's bytes once all CUDA graphs are captured. A chunk has a pool for each micro-batch under way.
-
-    Args:
-        chunks: each chunk's layers.
-    """
+    """A rank's bytes once all CUDA graphs are captured. A chunk has a pool for each micro-batch under way."""
     order = schedule.actions[rank]
     stashed = 0
     for chunk in schedule.segments_of(rank):

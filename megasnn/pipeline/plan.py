@@ -36,7 +36,6 @@ class PipelinePlan:
     """A run's partition and schedules.
 
     Attributes:
-        bounds: each chunk's layers.
         schedules: for any number of micro-batches, fixed for training steps.
         micro_batches: in a usual step.
         costs: measured costs; None if no decision needed them.
@@ -90,9 +89,6 @@ def plan_pipeline(
     built: Sequence[Built],
 ) -> PipelinePlan:
     """Profiles the layers on all ranks if a decision needs costs; the first rank decides. Collective.
-
-    Args:
-        built: all layers for this rank.
     Raises:
         ValueError: on every rank, as `choose`.
     """
@@ -239,7 +235,6 @@ def shared_weights(
 
     Args:
         layers: all layers, with or without memory.
-        scatters: scatter gradients after every micro-batch.
     """
     gathered = []
     for segment in segments:

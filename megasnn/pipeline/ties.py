@@ -47,10 +47,7 @@ class Ties:
     Args:
         bounds, placement: each chunk's layers and pipeline rank.
         parts: this rank's part of its tensors, by chunk; the same part for an owner and its copies.
-        norms: this rank's.
         pipeline: a step's messages must have arrived before.
-        device: for messages.
-        gradient: a part's.
     """
 
     def __init__(
@@ -154,7 +151,6 @@ class Ties:
         """Moves tensors from pipeline rank `source` to rank `target`.
 
         Args:
-            outgoing: on the source.
             like: tensors with their shapes and types, on the target.
         Returns:
             Moved tensors; an empty list on other ranks.

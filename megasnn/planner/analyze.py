@@ -29,7 +29,7 @@ from megasnn.layers import ParallelConv, ParallelLinear
 from megasnn.layers.context import BuildContext, Numerics
 from megasnn.layers.tensors import sharded_tensors
 from megasnn.models.build import building_problems, describe_model
-from megasnn.models.description import LayerDescription, ModelDescription
+from megasnn.models.description import ModelDescription
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.process_group import choose_device, start_process_group
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
@@ -81,7 +81,12 @@ def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu:
     Args:
         on_cpu: count a CPU's run, which may use sparse products; otherwise all are dense.
     """
-    layers = tuple(map(_facts, description.layers))
+    layers = []
+    for layer in description.layers:
+        # Outputs with five dimensions are images, [T, N, C, H, W].
+        rows = [each.shape[3] for each in layer.entries.values() if len(each.shape) == 5]
+        most_rows = max(rows, default=1)
+        layers.append(PlannedLayer(layer.name, layer.layer_group, layer.parameters, layer.operations, most_rows))
     tensor_sizes = sorted({*TENSOR_SIZES, config.parallel.tensor_model_parallel_size})
     context_sizes = sorted({*CONTEXT_SIZES, config.parallel.context_parallel_size} - {1})
     # Any number of ranks can share samples, or none.
@@ -105,18 +110,12 @@ def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu:
     return Analysis(
         model=config.model.name,
         about=cost_identity(config),
-        layers=layers,
+        layers=tuple(layers),
         sizes=trial_sizes(config),
         alone=count_layers(description, config, 1, on_cpu=on_cpu),
         shared=shared,
         possible=possible,
     )
-
-
-def _facts(layer: LayerDescription) -> PlannedLayer:
-    # Outputs with five dimensions are images, [T, N, C, H, W].
-    rows = [each.shape[3] for each in layer.entries.values() if len(each.shape) == 5]
-    return PlannedLayer(layer.name, layer.layer_group, layer.parameters, layer.operations, max(rows, default=1))
 
 
 def count_layers(

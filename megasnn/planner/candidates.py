@@ -39,7 +39,6 @@ class Layout:
         chunks: on each pipeline rank.
         recompute: a name in `RECOMPUTE`.
         shards_optimizer: True for ZeRO-1.
-        has_graphs: True for --cuda-graphs on.
     """
 
     grid: Grid
@@ -139,7 +138,6 @@ class Candidate:
     Attributes:
         seconds: a step's time; infinite for an impossible layout.
         bytes: the largest rank's memory; infinite for an impossible layout.
-        simulated: False for estimates.
         reason: why the plan is another one; "" for the chosen layout.
     """
 
@@ -169,7 +167,6 @@ def layouts(
 
     Args:
         counts: numbers of devices, ascending.
-        sizes: micro-batch sizes.
         may_be_best: tests a grid's plain layout (1F1B). False leaves out the grid's other layouts.
         knows_graphs: the devices have figures for CUDA graphs.
     """

@@ -18,7 +18,6 @@ from megasnn.checkpoint.format import config_differences
 from megasnn.common.files import STRICT, DescriptionError, FreeForm, described, read_regular, write_whole
 from megasnn.common.grid import ContextCut
 from megasnn.config.run import PretrainConfig
-from megasnn.config.values import to_dict
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, for_samples
 from megasnn.planner.machines import Machine
 
@@ -35,7 +34,6 @@ class LayerShare:
     """A rank's share in each layer and micro-batch.
 
     Attributes:
-        tensor, context: parallel sizes.
         cut: how context parallel ranks share a micro-batch.
         samples: on this rank.
         ranks: computing on the node at the same time.
@@ -55,7 +53,6 @@ class ResidentTensor:
 
     Attributes:
         shape: local shape.
-        itemsize: bytes per element.
         travels: bytes per element when gathered from shards.
     """
 
@@ -73,7 +70,6 @@ class PlannedLayer:
 
     Attributes:
         layer_group: see `Layer`. Files of development versions call it `unit`.
-        parameters: number of elements.
         operations: multiply-adds in one sample's forward.
         rows: output image height; 1 for other outputs.
     """
@@ -326,8 +322,8 @@ def cost_identity(config: PretrainConfig) -> dict[str, FreeForm]:
     """Settings behind layer costs, besides the micro-batch size."""
     training = config.training
     about = {
-        "model": {"name": config.model.name, **to_dict(config.model)},
-        "neuron": to_dict(config.neuron),
+        "model": {"name": config.model.name, **asdict(config.model)},
+        "neuron": asdict(config.neuron),
         "training": {"precision": training.precision, "sparse_products": training.sparse_products},
     }
     # As it is read back from the file: lists in place of tuples.

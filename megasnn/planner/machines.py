@@ -60,12 +60,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Available devices.
-
-    Attributes:
-        ranks: number of devices.
-        ranks_of_node: devices on each node.
-    """
+    """Available devices."""
 
     ranks: int
     ranks_of_node: int

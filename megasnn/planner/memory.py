@@ -35,7 +35,6 @@ def states_of(
 
     Args:
         chunks: the rank's tensors by chunk.
-        weight: `--weight-parallel-size`.
         owners: ranks sharing a shard's optimizer state; 1 without `--use-distributed-optimizer`.
     """
     buffers = 0

@@ -48,11 +48,9 @@ class Plan:
     """The chosen layout, and the reasons.
 
     Attributes:
-        predicted: the layout's simulated step.
         bytes: the largest rank's memory, with the allocator's unused blocks.
         largest_micro_batch: most samples in a micro-batch within the memory.
         candidates: all considered layouts, best first.
-        simulated: number of simulated candidates.
         seconds: planning time.
         advice: other settings worth a change.
         warnings: reasons to doubt the figures.
@@ -268,7 +266,8 @@ def table(plan: Plan) -> str:
     rows = [("layout", "step, ms", "GB", "", "why not")]
     rows += [_row(each) for each in plan.candidates[:SHOWN]]
     widths = []
-    for column in range(4):  # the reason is last and needs no padding
+    for column in range(4):
+        # The reason is last and needs no padding.
         widths.append(max(len(row[column]) for row in rows))
     for row in rows:
         cells = [text.ljust(width) for text, width in zip(row[:4], widths, strict=True)]

@@ -56,7 +56,6 @@ class Predicted:
 
     Attributes:
         memory: by pipeline rank.
-        bounds: layers by chunk.
         idle: idle fraction of the ranks' time.
         micro_batches: largest number on a replica.
     """

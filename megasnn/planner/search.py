@@ -33,11 +33,7 @@ class PlanError(ValueError):
 
 
 class Search:
-    """Candidates and their ranking.
-
-    Args:
-        sizes: micro-batch sizes to choose from.
-    """
+    """Candidates and their ranking."""
 
     def __init__(
         self,
@@ -152,7 +148,8 @@ class Search:
         else:
             try:
                 predicted = self._predictor.predict(each.layout)
-            except ValueError as error:  # a schedule that cannot place the layers
+            except ValueError as error:
+                # A schedule that cannot place the layers.
                 found = replace(each, seconds=math.inf, bytes=math.inf, reason=str(error))
         if predicted is not None:
             tensors = max(1e6 * (rank.total - rank.program) for rank in predicted.memory)

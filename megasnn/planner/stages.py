@@ -107,7 +107,6 @@ class EqualStages(NamedTuple):
 
     Attributes:
         idle: a rank's idle time in a step, in multiples of a stage's time for one micro-batch.
-        stashed: largest number of stashed ones.
         under_way: largest number from forward to weight gradient, as a mean of the rank's chunks.
     """
 

@@ -105,9 +105,7 @@ class Schedule:
     """
     Attributes:
         placement: each segment's pipeline rank.
-        micro_batches: per step.
         actions: ordered, one sequence per pipeline rank.
-        forward_only: evaluation.
     """
 
     name: str

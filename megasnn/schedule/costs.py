@@ -21,7 +21,6 @@ class ChunkCost:
         transfer_back: time to send its gradient back.
         activation: stashed from the forward until its backward or weight gradient; 1 counts micro-batches.
         unshard: the weights' all-gather time.
-        reduce_scatter: the gradients' time.
     """
 
     forward: float

@@ -140,7 +140,8 @@ class _Filling:
             step = heappop(self.heap)
             start_and_kind, rank = divmod(step, ranks)
             if step != self.steps[rank]:
-                continue  # outdated: an input has arrived since, and changed the rank's next computation
+                # Outdated: an input has arrived since, and changed the rank's next computation.
+                continue
             start, is_weight_gradient = divmod(start_and_kind, 2)
             wait = start - self.free_at[rank]
             if wait > 0:

@@ -127,7 +127,8 @@ def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
         arrived = micro_batches
         for chunk, rank in enumerate(placement):
             if done[chunk] < arrived:
-                ready[rank] = chunk  # replaces a ready chunk further from the output
+                # Replaces a ready chunk further from the output.
+                ready[rank] = chunk
             arrived = done[chunk]
         for rank, chunk in ready.items():
             orders[rank].append(Action(chunk, Kind.FORWARD, done[chunk]))

@@ -100,7 +100,8 @@ def _moved_while_better(
     moves = []
     for first, second in combinations_with_replacement(range(len(cuts)), 2):
         for step, other_step in product((-1, 1), repeat=2):
-            moves.append({first: step, second: other_step})  # one cut, if both are the same
+            # One cut, if both are the same.
+            moves.append({first: step, second: other_step})
     least = badness(cuts)
     while True:
         found = []

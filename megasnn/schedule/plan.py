@@ -163,7 +163,6 @@ def plan_schedule(
 
     Args:
         name: in `SCHEDULES`, or "auto".
-        chunks_per_rank: see `chunks_of_schedule`.
         micro_batches: number in a usual step; "auto" chooses the placement for it.
         costs_of: None: equal costs.
     Raises:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from megasnn.telemetry.spikes import Raster  # imports torch, which drawing a schedule does not need
+    # Imports torch, which drawing a schedule does not need.
+    from megasnn.telemetry.spikes import Raster
 
 Picture = NDArray[np.uint8]
 """uint8 `[height, width, 3]`."""

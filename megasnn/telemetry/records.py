@@ -44,7 +44,6 @@ class RunOutline:
     """Length, folders and start of a run.
 
     Attributes:
-        epoch_samples: training samples in an epoch.
         directory, log_directory: for TensorBoard and log.jsonl; None disables each.
         continued: (iteration, consumed samples) at the checkpoint.
         train_units, valid_units: of a language model's data.
@@ -100,7 +99,6 @@ class IterationRecord:
         loss: mean; nan if one iteration had nan.
         metrics: means by name; "accuracy" (top-1, 0 to 1) in a classification.
         learning_rate, global_batch_size, grad_norm: at the last iteration.
-        samples_per_second: on all ranks.
         skipped_iterations: without an update.
         nan_iterations: without a finite loss.
         skipped_samples: broken samples replaced since the run began, on all ranks.
@@ -171,6 +169,7 @@ def record_values(record: IterationRecord | EvaluationRecord) -> dict[str, float
 def scalars_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
     """By TensorBoard name, such as "training/loss"."""
     hints = get_type_hints(type(record), include_extras=True)
+    # Fields without an annotation are drawn in no card.
     cards = {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
     group = cards.pop("metrics")
     scalars = {card: getattr(record, name) for name, card in cards.items()}
@@ -221,6 +220,7 @@ def format_for_terminal(record: IterationRecord, now: datetime | None = None) ->
         "left": f"{format_duration(record.seconds_left)} left",
     }
     line = "  ".join(filter(None, parts.values()))
+    # The number of the iteration, the loss and the failures always stay.
     for name in ("norm", "rate", "epoch", "speed", "left", *reversed(metrics)):
         if len(line) <= COLUMNS:
             break

@@ -79,7 +79,6 @@ class TensorBoard:
     After the first error, such as a full disk, nothing more is written.
 
     Args:
-        directory: None writes nothing.
         continued_iteration: hides later points.
     """
 

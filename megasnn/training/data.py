@@ -121,7 +121,6 @@ class RunData:
     Raises:
         ValueError: some batch would leave a replica without a micro-batch, or a rank without a sample to share.
     Attributes:
-        length: whole training.
         data_position: sample order's identity, kept in a checkpoint beside the position: data, frames, seed.
     """
 

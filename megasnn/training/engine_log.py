@@ -33,7 +33,6 @@ class EngineLog:
 
     Args:
         folder: for log.jsonl and TensorBoard; None for neither.
-        log_interval: iterations between two log lines.
         epoch_samples: training samples in an epoch; None for one global batch.
     Raises:
         ValueError: the Engine's training has no length.

@@ -29,7 +29,6 @@ class LoadedStart:
     """State that a run has loaded.
 
     Attributes:
-        notices: for the user.
         best: best evaluation before.
         is_saved: the --save folder has a checkpoint with this very state.
         averaged: the weights are a checkpoint's average.
@@ -85,7 +84,7 @@ def _resume(
     )
     # An evaluation alone consumes no samples, whatever the training did before.
     samples = 0 if evaluates_only else loaded.consumed_samples
-    engine.step.after_loading((loaded.iteration, samples), loaded.averaged_steps)
+    engine.trainer.after_loading((loaded.iteration, samples), loaded.averaged_steps)
     if evaluates_only:
         remarks = [*loaded.remarks, *changed_samples(loaded.extra, config)]
         return LoadedStart(_warnings(remarks), averaged=loaded.averaged_steps is not None)
@@ -148,7 +147,7 @@ def _load_weights(config: PretrainConfig, engine: Engine, data: RunData, checkpo
         untouched=untouched,
         average=config.checkpoint.ema,
     )
-    engine.step.after_loading()
+    engine.trainer.after_loading()
     remarks = [*loaded.remarks, *changed_samples(loaded.extra, config)]
     if channels := loaded.untouched & of_first:
         names = ", ".join(sorted(channels))

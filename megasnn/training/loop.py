@@ -43,7 +43,6 @@ class TrainingRun:
 
     Args:
         stop: signals that ask the run to end.
-        callbacks: called on the first rank.
         checkpoint: as for `agree_on_start`.
         given: data sets in Python, in place of the shards of the flags.
 
@@ -152,7 +151,7 @@ class TrainingRun:
             trace = StepTrace(self.config, self.state, (self.engine.iteration, self.iterations), self.reporter)
             with closing(self.data.loader(self.engine).batches(self.engine.consumed_samples)) as batches:
                 while self.engine.iteration < self.iterations:
-                    with self.engine.step.timers("data"), error_context("while reading a batch"):
+                    with self.engine.trainer.timers("data"), error_context("while reading a batch"):
                         batch = next(batches)
                     self._iterate(batch, trace)
                     if self._should_exit():
@@ -304,7 +303,7 @@ class TrainingRun:
         if not (due and self.config.parallel.check_replicas_interval and has_replicas):
             return
         try:
-            with self.engine.step.timers("compare_replicas"):
+            with self.engine.trainer.timers("compare_replicas"):
                 compare_replicas(self.engine.checkpoints.whole_entries(), self.state, self.engine.iteration)
         except ReplicaError:
             # A save in the background began before the replicas differed.

@@ -53,18 +53,20 @@ def run(
 
     Args:
         config: validated (megasnn.config.validate).
-        callbacks: called on the first rank.
         checkpoint: of --load, if it has been chosen already. The first rank's counts.
         given: data sets in Python, in place of the shards of the flags.
     """
     try:
-        return _join_and_run(config, callbacks, checkpoint, given) or 0
+        status = _join_and_run(config, callbacks, checkpoint, given)
+        # torch types `record`'s result as optional: None stands for an exit with status 0.
+        return 0 if status is None else status
     except KeyboardInterrupt:
         sys.stderr.write("interrupted while starting\n")
         status = INTERRUPTED
     except Exception as error:
         status = 1
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # torchrun prints what `record` has written there
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            # torchrun prints what `record` has written there.
             text = in_full(error, with_traceback=not isinstance(error, MISTAKES))
             sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {text}\n")
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -86,7 +88,8 @@ def _first_error_alone(function: Callable[..., int]) -> Callable[..., int]:
             if not claim_fault(error):
                 end_process()
             if isinstance(error, MISTAKES):
-                raise error.with_traceback(None) from None  # `record` would write the traceback down
+                # `record` would write the traceback down.
+                raise error.with_traceback(None) from None
             raise
 
     return guarded
@@ -117,7 +120,8 @@ def _join_and_run(
             except Exception:
                 # A save in the background may be nearly complete. The other ranks still work on it: they learn of the
                 # error after this, and their processes end.
-                with suppress(Exception):  # the first error is the one to report
+                with suppress(Exception):
+                    # The first error is the one to report.
                     run.saves.finish(None if is_alone else SAVING_SECONDS)
                     if is_alone:
                         run.close()

@@ -57,9 +57,11 @@ def forecast_of_rank(
     states = states_of_run(config, distributed)
     peak = peak_of(costs, distributed, plan)
     snapshot = 0
-    if on_host and config.checkpoint.async_save:  # with a GPU the copy is in host memory, which is not predicted
+    if on_host and config.checkpoint.async_save:
+        # With a GPU the copy is in host memory, which is not predicted.
         snapshot = _snapshot_bytes(config, distributed)
-    samples = 0  # stages after the first read none
+    # Stages after the first read none.
+    samples = 0
     if distributed.takes_images:
         size = config.training.micro_batch_size
         # A rank that mixes samples reads whole micro-batches, not its own part alone.

@@ -24,6 +24,8 @@ from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder, SpikeRecorder,
 from megasnn.training.startup_log import log_folder
 
 DRAWN_SAMPLES = 8
+PICTURE_LINES = 10
+"""Log lines between two pictures of spikes."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Metrics:
     def __init__(self, engine: Engine) -> None:
         self._distributed = engine.distributed
         self._state = state = engine.state
-        self._timers = engine.step.timers
+        self._timers = engine.trainer.timers
         self._counted_from = 0
         self._order = self._distributed.description.layer_names
         self.spikes = SpikeRecorder()
@@ -145,16 +147,14 @@ class StepTrace:
 
 
 class Pictures:
-    """Samples and spikes in TensorBoard.
-
-    Args:
-        rasters: this rank's firing times.
-    """
+    """Samples and spikes in TensorBoard."""
 
     def __init__(
         self, config: PretrainConfig, engine: Engine, datasets: Datasets, rasters: RasterRecorder, reporter: Reporter
     ) -> None:
-        self._interval = config.logging.picture_interval
+        self._interval = 0  # iterations between two pictures; 0 without pictures
+        if config.logging.tensorboard_dir is not None:
+            self._interval = PICTURE_LINES * config.logging.log_interval
         self._reporter = reporter
         self._state = engine.state
         self._layers = engine.distributed.description.layer_names

@@ -31,7 +31,8 @@ class Operations:
         for chunk in distributed.chunks.values():
             for layer_name, layer in chunk.named_layers():
                 for name, module in layer.named_modules(prefix=layer_name):
-                    self._modules.setdefault(module, name)  # layers may share a module: the first name stays
+                    # Layers may share a module: the first name stays.
+                    self._modules.setdefault(module, name)
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -131,11 +131,7 @@ class Saves:
 
 
 def how_to_go_on(options: CheckpointConfig, succeeded: bool) -> str:
-    """Sentence after a run's early end.
-
-    Args:
-        succeeded: all checkpoints could be written.
-    """
+    """Sentence after a run's early end."""
     if not options.save:
         return "nothing is saved without --save: the same command begins anew"
     if not succeeded:

@@ -38,7 +38,8 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores signals, and so does the run
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    # nohup ignores signals, and so does the run.
                     self._handlers.callback(signal.signal, number, signal.signal(number, self._receive))
         return self
 

@@ -30,7 +30,6 @@ class Start:
         checkpoint: to load first; None without one.
         restarted: the job continues from its own checkpoints in the --save folder, whatever --load names.
         mark: file in the --save folder that every host must see; empty where nothing is saved.
-        notices: for the user.
     """
 
     checkpoint: ChosenCheckpoint | None = None

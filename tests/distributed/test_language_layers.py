@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megasnn.common.recompute import recording, replaying
 from megasnn.layers import vocabulary
 from megasnn.layers.embedding import ParallelEmbedding
 from megasnn.layers.layer_norm import ParallelLayerNorm
+from megasnn.layers.token_context import own_tokens
 from megasnn.layers.vocabulary import NextTokenLoss
+from megasnn.layers.weight_grad import WeightGradients
 from megasnn.parallel.traffic import traffic
+from megasnn.parallel_state import Group
 from tests.distributed.whole import (
     build,
     by_one,
@@ -105,6 +113,103 @@ def test_outputs_and_gradients_are_those_of_torch(ranks, size: int) -> None:
     require_close(embeddings, named, "embedding", rtol=1e-12, atol=1e-12)
     wanted = _expected({name: value.clone().requires_grad_() for name, value in OUTPUT.items()})
     require_close(losses, wanted, "loss", rtol=1e-12, atol=1e-12)
+
+
+class _Products(TorchDispatchMode):
+    """Counts multiply-adds of matrix products; torch's counter knows none that add to a matrix."""
+
+    multiply_adds = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__.split(".")[0] in ("mm", "addmm", "addmm_"):
+            a, b = args[-2:]
+            self.multiply_adds += a.numel() * b.shape[1]
+        return function(*args, **(kwargs or {}))
+
+
+def _products(work: Callable[[], object]) -> float:
+    """Number of products of all rows with all words."""
+    with _Products() as counted:
+        work()
+    return counted.multiply_adds / (N * L * C * WORDS)
+
+
+def _built_loss(group: Group) -> tuple[NextTokenLoss, Tensor, WeightGradients]:
+    of_group = context(group)
+    layer = NextTokenLoss(C, WORDS, of_group)
+    build({"layer": layer}, {f"layer.{name}": value for name, value in OUTPUT.items()})
+    x = mine(channels_last(STREAM - 1e3), group).requires_grad_()
+    layer(x.detach().to("meta"), TARGETS.to("meta"))
+    return layer, x, of_group.weight_gradients
+
+
+@pytest.mark.parametrize("chunk_values", [WORDS * N * L, 40])
+def test_a_cut_backward_leaves_the_weight_gradient_of_the_loss_for_later(monkeypatch, chunk_values: int) -> None:
+    monkeypatch.setattr(vocabulary, "CHUNK_VALUES", chunk_values)
+    whole, x, _ = _built_loss(Group("tp"))
+    assert _products(whole(x, TARGETS)["loss"].sum().backward) == 3
+    layer, x, weight_gradients = _built_loss(Group("tp"))
+    loss = layer(x, TARGETS)["loss"].sum()
+    with weight_gradients.deferred() as tasks:
+        # The logits of one chunk wait; of several only their sum, so that no rank holds logits of all tokens.
+        assert _products(loss.backward) == (2 if chunk_values > 40 else 3)
+    assert x.grad is not None and layer.weight.grad is None
+    (task,) = tasks
+    task()
+    assert torch.equal(layer.weight.grad, whole.weight.grad)
+
+
+def test_a_frozen_output_layer_forms_no_weight_gradient() -> None:
+    layer, x, _ = _built_loss(Group("tp"))
+    layer.weight.requires_grad_(False)
+    assert _products(layer(x, TARGETS)["loss"].sum().backward) == 2
+    assert x.grad is not None and layer.weight.grad is None
+
+
+def _recomputed_loss() -> tuple[list[float], list[bool]]:
+    layer, x, _ = _built_loss(everybody())
+    collected: deque[object] = deque()
+    outputs = []
+
+    def forward() -> None:
+        outputs.append(layer(x, TARGETS))
+
+    with recording(collected):
+        products = [_products(forward)]
+    with replaying(collected):
+        products.append(_products(forward))
+    first, again = outputs
+    return products, [torch.equal(first[name], again[name]) for name in ("loss", "top1")]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_recomputed_loss_forms_no_logits(ranks, size: int) -> None:
+    for products, same_bits in ranks(size, _recomputed_loss):
+        assert products[0] == pytest.approx(1 / size, rel=0.1)  # ranks divide 11 words
+        assert products[1] == 0
+        assert same_bits == [True, True]
+
+
+def _last_logits() -> tuple[float, Tensor]:
+    group = everybody("cp")
+    layer = NextTokenLoss(C, WORDS, replace(context(group), cut="tokens"))
+    build({"layer": layer}, {f"layer.{name}": value for name, value in OUTPUT.items()})
+    x = channels_last(STREAM - 1e3)
+    layer(x.to("meta"))
+    answers = []
+
+    def predict() -> None:
+        answers.append(layer(own_tokens(x, group))["logits"])
+
+    return _products(predict), answers[0]
+
+
+def test_only_the_rank_with_the_last_token_computes_an_answer(ranks) -> None:
+    (none, zeros), (some, logits) = ranks(2, _last_logits)
+    assert none == 0 < some
+    assert not zeros.any()
+    whole, x, _ = _built_loss(Group("tp"))
+    assert torch.equal(zeros + logits, whole(x)["logits"])
 
 
 def _loss_traffic(words: int) -> list[float]:

@@ -30,6 +30,7 @@ CLOSE = dict(rtol=1e-12, atol=1e-12)
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "softmax": partial(CausalAttention, DIM, HEADS),
     "no positions": partial(CausalAttention, DIM, HEADS, rotary_base=None),
+    "torch's softmax": partial(CausalAttention, DIM, HEADS),
     "spiking": partial(CausalSpikingAttention, DIM, HEADS),
     "small chunks": partial(CausalSpikingAttention, DIM, HEADS, chunk=2),
     "ternary": partial(CausalSpikingAttention, DIM, HEADS, chunk=3),
@@ -54,6 +55,8 @@ def made(name: str, context: BuildContext, length: int = LENGTH) -> nn.Module:
     channels = 3 * DIM // context.tp.size
     with building(context):
         layer = LAYERS[name]()
+    if name == "torch's softmax":
+        layer.blockwise = False  # as on a GPU
     with MaxInference():
         x = torch.empty(T, N, channels, length, device="meta", dtype=torch.float64)
         layer(mark_spikes(x, lowest=-1 if name == "ternary" else 0))
@@ -129,7 +132,8 @@ def test_only_states_travel_and_their_bytes_do_not_grow_with_the_length(ranks) -
             spans = shared_tokens(length, 3)
             keys = 2 * 8 * T * N * DIM * sum(len(span) for span in spans[:rank])
             returned = 2 * 8 * T * N * DIM * len(spans[rank]) * (2 - rank)
-            assert (found["softmax"].forward, found["softmax"].backward) == (keys, keys + returned)
+            for name in ("softmax", "torch's softmax"):
+                assert (found[name].forward, found[name].backward) == (keys, keys + returned)
 
 
 def _of_own_heads() -> dict[str, Found]:
@@ -180,8 +184,9 @@ def test_a_recomputed_forward_has_the_same_bits(ranks) -> None:
 
 def _with_other_tokens() -> None:
     context = replace(ONE, state=state_of(everybody("cp")), cut="tokens")
-    with pytest.raises(ValueError, match="of each sequence got 3"):
-        made("softmax", context)(random(T, N, 3 * DIM, 3))
+    for name in ("softmax", "spiking"):
+        with pytest.raises(ValueError, match="of each sequence got 3"):
+            made(name, context)(spikes(T, N, 3 * DIM, 3))
 
 
 def test_tokens_of_another_rank_are_refused(ranks) -> None:
@@ -195,7 +200,7 @@ def _in_bfloat16() -> dict[str, tuple[Found, Found]]:
     shared = replace(one, state=state_of(group), cut="tokens")
     weights = random(T, N, DIM, LENGTH, seed=4, dtype=torch.bfloat16)
     found = {}
-    for name in ("softmax", "ternary"):
+    for name in ("softmax", "torch's softmax", "ternary"):
         x = given_to(name).bfloat16()
         whole = computed(made(name, one), x, weights)
         part = computed(made(name, shared), own_tokens(x, group), own_tokens(weights, group))

@@ -127,12 +127,12 @@ def test_a_saved_engine_goes_on_where_it_stood(tmp_path: Path) -> None:
     with Engine(MODEL, **SIZES, ema_decay=0.9) as engine:
         engine.train_step(x, y)
         path = engine.save(tmp_path)
-        result, averages = engine.train_step(x, y), [entry.tensor.clone() for entry in engine.step.average.tensors]
+        result, averages = engine.train_step(x, y), [entry.tensor.clone() for entry in engine.trainer.average.tensors]
     assert path == tmp_path / "iter_0000001"
     with Engine(MODEL, **SIZES, ema_decay=0.9) as engine:
         engine.load(tmp_path)
         assert engine.train_step(x, y) == result
-        assert all(torch.equal(a, e.tensor) for a, e in zip(averages, engine.step.average.tensors, strict=True))
+        assert all(torch.equal(a, e.tensor) for a, e in zip(averages, engine.trainer.average.tensors, strict=True))
         weights = engine.state_dict()
         engine.load_state_dict({name: torch.zeros_like(value) for name, value in weights.items()})
         assert not any(value.any() for value in engine.state_dict().values())

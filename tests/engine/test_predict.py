@@ -117,7 +117,7 @@ def computed(flags: dict[str, Any], evaluates: bool, inference: bool = False) ->
                     engine.evaluate(images.float(), labels), engine.predict(images.float())
                     engine.predict(images[:1].float())  # an even number of exchanges would undo each other
             losses.append(engine.train_step(images[:10].float(), labels[:10]).loss)
-        averages = [] if engine.step.average is None else [e.tensor.clone() for e in engine.step.average.tensors]
+        averages = [] if engine.trainer.average is None else [e.tensor.clone() for e in engine.trainer.average.tensors]
         return [*losses, *engine.state_dict().values(), *averages]
 
 

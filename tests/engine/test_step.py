@@ -52,8 +52,8 @@ def batch_of(engine: Engine, number: int = 0) -> GlobalBatch:
 def tensors_of(engine: Engine) -> dict[str, Tensor]:
     """Weights, buffers, their average, and the optimizer's state, as they are on this rank."""
     found = {entry.name: entry.tensor for entry in engine.distributed.tensors}
-    assert engine.step.average is not None
-    found |= {entry.name: entry.tensor for entry in engine.step.average.tensors}
+    assert engine.trainer.average is not None
+    found |= {entry.name: entry.tensor for entry in engine.trainer.average.tensors}
     for number, state in enumerate(engine.optimizer.state.values()):
         found |= {f"{number} {name}": value for name, value in state.items()}
     return {name: value.detach().clone() for name, value in found.items()}

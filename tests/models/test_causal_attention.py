@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megasnn.layers import BuildContext, Numerics
+from megasnn.layers import BuildContext, Numerics, causal_spiking_attention
 from megasnn.layers.causal_attention import CausalAttention
 from megasnn.layers.causal_spiking_attention import CausalSpikingAttention, exact_up_to
 from megasnn.layers.shape_inference import MaxInference, mark_spikes
@@ -125,12 +125,29 @@ def test_inputs_that_give_no_exact_sums_are_refused() -> None:
     with pytest.raises(ValueError, match=f"{longest + 1} tokens with heads of 6 .*--precision fp64"):
         learned(length=longest + 1, dtype=torch.float32)
     learned(length=longest + 1, dtype=torch.float64)
+    rounding = CausalSpikingAttention(DIM, HEADS, BuildContext(numerics=Numerics(rounds=True)))
+    with MaxInference():
+        rounding(mark_spikes(torch.empty(T, N, 3 * DIM, 2048, device="meta")))
+        with pytest.raises(ValueError, match="2049 tokens .*--precision tf32 rounds whole numbers above 2048"):
+            rounding(mark_spikes(torch.empty(T, N, 3 * DIM, 2049, device="meta")))
     with pytest.raises(ValueError, match=r"takes q, k and v \[T, N, 36, L\]"):
         layer(torch.empty(T, N, 35, 4, device="meta"))
     with pytest.raises(ValueError, match="5 tokens, and the dry run saw 4"):
         learned(length=4)(random(T, N, 3 * DIM, 5))
     with pytest.raises(ValueError, match="even size"):
         CausalAttention(6, 2, context())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_parts_of_a_sequence_are_the_whole_one(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Many tokens are computed part by part, few tokens several frames at once: output and gradient keep their bits."""
+    x = channels_last(ternary(T, N, 3 * DIM, 75, seed=1).to(dtype))
+    layer = learned(length=75, dtype=dtype, chunk=4, lowest=-1)
+    whole = results(layer, x)
+    for tokens in (4, 12, 80, 160):
+        monkeypatch.setattr(causal_spiking_attention, "PART_VALUES", tokens * DIM)
+        for found, expected in zip(results(layer, x), whole, strict=True):
+            assert torch.equal(found, expected)
 
 
 def test_operations_grow_with_the_length_as_it_does() -> None:

@@ -196,7 +196,7 @@ def inputs_of(engine: DistributedModel, x: Tensor, labels: Tensor, micro_batch_s
         samples = range(start + own.start, start + own.stop)
         part = slice(samples.start, samples.stop)
         values = x[part] if engine.takes_images else None, labels[part] if engine.gives_logits else None
-        batches.append(MicroBatchInput(*values, len(own), samples, whole=sizes[i]))
+        batches.append(MicroBatchInput(*values, len(own), samples, total_size=sizes[i]))
     return batches
 
 

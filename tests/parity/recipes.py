@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from megasnn.config import PretrainConfig, validate
 from megasnn.data import GlobalBatch
-from megasnn.engine.step import TrainStep
+from megasnn.engine.trainer import Trainer
 from megasnn.models.registry import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.microbatch_state import MicroBatchInput
@@ -198,10 +198,10 @@ def recipe(name: str, *flags: str) -> PretrainConfig:
 
 def train_recipe(name: str, *flags: str) -> tuple[Batches, list[float], dict[str, Tensor]]:
     """What a run of a recipe by its name trains on, its losses, and all tensors at the end."""
-    config, step = recipe(name, *flags), TrainStep.__call__
+    config, step = recipe(name, *flags), Trainer.take_step
     batches, losses = list[list[Any]](), list[float]()
 
-    def watched(self: TrainStep, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
+    def watched(self: Trainer, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
         batches.append([(micro.inputs["images"], micro.targets) for micro in micro_batches])
         result = step(self, micro_batches, batch)
         losses.append(result.loss)
@@ -210,7 +210,7 @@ def train_recipe(name: str, *flags: str) -> tuple[Batches, list[float], dict[str
     validate(config, 1)
     state = initialize_model_parallel()
     try:
-        with mock.patch.object(TrainStep, "__call__", watched):
+        with mock.patch.object(Trainer, "take_step", watched):
             run = TrainingRun(config, state)
             run.train()
         tensors = run.engine.state_dict()

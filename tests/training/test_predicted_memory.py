@@ -19,6 +19,7 @@ from megasnn.common.memory import AllocationCounter
 from megasnn.data.preprocess.sample import shards_of_sample
 from megasnn.engine import Engine
 from megasnn.models.model import Model
+from megasnn.models.spike_lm.model import SpikeLM
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.parallel import bucket_sizes
@@ -33,6 +34,11 @@ VGG = VggDvs(channels="16,32,P,64,P,64,P", image_size=32, time_steps=5)
 # Parameters take more here than all that a micro-batch of one sample leaves.
 WIDE = Spikformer(embed_dim=192, depth=2, num_heads=4, image_size=16, in_channels=3, time_steps=2)
 DEEP = VggDvs(channels="16,32,P,128,P,256,P", image_size=32, time_steps=5)
+LANGUAGE = SpikeLM(embed_dim=64, depth=2, num_heads=4, seq_length=128, time_steps=4)
+ON_SPIKES = SpikeLM(
+    embed_dim=64, depth=2, num_heads=4, seq_length=128, time_steps=4, attention="spiking", positions="learned"
+)
+TOKENS = {"context_parallel_size": 2, "context_parallel_cut": "tokens"}
 STEPS = 4
 THREE = {"micro_batch_size": 4, "global_batch_size": 12, "train_iters": 9}
 ZERO1 = {"use_distributed_optimizer": True}
@@ -55,6 +61,9 @@ CASES: dict[str, Case] = {
     "wide-zero1": (WIDE, 2, SINGLE),
     # The first layers need most, while the bucket of the last ones is under way.
     "bucket": (DEEP, 2, SINGLE),
+    "spike_lm-zbv": (LANGUAGE, 2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}),
+    "spiking": (ON_SPIKES, 1, {}),
+    "spiking-tokens-always": (ON_SPIKES, 2, {**TOKENS, "recompute": "always"}),
     # Weights in bfloat16 are copied once a step.
     "spikformer-bf16": (SPIKFORMER, 2, {**PP2_ALWAYS, "precision": "bf16"}),
 }
@@ -63,6 +72,10 @@ SMALL_BUCKETS = {"bucket": 2**17}
 
 def batch_of(engine: Engine) -> tuple[dict[str, Tensor], Tensor]:
     samples, shape = engine.config.training.global_batch_size, engine.config.model.input_shape  # of all windows
+    if isinstance(engine.config.model, SpikeLM):
+        shape = samples, engine.config.model.seq_length + 1
+        text = torch.randint(engine.config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+        return {"tokens": text[:, :-1]}, text[:, 1:]
     images = torch.randn((samples, *shape), generator=torch.Generator().manual_seed(0))
     return {"images": images}, torch.arange(samples) % engine.config.model.num_classes
 

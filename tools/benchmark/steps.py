@@ -237,7 +237,7 @@ class _Step:
 
     def parts_ms(self) -> dict[str, float]:
         """Milliseconds of the last step's parts: the Engine's timers, and the sum over each kind of action."""
-        parts = self._engine.step.timers.mean_ms()
+        parts = self._engine.trainer.timers.mean_ms()
         for name, times in self._actions.ended_ms().items():
             parts[name] = sum(times)
         return parts

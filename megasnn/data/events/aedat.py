@@ -93,7 +93,10 @@ def decode_aedat2(data: bytes, sensor: SensorSize | None = None, transpose_dvs12
     y = sensor.height - 1 - row
     if sensor == DVS128 and transpose_dvs128:
         x, y = y, x
-    return Recording(Events.make(_unwrap_times(time[is_pixel]), x, y, p), sensor)
+    time = time[is_pixel]
+    # jAER counts 32 bits, cAER 31. Both clocks can also be reset to 0: only a fall from the end of the range is a wrap.
+    bits = 32 if time.max(initial=0) >> 31 else 31
+    return Recording(Events.make(unwrap(time, bits, _LONGEST_SILENCE), x, y, p), sensor)
 
 
 def _require_dvs128(address: NDArray[np.uint32]) -> None:
@@ -104,12 +107,6 @@ def _require_dvs128(address: NDArray[np.uint32]) -> None:
             f"address {address[index]:#x} at event {index} is not a DVS128's; "
             "give the sensor's size (--sensor-size HEIGHT WIDTH)"
         )
-
-
-def _unwrap_times(time: NDArray[np.uint32]) -> NDArray[np.int64]:
-    # jAER counts 32 bits, cAER 31. Both clocks can also be reset to 0: only a fall from the end of the range is a wrap.
-    bits = 32 if time.max(initial=0) >> 31 else 31
-    return unwrap(time, bits, _LONGEST_SILENCE)
 
 
 def decode_aedat3(data: bytes, sensor: SensorSize | None = None) -> Recording:
@@ -158,7 +155,8 @@ def _polarity_packets(data: bytes, position: int) -> Iterator[NDArray[np.int64]]
             words = np.frombuffer(data, "<u4", 2 * number, start).reshape(-1, 2).astype(np.int64)
             words[:, 1] += int(header["overflow"]) << 31  # times have 31 bits
             yield words
-        position = start + capacity * size  # unused events follow the used ones
+        # Unused events follow the used ones.
+        position = start + capacity * size
 
 
 def _read_header(data: bytes) -> tuple[list[str], int]:

@@ -67,7 +67,11 @@ def _columns(arrays: Mapping[str, NDArray], sensor: SensorSize | None) -> dict[s
     if not missing:
         return _by_name(arrays)
     # A structured array or an array [N, 4], under any name; height and width may lie beside it.
-    tables = [array for array in arrays.values() if array.dtype.names or _is_table(array)]
+    tables = []
+    for array in arrays.values():
+        has_columns = array.ndim == 2 and array.shape[1] == len(_NAMES) and array.dtype.kind in _NUMBERS
+        if array.dtype.names or has_columns:
+            tables.append(array)
     if len(tables) != 1:
         found = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
         raise ValueError(f"has no array {missing[0]}; it has {found or 'none'}")
@@ -79,10 +83,6 @@ def _columns(arrays: Mapping[str, NDArray], sensor: SensorSize | None) -> dict[s
     if missing:
         raise ValueError(f"has no field {missing[0]} in its structured array; it has {', '.join(fields)}")
     return _by_name(fields)
-
-
-def _is_table(array: NDArray) -> bool:
-    return array.dtype.kind in _NUMBERS and array.ndim == 2 and array.shape[1] == len(_NAMES)
 
 
 def _missing(arrays: Mapping[str, NDArray]) -> list[str]:

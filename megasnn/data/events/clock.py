@@ -19,7 +19,8 @@ def unwrap(counter: NDArray, bits: int, silence: int | None = None) -> NDArray[n
     threshold = half if silence is None else (1 << bits) - silence
     steps = np.diff(values)
     wraps = (steps < -threshold).astype(np.int64)
-    wraps -= steps > threshold  # back before the wrap, to a late event
+    # Back before the wrap, to a late event.
+    wraps -= steps > threshold
     turns = np.cumsum(wraps)
     # A large rise before the first wrap is none: it follows a zero at the beginning.
     turns -= np.minimum(np.minimum.accumulate(turns), 0)

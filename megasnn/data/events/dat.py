@@ -28,7 +28,8 @@ def decode_dat(data: bytes, sensor: SensorSize | None = None) -> Recording:
         ValueError: cut, too large, another version or event kind, or no sensor size.
     """
     header = read_header(data)
-    version = header.fields.get("version", _VERSION)  # some files have no `% Version`
+    # Some files have no `% Version`.
+    version = header.fields.get("version", _VERSION)
     if version != _VERSION:
         raise ValueError(f"is DAT of version {version!r}; only version {_VERSION} is read")
     kind_and_size = data[header.end : header.end + 2]

@@ -123,7 +123,8 @@ def _decode_evt3(words: NDArray[np.uint16], start: int) -> Events:
     source = at.copy()
     source[is_vector] = bases[_latest(bases, at[is_vector])]
     pixels = _PIXELS[kind]
-    moved = np.cumsum(pixels, dtype=np.uint32) - pixels  # columns, by all vectors before a word
+    # Columns, by all vectors before a word.
+    moved = np.cumsum(pixels, dtype=np.uint32) - pixels
     column = (value[source] & 0x7FF) + moved[at] - moved[source]
     mask = np.where(is_vector, value[at] & ((1 << pixels[at]) - 1), 1).astype(np.uint16)
 

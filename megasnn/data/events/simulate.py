@@ -88,7 +88,8 @@ def _threshold_crossings(
     """t, x, y, p of events from light, pixel by pixel in each time step."""
     pixel_random = np.random.default_rng(keyed_seed("thresholds of a simulated sensor", 0))  # equal in all recordings
     spread = 1 + sensor.mismatch * pixel_random.standard_normal(light.shape[1])
-    threshold = sensor.threshold * np.maximum(spread, 0.1)  # a threshold near 0 would fire endlessly
+    # A threshold near 0 would fire endlessly.
+    threshold = sensor.threshold * np.maximum(spread, 0.1)
     # Each pixel starts anywhere between two of its levels, from light before the recording.
     reference = light[0] + threshold * random.uniform(-1, 1, light.shape[1])
     start = np.empty_like(light[1:])

@@ -49,7 +49,8 @@ def walk(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         status = os.stat(parent)
         identity = (status.st_dev, status.st_ino)
-        if identity in seen:  # links may lead in a circle
+        if identity in seen:
+            # Links may lead in a circle.
             folders.clear()
             continue
         seen.add(identity)

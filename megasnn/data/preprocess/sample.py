@@ -42,7 +42,8 @@ def digit_samples(split: str, events: bool) -> Iterator[tuple[str, Mapping[str, 
     scans, labels = read_digits()
     held_out = np.zeros(len(labels), bool)
     for label in range(10):
-        held_out[np.flatnonzero(labels == label)[4::5]] = True  # every fifth sample of each class
+        # Every fifth sample of each class.
+        held_out[np.flatnonzero(labels == label)[4::5]] = True
     chosen = np.flatnonzero(held_out if split == "valid" else ~held_out).tolist()
     for row in tqdm(chosen, f"digits ({split})", unit=" samples", disable=None, leave=False):
         if events:

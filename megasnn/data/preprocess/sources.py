@@ -152,7 +152,8 @@ def list_cifar(folder: Path, classes: Literal[10, 100]) -> Listing:
     return Listing(splits, class_names)
 
 
-@lru_cache(maxsize=1)  # consecutive items have rows of one file
+# Consecutive items have rows of one file.
+@lru_cache(maxsize=1)
 def cifar_rows(path: Path, labels: int) -> np.ndarray:
     """Rows of a CIFAR file, uint8 [n, labels + 3072], memory-mapped."""
     try:
@@ -308,7 +309,8 @@ def copy_image(item: Item) -> Mapping[str, bytes]:
         return {"png": encode_image(image, "PNG", compress_level=1)}
     except MemoryError:
         raise
-    except Exception as error:  # Pillow has no common error class
+    except Exception as error:
+        # Pillow has no common error class.
         raise ValueError(f"{item.source} cannot be decoded: {error}") from error
 
 
@@ -337,6 +339,7 @@ def encode_recording(item: Item, frames: FrameOptions | None, reading: Reading) 
         raise ValueError(f"{item.source}: {error}") from error
 
 
-@lru_cache(maxsize=1)  # consecutive items have clips of one recording
+# Consecutive items have clips of one recording.
+@lru_cache(maxsize=1)
 def _read(path: Path, reading: Reading) -> Recording:
     return read_recording(path, reading.sensor_size, reading.sort, reading.time_unit, reading.transpose_dvs128)

@@ -233,7 +233,8 @@ def _whole_numbers(file: Any, name: str) -> NDArray[np.int64]:
     return dataset[:].astype(np.int64)
 
 
-@lru_cache(maxsize=1)  # consecutive items are samples of one file
+# Consecutive items are samples of one file.
+@lru_cache(maxsize=1)
 def _opened(path: Path) -> Any:
     try:
         import h5py
@@ -279,5 +280,6 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except (ImportError, MemoryError):
         raise
-    except Exception as error:  # h5py raises OSError, RuntimeError, KeyError and others for damaged files
+    except Exception as error:
+        # h5py raises OSError, RuntimeError, KeyError and others for damaged files.
         raise ValueError(f"{path} cannot be read: {error}") from error

@@ -84,7 +84,8 @@ def new_folder(output: Path) -> Iterator[Path]:
 
 def write_shard(path: Path, samples: Iterable[Sample]) -> None:
     """Writes a shard whose bytes depend on `samples` only."""
-    from webdataset import TarWriter  # the writer in its ShardWriter; imports torch
+    # The writer in its ShardWriter; imports torch.
+    from webdataset import TarWriter
 
     # Constant owner, rights and time of change. GNU's format has names of any length.
     attributes: dict[str, Any] = {"user": "", "group": "", "mode": 0o644, "mtime": 0, "format": "GNU_FORMAT"}

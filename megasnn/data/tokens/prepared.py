@@ -155,7 +155,9 @@ def _prefix_of(data_path: str) -> str:
     path = Path(data_path)
     if path.suffix in (DATA, INDEX):
         return str(path.with_suffix(""))
-    return data_path if with_ending(path.expanduser(), INDEX).exists() else ""
+    # One of the two files is enough: the other one is then missing, by its name.
+    is_prefix = any(with_ending(path.expanduser(), ending).exists() for ending in (INDEX, DATA))
+    return data_path if is_prefix else ""
 
 
 def _opened(prefix: Path, source: str) -> PreparedTokens:

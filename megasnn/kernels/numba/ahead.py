@@ -43,7 +43,6 @@ def compile_ahead(uses: Collection[NeuronUse], dtype: torch.dtype, trains: bool,
     """Compiles or loads all kernels of a run. The ranks of a host begin with different ones.
 
     Args:
-        trains: also the kernels of the backward.
         rank, ranks: this process, and the processes on its host that call this.
     """
     trials: dict[tuple[str, NeuronSpec | None], Trial] = {}

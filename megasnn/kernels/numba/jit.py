@@ -34,7 +34,8 @@ _UNCALLED: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": Tru
 part = njit(**_UNCALLED, **COMPILED)
 
 _threads: dict[int, ThreadPoolExecutor] = {}  # helpers besides the calling thread, by their number
-os.register_at_fork(after_in_child=_threads.clear)  # threads do not survive a fork
+# Threads do not survive a fork.
+os.register_at_fork(after_in_child=_threads.clear)
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +44,8 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     try:
         with _cached_in_own_folder():
             compiled._cache = MachineCode(function)
-    except (CacheError, RuntimeError) as error:  # numba raises RuntimeError for a folder that is not writable
+    except (CacheError, RuntimeError) as error:
+        # numba raises RuntimeError for a folder that is not writable.
         warnings.warn(f"each process compiles the kernels anew: {error}", stacklevel=2)
     return compiled
 
@@ -63,7 +65,8 @@ class MachineCode(FunctionCache):
         if found is not None:
             return found
         progress.report()
-        self._finish()  # an earlier kernel that did not compile
+        # An earlier kernel that did not compile.
+        self._finish()
         # The system releases the lock of a process that ends. The key holds the processor as well: hosts with a common
         # folder and other processors do not wait for each other.
         key = repr(self._index_key(sig, target_context.codegen()))

@@ -159,14 +159,12 @@ def bits_for(spikes: np.ndarray, packed: bool) -> np.ndarray:
 def constants_of(spec: NeuronSpec, dtype: np.dtype, w: Tensor | None, learn: bool) -> Constants:
     """w: the learned charging factor is sigmoid(w)."""
     if w is None:
-        return _fixed_constants(spec, dtype, learn)
+        return _fixed_constants(spec, dtype, 0.0, learn)
     number = torch.float64 if dtype == np.float64 else torch.float32
     return constants(spec, dtype, float(torch.sigmoid(w.detach().to(number))), learn)
 
 
-@cache
-def _fixed_constants(spec: NeuronSpec, dtype: np.dtype, learn: bool) -> Constants:
-    return constants(spec, dtype, 0.0, learn)
+_fixed_constants = cache(constants)
 
 
 def _copied(parameter: Tensor) -> np.ndarray:

@@ -119,7 +119,8 @@ def route_lanes(like, first, last, g, place, t, width, middle, column, places, g
         for line in range(max(middle - 1, 0), min(middle + 2, height)):
             number = 3 * (line - middle + 1)
             row = line * width + 2 * column
-            has_earlier = line < middle and line > 0  # an earlier output row has reached this line
+            # An earlier output row has reached this line.
+            has_earlier = line < middle and line > 0
             even = where(winner == places[number + 1], of_winner, zero)
             if has_earlier:
                 even = load(g_image, row, c, like) + even

@@ -75,7 +75,8 @@ def add_gradient_rows(like, rest, spikes, padded, total, column, stride, offsets
         up = offsets[-1, 0] - offsets[place, 0]
         left = offsets[-1, 1] - offsets[place, 1]
         offset = up * stride + left
-        start = ends[0] - ends[0]  # 0 in the type of `ends`
+        # 0 in the type of `ends`.
+        start = ends[0] - ends[0]
         for channel in range(channels):
             end = ends[channel]
             if end > start:

@@ -198,7 +198,8 @@ def _add_sums(work: Work, total: Tensor, grad: Tensor, spikes: Spikes, geometry:
     seen = np.zeros(columns, spikes.values.dtype)
     arrays = (spikes.words, spikes.values, gradients.numpy(), by_place.numpy(), seen)
     run_kernel(loops.weight_gradients, len(cuts), *arrays, cuts, sizes, _offsets(total, geometry), rows)
-    if not np.isfinite(seen).all():  # the dense product would have multiplied these gradients with zeros
+    if not np.isfinite(seen).all():
+        # The dense product would have multiplied these gradients with zeros.
         by_place += torch.from_numpy(seen)
     turned = empty((columns, places), total.dtype, total.device).copy_(by_place.t())
     total += turned.view(columns, *total.shape[2:], total.shape[1]).movedim(-1, 1)
@@ -230,7 +231,8 @@ def _by_pixel(weight: Tensor) -> Tensor:
     columns = len(weight)
     itemsize = weight.element_size()
     spare = 0
-    if columns * itemsize % (16 * _LINE) == 0:  # otherwise all rows would fall on the same lines of a cache
+    if columns * itemsize % (16 * _LINE) == 0:
+        # Otherwise all rows would fall on the same lines of a cache.
         spare = 8 * _LINE // itemsize
     spread = empty((len(rows), columns + spare), weight.dtype, weight.device)
     spread[:, :columns] = rows

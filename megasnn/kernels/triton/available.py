@@ -56,7 +56,8 @@ def _unusable(device: torch.device) -> str | None:
         from megasnn.kernels.triton.launch import try_out
 
         try_out(device)
-    except Exception as error:  # a missing library, compiler or driver may raise anything
+    except Exception as error:
+        # A missing library, compiler or driver may raise anything.
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
             # A full memory may pass, so it must not be cached.
             raise

@@ -54,7 +54,8 @@ def unpack_bits_kernel(packed, out, size, columns, stride, BLOCK: tl.constexpr):
     value = (bits[:, None] >> tl.arange(0, 8)[None, :]) & 1
     target = out + (place // columns).to(tl.int64) * stride + place % columns
     if out.dtype.element_ty.is_floating():
-        value = value.to(tl.float32)  # the interpreter converts integers to bfloat16 wrongly
+        # The interpreter converts integers to bfloat16 wrongly.
+        value = value.to(tl.float32)
     tl.store(target, value.to(out.dtype.element_ty), mask=place < size)
 
 
@@ -86,7 +87,8 @@ def unpack_ternary_kernel(packed, out, size, columns, stride, BLOCK: tl.constexp
     value = ((above[:, None] >> tl.arange(0, 8)[None, :]) & 1) - ((below[:, None] >> tl.arange(0, 8)[None, :]) & 1)
     target = out + (place // columns).to(tl.int64) * stride + place % columns
     if out.dtype.element_ty.is_floating():
-        value = value.to(tl.float32)  # the interpreter converts integers to bfloat16 wrongly
+        # The interpreter converts integers to bfloat16 wrongly.
+        value = value.to(tl.float32)
     tl.store(target, value.to(out.dtype.element_ty), mask=place < size)
 
 
@@ -100,6 +102,7 @@ def pack_counts_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
         value = value.to(tl.float32)
     fits = (value >= 0) & (value <= 255)
     byte = tl.where(fits, value, 0).to(tl.int32)
+    # Values that do not fit are stored as 0, and reported below.
     tl.store(packed + place, byte.to(tl.uint8), mask=place < size)
     if strange is not None:
         odd = (byte.to(value.dtype) != value) | below

@@ -47,7 +47,8 @@ def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channe
         shift = of_channel(norm, 1, place, inside, channels)
     for _ in range(T // AT_ONCE):
         for t in tl.static_range(AT_ONCE):
-            if t == 0 or not REPEATED:  # a repeated input is read once for several steps
+            if t == 0 or not REPEATED:
+                # A repeated input is read once for several steps.
                 if POOL:
                     y, _, _ = pooled(x, place, inside, scale, shift, channels, height, width, above, D)
                 else:
@@ -133,6 +134,7 @@ def gradient_kernel(x, g_spikes, g_x, norm, mean_gradients, v_first, g_last, g_f
         g_v = tl.load(g_last + place, mask=inside, other=0).to(D)
     summed = tl.zeros(place.shape, D)
     total = tl.zeros(place.shape, D)
+    # A constant: without a learned factor its terms are not compiled.
     LEARN: tl.constexpr = totals is not None
     # The last chunk comes first: it may be shorter than the others.
     BEFORE: tl.constexpr = (T - 1) // CHUNK  # chunks before the last one

@@ -49,7 +49,8 @@ def chunk(dtype: torch.dtype, time_steps: int) -> int:
     """Time steps in a chunk, whose potentials a backward recomputes together and holds in registers."""
     registers = lanes_of_backward(dtype, time_steps)
     if dtype == torch.float64:
-        registers *= 4  # two for each number, and as many again for the exponential
+        # Two for each number, and as many again for the exponential.
+        registers *= 4
     return time_steps if time_steps * registers <= _REGISTERS else _IN_A_LOOP // registers
 
 
@@ -80,7 +81,6 @@ class Launch:
     Args:
         kernel: takes tensors (or None), then numbers, then constants.
         numbers: argument values behind the tensors.
-        constants: compile-time arguments by name.
     """
 
     # Triton's `kernel[grid](...)` binds, checks and hashes all arguments in every call. It returns the compiled kernel,

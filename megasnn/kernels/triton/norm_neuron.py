@@ -52,6 +52,7 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
         if norm is None:
             launches.fold(partial, values, None, None, None)
             return Statistics(values)
+        # The same launch gives the coefficients, because no other rank adds to the statistics.
         coefficients = x.new_empty((3, self.channels), dtype=launches.number)
         launches.fold(partial, values, norm.weight, norm.bias, coefficients)
         return Statistics(values, coefficients)
@@ -74,6 +75,7 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
         q = None if w is None else learned_factor(w, launches.number)
         launches.fire(x, coefficients, None, q, spikes, bits, None)
         spikes = spikes.movedim(-1, 2)
+        # Where a step does not fill whole bytes, spikes are packed by a kernel of their own.
         if packed and bits is None:
             bits = pack_bits(spikes)
         return spikes, bits
@@ -88,7 +90,8 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
         if self.norm_neuron.pool:
             g_pooled = x.new_empty((self.shape[0], launches.size))
             taps = torch.empty_like(g_pooled, dtype=torch.uint8)
-        kinds = 3 if learn else 2  # without a learned factor its sum is left out
+        # Without a learned factor its sum is left out.
+        kinds = 3 if learn else 2
         partial = x.new_empty((kinds, *launches.partial_shape), dtype=launches.number)
         kept = None
         if launches.chunks_shape is not None:
@@ -127,7 +130,8 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
             launch(sums, variance, mean_gradients)
         if coefficients is None:
             coefficients = self.coefficients(mean, variance, BatchNorm(weight, bias))
-        g_x = torch.empty_like(x)  # as dense as x, and in its order
+        # As dense as x, and in its order.
+        g_x = torch.empty_like(x)
         if g_pooled is not None:
             launches.pooled_gradient(x, g_pooled, taps, g_x, coefficients, mean_gradients)
             return g_x

@@ -38,7 +38,8 @@ def pooled(x, place, inside, scale, shift, channels, height, width, above, D: tl
             valid = inside & (row + i >= 0) & (row + i < height) & (column + j >= 0) & (column + j < width)
             value = tl.load(x + start + (i * width + j) * channels, mask=valid, other=0).to(D)
             y = value * scale + shift
-            wins = valid & ((y > best) | (y != y))  # the first of equal values, and a NaN, as in PyTorch
+            # The first of equal values, and a NaN, as in PyTorch.
+            wins = valid & ((y > best) | (y != y))
             best = tl.where(wins, y, best)
             winner = tl.where(wins, value, winner)
             tap = tl.where(wins, 3 * i + j, tap)

@@ -41,7 +41,8 @@ def divided(x, y):
         first = x * inverse
         z = tl.fma(tl.fma(-first, y, x), inverse, first)
         z = tl.fma(tl.fma(-z, y, x), inverse, z)
-        z = tl.where(z == z, z, first)  # infinite x: the corrections are NaN
+        # Infinite x: the corrections are NaN.
+        z = tl.where(z == z, z, first)
     else:
         z = _divided(x, y)
     return z
@@ -190,7 +191,8 @@ def keep_chunk_starts(x, place, inside, scale, shift, v, q, size, kept, T: tl.co
             v = reset(charge(y, v, q, N), N)
         x = at_step(x, CHUNK, size, REPEATED)
         kept += size
-    tl.debug_barrier()  # another thread may read what one has written
+    # Another thread may read what one has written.
+    tl.debug_barrier()
     return v
 
 

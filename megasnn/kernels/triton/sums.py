@@ -268,7 +268,8 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
                 x_t += in_size
                 g_t += size
                 taps_t += size
-            tl.debug_barrier()  # another thread may read what one has written
+            # Another thread may read what one has written.
+            tl.debug_barrier()
         first = first_potential(None, place, inside, N, D)
         g_v = tl.zeros(place.shape, D)
         summed = tl.zeros(place.shape, D)

@@ -70,10 +70,6 @@ def _is_single_step(module: nn.Module) -> bool:
     return hasattr(module, "step_mode") and not is_multi_step(module) and not facts(module).is_stepped
 
 
-def _is_foreign_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and in_table(module) is not sharded_batch_norm
-
-
 def _with_values(module: nn.Module) -> str | None:
     return next((name for name, x in own_tensors(module) if not x.is_meta and x.ndim > 0), None)
 
@@ -98,7 +94,7 @@ _PROBLEMS = (
     _Problem(("shard",), lambda each: isinstance(each, SHARDED), "is sharded already; shard is for plain layers"),
     _Problem(
         ("plain", "inside", "kept", "cut"),
-        _is_foreign_batch_norm,
+        lambda each: isinstance(each, _BatchNorm) and in_table(each) is not sharded_batch_norm,
         "is a batch norm with a forward of its own, which MegaSNN's batch norm would not run",
     ),
     _Problem(("plain",), _is_single_step, _SINGLE),
@@ -164,10 +160,12 @@ def is_by_channel(module: nn.Module) -> bool:
     return kind in _BY_CHANNEL and all(is_by_channel(child) for child in module.children())
 
 
-def refuse_mixed_rows(layer: nn.Module, context: BuildContext) -> None:
-    """Raises ValueError for a module that may mix image rows, if ranks divide them."""
+def refuse_mixing(layer: nn.Module, context: BuildContext) -> None:
+    """Raises ValueError for a module that may mix image rows or tokens, if ranks divide them."""
     if context.row_group is not None:
         _refuse_mixed(layer, context.row_group, _mixes_rows, "row", "rows of images")
+    if context.token_group is not None:
+        _refuse_mixed(layer, context.token_group, _mixes_tokens, "token", "tokens")
 
 
 def _mixes_rows(module: nn.Module) -> bool:
@@ -177,12 +175,6 @@ def _mixes_rows(module: nn.Module) -> bool:
     # A user's neuron has a surrogate function of SpikingJelly as a part.
     ours = type(module).__module__.startswith(("megasnn.", "spikingjelly.activation_based.surrogate"))
     return not (ours or class_name(module) in _BY_PIXEL or isinstance(module, NeuronLayer))
-
-
-def refuse_mixed_tokens(layer: nn.Module, context: BuildContext) -> None:
-    """Raises ValueError for a module that may mix tokens, if ranks divide them."""
-    if context.token_group is not None:
-        _refuse_mixed(layer, context.token_group, _mixes_tokens, "token", "tokens")
 
 
 def _refuse_mixed(

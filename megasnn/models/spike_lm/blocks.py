@@ -100,7 +100,17 @@ class MLPHalf(nn.Module):
 
 
 def _neuron(calibrated: bool, context: BuildContext) -> NeuronLayer:
-    return ParallelBiSpike(None, context, calibrated=True) if calibrated else make_neuron(None, context)
+    if not calibrated:
+        return make_neuron(None, context)
+    spec = context.neuron
+    if spec.kind != ParallelBiSpike.kind:
+        raise ValueError(f"--neuron {spec.kind} has no amplitude: use --amplitude fixed, or --neuron bispike")
+    if spec.v_threshold != 1.0:
+        raise ValueError(
+            f"--v-threshold {spec.v_threshold} is the amplitude of --amplitude fixed, and that of first-batch follows "
+            "from data: leave one out"
+        )
+    return ParallelBiSpike(None, context, calibrated=True)
 
 
 def _product(inputs: int, outputs: int, style: Style, context: BuildContext, blocks: int = 1) -> ParallelConv:

@@ -75,6 +75,11 @@ class SpikeLM(Model):
 
         return ArraySpec((self.seq_length,), "int", below=self.vocab_size, over_tokens=True)
 
+    @property
+    def hidden(self) -> int:
+        """Hidden channels of the MLP."""
+        return int(self.embed_dim * self.mlp_ratio)
+
     def loss(self, output: Any, target: Tensor) -> Tensor:
         loss: Tensor = output["loss"][0]
         return loss
@@ -86,8 +91,23 @@ class SpikeLM(Model):
         wrong = super().problems(tensor_parallel)
         if self.embed_dim % self.num_heads:
             wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of --num-heads {self.num_heads}")
+        elif self.positions == "rotary" and self.embed_dim // self.num_heads % 2:
+            wrong.append(
+                f"--positions rotary needs heads of an even size, and --embed-dim {self.embed_dim} with --num-heads "
+                f"{self.num_heads} gives {self.embed_dim // self.num_heads} channels: change one, or use learned"
+            )
         if self.attention == "spiking" and self.positions == "rotary":
             wrong.append("--attention spiking has spikes, which do not rotate: give it --positions learned")
+        ranks = f"--tensor-model-parallel-size {tensor_parallel}"
+        if self.num_heads % tensor_parallel:
+            wrong.append(f"--num-heads {self.num_heads} does not divide by {ranks}")
+        if self.vocab_size < tensor_parallel:
+            wrong.append(f"--vocab-size {self.vocab_size} leaves ranks without a word: {ranks}")
+        hidden = f"--mlp-ratio {self.mlp_ratio} of --embed-dim {self.embed_dim} gives {self.hidden} hidden channels"
+        if self.hidden < 1:
+            wrong.append(f"{hidden}: raise it")
+        elif self.hidden % tensor_parallel:
+            wrong.append(f"{hidden}, which do not divide by {ranks}")
         return wrong
 
     def layers(self) -> Iterable[Layer]:
@@ -110,7 +130,7 @@ class SpikeLM(Model):
             else:
                 attention = AttentionHalf(dim, self.num_heads, calibrated, rotary=self.positions == "rotary")
             yield layer(f"{name}.attention", attention, layer_group=name)
-            yield layer(f"{name}.mlp", MLPHalf(dim, int(dim * self.mlp_ratio), calibrated), layer_group=name)
+            yield layer(f"{name}.mlp", MLPHalf(dim, self.hidden, calibrated), layer_group=name)
         yield layer("norm", ParallelLayerNorm(dim), layer_group="head")
         head = NextTokenLoss(dim, self.vocab_size)
         if self.tied:

@@ -14,8 +14,8 @@ class PositionalEncoding(ConvNormNeuron):
         return x + super().forward(x)
 
 
-class AttentionHalf(SpikingSelfAttention):
-    """A block's first half: x + attention(x)."""
+class ResidualAttention(SpikingSelfAttention):
+    """x + attention(x), as `ResidualMLP` behind it has x + mlp(x)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)

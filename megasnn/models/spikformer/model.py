@@ -53,7 +53,7 @@ class Spikformer(Model):
         from megasnn.layers import ConvNormNeuron, MeanLinear, ResidualMLP
         from megasnn.layers.init import trunc_normal, zeros
         from megasnn.layers.layer import layer
-        from megasnn.models.spikformer.blocks import AttentionHalf, PositionalEncoding
+        from megasnn.models.spikformer.blocks import PositionalEncoding, ResidualAttention
 
         dim = self.embed_dim
         stem = "patch_embed"
@@ -70,7 +70,7 @@ class Spikformer(Model):
         yield layer(f"{stem}.positional_encoding", positional, layer_group=stem)
         for block in range(self.depth):
             name = f"blocks.{block}"
-            attention = AttentionHalf(dim, self.num_heads, initialise=trunc_normal)
+            attention = ResidualAttention(dim, self.num_heads, initialise=trunc_normal)
             yield layer(f"{name}.attention", attention, layer_group=name)
             mlp = ResidualMLP(dim, int(dim * self.mlp_ratio), initialise=trunc_normal)
             yield layer(f"{name}.mlp", mlp, layer_group=name)

@@ -35,6 +35,12 @@ def prefix_of(folder: Path, tokens, vocab_size: int = 257, name: str = "corpus.v
     return folder / name
 
 
+def without_index(folder: Path) -> Path:
+    prefix = prefix_of(folder, range(20))
+    (folder / "corpus.v1.idx").unlink()
+    return prefix
+
+
 def test_text_becomes_tokens_once(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
     first = opened(tmp_path / "a.txt")
@@ -128,6 +134,7 @@ REFUSED = {
     "outside": (lambda folder: prefix_of(folder, [*range(20), 300]), "has the token 300,.*--vocab-size to 301"),
     "absent": (lambda folder: folder / "absent.txt", "absent.txt does not exist"),
     "no data": (lambda folder: folder / "absent.bin", "absent.bin"),
+    "no index": (without_index, "corpus.v1.idx"),
     "empty": (lambda folder: prefix_of(folder, []), "has 0 tokens"),
 }
 

@@ -27,8 +27,8 @@ _CHANGED = (
 )
 
 
-class TrainStep:
-    """Takes optimizer steps.
+class Trainer:
+    """Takes optimizer steps: optimizer, learning rate, moving average and position in the training.
 
     Args:
         rate: step, counted from 0 -> learning rate.
@@ -54,7 +54,6 @@ class TrainStep:
         self.iteration = 0
         self.consumed_samples = 0
         self._config = config
-        self._counts_samples = config.training.counts_samples
         self._rate = rate
         self.iterations = iterations
         self._micro_batch_size = config.training.micro_batch_size
@@ -63,7 +62,7 @@ class TrainStep:
         self._groups_set = self._groups()
         self._takes_found_inf = takes_found_inf(self.optimizer, config.optimizer)
 
-    def __call__(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
+    def take_step(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
         """Takes one step on this replica's micro-batches. Collective.
 
         A step that is not finite changes only the position.
@@ -77,7 +76,7 @@ class TrainStep:
         distributed = self.distributed
         done = self.iteration
         training = self._config.training
-        if self._counts_samples:
+        if training.train_samples is not None or training.train_epochs is not None:
             # Earlier steps may have had another batch size.
             done = self.consumed_samples // training.global_batch_size
         rate = self._rate(done)
@@ -85,14 +84,14 @@ class TrainStep:
             raise ValueError(f"the learning rate of step {self.iteration} is {rate}: lr_schedule must give 0 or more")
         # On a GPU the optimizer is launched before the host has read the sums: the device never waits for the host, and
         # skips a void step by itself.
-        updates_unread = self._takes_found_inf and checks.runs_ahead(distributed.context.state.device)
+        updates_before_reading = self._takes_found_inf and checks.runs_ahead(distributed.context.state.device)
         if not self.calibration.is_done and self.calibration.is_due():
             self.calibration.run(micro_batches)
         with self.timers("forward_backward"):
             # Zeroes gradients; forward, backward and reductions by schedule.
             sums = distributed.run(micro_batches, batch.size)
         with self.timers("optimizer"):
-            if updates_unread:
+            if updates_before_reading:
                 self._update(rate, sums.norm, sums.is_void)
             # The host waits for the device here, once a step.
             figures = distributed.read(sums)
@@ -100,7 +99,7 @@ class TrainStep:
                 counts = micro_batch_counts(batch.size, self._micro_batch_size, self._replicas, self._windows)
                 distributed.running_statistics.merge(counts.most)
                 # With the host's norm: an optimizer without found_inf must not start a void step.
-                if not updates_unread:
+                if not updates_before_reading:
                     self._update(rate, figures.grad_norm)
                 distributed.refresh_copies()
                 if self.average is not None:
