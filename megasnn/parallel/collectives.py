@@ -111,7 +111,7 @@ def join_columns(
         return payloads[0].view(row_count, columns).to(dtype)
     width = columns * len(payloads)
     full = empty((row_count, width), dtype, payloads[0].device)
-    if content is Content.SPIKES and columns % 8 == 0:
+    if content is Content.SPIKES and len(payloads) > 1 and columns % 8 == 0:
         # Rows of whole bytes are joined while they are bits, and unpacked into dense memory: a third less time.
         packed = torch.cat([payload.view(row_count, columns // 8) for payload in payloads], dim=1)
         decode_into(packed.view(-1), content, full)
