@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 from unittest import mock
 
@@ -14,7 +14,7 @@ import torch
 
 from megasnn.augment import AUGMENTATIONS, IMAGES, Augmentation, crop_and_flip
 from megasnn.common.registry import Registry
-from megasnn.config import ConfigError, from_dict, parse, to_dict, validate
+from megasnn.config import ConfigError, from_dict, parse, validate
 from megasnn.config.optimizer import DECAY_STYLES, OPTIMIZERS, OptimizerRecipe
 from megasnn.config.training import LOSSES, PRECISIONS, Loss, Precision
 from megasnn.kernels import BACKENDS, NEURONS, SURROGATES, NeuronSpec
@@ -106,12 +106,12 @@ def test_flags_and_files_take_it_while_it_is_there() -> None:
     with one_of_each():
         found = config(*(word for flag in NAMED for word in (flag, NAME)))
         assert validate(found, 1) is None
-        assert from_dict(run_config(Spikformer), to_dict(found)) == found
+        assert from_dict(run_config(Spikformer), asdict(found)) == found
     for flag in NAMED:
         with pytest.raises(ConfigError, match=f"{flag} '{NAME}'"):
             config(flag, NAME)
     with pytest.raises(ConfigError, match=f"--loss '{NAME}'"):
-        from_dict(run_config(Spikformer), to_dict(found))
+        from_dict(run_config(Spikformer), asdict(found))
 
 
 def test_a_neuron_that_the_kernels_lack_is_not_taken_for_another() -> None:

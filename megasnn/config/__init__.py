@@ -18,6 +18,5 @@ from megasnn.config.validate import validate as validate
 from megasnn.config.values import changed_flags as changed_flags
 from megasnn.config.values import flags_between as flags_between
 from megasnn.config.values import from_dict as from_dict
-from megasnn.config.values import to_dict as to_dict
 from megasnn.config.values import to_json as to_json
 from megasnn.config.values import with_model_name as with_model_name

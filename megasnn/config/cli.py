@@ -25,7 +25,7 @@ _Config = TypeVar("_Config")
 ORDER = ("model", "data", "training", "optimizer", "parallel", "checkpoint", "logging", "neuron")
 """Parts in the order of --help."""
 Values = Mapping[str, Mapping[str, Any]]
-"""Values by part and name, as from `to_dict`; parts and names may be missing."""
+"""Values by part and name, as from `asdict`; parts and names may be missing."""
 _ADVICE = "correct the file, or give one that a run of this model wrote"
 
 

@@ -35,6 +35,7 @@ AUTO_SIZE = _Auto(0)
 
 
 def _size_or_auto(value: Any, read: Callable[[Any], int]) -> int:
+    # Around pydantic's own reading, which would refuse the word before a later validator saw it.
     return AUTO_SIZE if value == "auto" or isinstance(value, _Auto) else read(value)
 
 
@@ -162,11 +163,6 @@ class TrainingConfig:
     def finds_micro_batch(self) -> bool:
         """Whether the start of the run finds the micro-batch size."""
         return isinstance(self.micro_batch_size, _Auto)
-
-    @property
-    def counts_samples(self) -> bool:
-        """Whether the length is in samples or epochs, rather than in iterations."""
-        return self.train_samples is not None or self.train_epochs is not None
 
     def length(self, epoch_samples: int, iteration: int = 0, consumed_samples: int = 0) -> Length:
         """A training's length, for epochs of `epoch_samples` samples; 0 iterations with --evaluate-only.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 from megasnn.common.files import quantity
 from megasnn.common.grid import Grid, micro_batch_sizes
@@ -12,7 +12,7 @@ from megasnn.config.data import SAMPLE
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.run import PretrainConfig
 from megasnn.config.training import LENGTHS, LOSSES, PRECISIONS, TrainingConfig
-from megasnn.config.values import build_part, to_dict
+from megasnn.config.values import build_part
 from megasnn.kernels import BACKENDS
 from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.passes import NEVER
@@ -55,7 +55,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
         # Larger sizes have no other problems: the candidates divide the batch evenly.
         config = with_micro_batch(config, micro_batch_candidates(config, world_size)[0])
     # An object made in Python was not checked yet.
-    build_part(type(config.model), to_dict(config.model), "model")
+    build_part(type(config.model), asdict(config.model), "model")
     problems = config.model.problems(config.parallel.tensor_model_parallel_size)
     for part in fields(config):
         # The layout checks `parallel` itself, and fields of `logging` do not depend on each other.

@@ -144,14 +144,9 @@ def _keyword_problems(config: Any, part_of: Mapping[str, str], keywords: Mapping
             yield f"{name} is for whole runs, which megasnn.pretrain starts: leave it out"
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    """Nested dictionaries; values are numbers, strings, booleans and None."""
-    return asdict(config)
-
-
 def with_model_name(config: Any) -> dict[str, Any]:
-    """For config.json: `to_dict` and the model's name."""
-    return {ABOUT: {"model": config.model.name}, **to_dict(config)}
+    """For config.json: `asdict` and the model's name."""
+    return {ABOUT: {"model": config.model.name}, **asdict(config)}
 
 
 def to_json(config: Any) -> str:
@@ -183,10 +178,10 @@ def _entries(config: Any) -> Iterator[tuple[str, str, Any]]:
 
 def config_identity(config: PretrainConfig) -> Identity:
     """The model's dimensions and its neuron, without the backend."""
-    neuron = to_dict(config.neuron)
+    neuron = asdict(config.neuron)
     # All backends compute the same function: a checkpoint made on a GPU continues on a CPU.
     del neuron["neuron_backend"]
-    return {"model": to_dict(config.model), "neuron": neuron}
+    return {"model": asdict(config.model), "neuron": neuron}
 
 
 def recipe(config: PretrainConfig) -> dict[str, object]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from megasnn.common.launcher import take_ranks
 from megasnn.config import ConfigError, PretrainConfig, validate
 from megasnn.config.training import PRECISIONS
 from megasnn.config.validate import cut_problems
-from megasnn.config.values import build_part, to_dict, with_keywords
+from megasnn.config.values import build_part, with_keywords
 from megasnn.engine.model import DistributedModel
 from megasnn.engine.replica import build_replica
 from megasnn.kernels.backends import BACKENDS, backend_for
@@ -60,7 +60,7 @@ def run_configuration(
     if not isinstance(model, Model):
         raise ValueError(f"give an instance of a subclass of megasnn.Model, such as MyModel(...), not {model!r}")
     # Refuses values of other types, which a plain dataclass takes.
-    build_part(type(model), to_dict(model), type(model).__name__)
+    build_part(type(model), asdict(model), type(model).__name__)
     config = with_keywords(run_config(type(model))(model=model), flags)
     # A rate that decays needs its end; a constant one does not.
     if config.training.train_iters is None and config.training.train_samples is None:
@@ -98,7 +98,7 @@ def model_problems(config: PretrainConfig) -> list[str]:
 def require_alike(config: PretrainConfig, world: Group) -> None:
     """Raises ValueError on every rank where one has another model or flags than the first. Collective."""
     mine = {"model": config.model.name}
-    for part, values in to_dict(config).items():
+    for part, values in asdict(config).items():
         if part not in _PER_HOST:
             mine |= {f"{part}.{name}": value for name, value in values.items()}
     first, *others = gather(world.handle, mine)

@@ -54,7 +54,6 @@ class Trainer:
         self.iteration = 0
         self.consumed_samples = 0
         self._config = config
-        self._counts_samples = config.training.counts_samples
         self._rate = rate
         self.iterations = iterations
         self._micro_batch_size = config.training.micro_batch_size
@@ -77,7 +76,7 @@ class Trainer:
         distributed = self.distributed
         done = self.iteration
         training = self._config.training
-        if self._counts_samples:
+        if training.train_samples is not None or training.train_epochs is not None:
             # Earlier steps may have had another batch size.
             done = self.consumed_samples // training.global_batch_size
         rate = self._rate(done)

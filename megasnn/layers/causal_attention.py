@@ -13,10 +13,14 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from megasnn.common.autograd import Function
+from megasnn.kernels.layout import empty
+from megasnn.kernels.numba import rotary
+from megasnn.kernels.numba.jit import run_kernel
+from megasnn.layers import causal_softmax
 from megasnn.layers.attention import heads_per_rank, sums_type
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.token_context import check_own_tokens, shared_tokens, start_to_others
-from megasnn.parallel.collectives import Exchange, from_matrix, start_exchange, to_matrix
+from megasnn.parallel.collectives import from_matrix, start_exchange, to_matrix
 from megasnn.parallel_state import Group
 
 
@@ -34,7 +38,7 @@ class CausalAttention(nn.Module):
         ValueError: heads that ranks do not divide, or rotary positions for heads of an odd size; in the dry run, other
             channels; in a call, another number of tokens than the rank's own.
     Attributes:
-        in_parts: with divided tokens, attention over each rank's keys by itself; otherwise over all keys at once.
+        blockwise: computes block by block of queries, on CPUs; otherwise by torch's attention.
     """
 
     mixes_tokens = False  # it exchanges keys and values
@@ -55,8 +59,7 @@ class CausalAttention(nn.Module):
         if rotary_base is not None and self.head_dim % 2:
             raise ValueError(f"rotary positions need heads of an even size, got {self.head_dim} channels")
         self._group = context.token_group
-        # Only a CPU's kernel takes any type and returns the sums of exponentials, by which parts are put together.
-        self.in_parts = context.state.device.type == "cpu"
+        self.blockwise = context.state.device.type == "cpu" and not context.numerics.traceable
         self._spans: tuple[range, ...] = ()
 
     def forward(self, qkv: Tensor) -> Tensor:
@@ -73,10 +76,11 @@ class CausalAttention(nn.Module):
         shape = (qkv.shape[0] * qkv.shape[1], tokens, 3, self.local_heads, self.head_dim)
         if self.rotary_base is not None:
             cos, sin = rotary_table(first, tokens, self.head_dim, self.rotary_base, rows.dtype, rows.device)
-            rows = _Rotate.apply(rows, cos, sin, shape)
-        if self._spans and not qkv.is_meta and self._group is not None:
-            attend = _AttendInParts if self.in_parts else _AttendToAll
-            out = attend.apply(rows, TokenParts(shape, self._spans, self._group))
+            rows = _Rotate.apply(rows, cos, sin, shape, self.blockwise and not qkv.is_meta)
+        is_divided = bool(self._spans) and not qkv.is_meta
+        if is_divided or (self.blockwise and not qkv.is_meta):
+            parts = TokenParts(shape, self._spans, self._group if is_divided else None, self.blockwise)
+            out = _Attend.apply(rows, parts)
         else:
             q, k, v = rows.view(shape).permute(2, 0, 3, 1, 4).unbind()
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -108,15 +112,16 @@ class _Rotate(Function):
     """Rotates q and k in rows of q, k and v. Backward rotates gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, ...], compiled: bool) -> Tensor:
         ctx.table = cos, sin
         ctx.shape = shape
-        return _rotated(rows, cos, sin, shape)
+        ctx.rotate = _rotated_by_loop if compiled else _rotated
+        return ctx.rotate(rows.detach(), cos, sin, shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.table
-        return _rotated(grad.contiguous(), cos, -sin, ctx.shape), None, None, None
+        return ctx.rotate(grad.contiguous(), cos, -sin, ctx.shape), None, None, None, None
 
 
 def _rotated(rows: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -134,18 +139,29 @@ def _rotated(rows: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, ...]) -> 
     return result.view(rows.shape).to(rows.dtype)
 
 
+def _rotated_by_loop(rows: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`_rotated` on a CPU."""
+    values = rows.to(cos.dtype).view(shape)
+    result = empty(shape, cos.dtype, rows.device)
+    run_kernel(rotary.rotate, shape[0], values.numpy(), result.numpy(), cos.numpy(), sin.numpy())
+    return result.view(rows.shape).to(rows.dtype)
+
+
 @dataclass(frozen=True)
 class TokenParts:
-    """A rank's part of attention over tokens that ranks divide.
+    """A rank's part of attention over tokens that ranks divide, or the whole.
 
     Attributes:
         shape: of q, k and v: (frames, own tokens, 3, own heads, d).
-        spans: each rank's tokens.
+        spans: each rank's tokens, with a group.
+        group: None for whole sequences.
+        blockwise: computes by `causal_softmax`.
     """
 
     shape: tuple[int, ...]
     spans: Sequence[range]
-    group: Group
+    group: Group | None
+    blockwise: bool
 
     @property
     def sizes(self) -> list[int]:
@@ -153,135 +169,83 @@ class TokenParts:
         frames, _, _, heads, width = self.shape
         return [2 * frames * heads * width * len(span) for span in self.spans]
 
-    def start_earlier(self, rows: Tensor) -> Exchange:
-        """Starts receiving the earlier ranks' keys and values, and sending the own ones to later ranks."""
+    def queries_and_keys(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Own q, and k and v of earlier and own tokens, `[frames, heads, tokens, d]` each."""
+        q, k, v = rows.view(self.shape).permute(2, 0, 3, 1, 4).unbind()
+        if self.group is None:
+            return q, k, v
         own = rows.view(self.shape)[:, :, 1:].contiguous()
-        return start_to_others(own, self.sizes, self.group, to_later=True)
+        # Not cached for a recomputed forward: keys and values of earlier tokens are as large as activations.
+        received = start_to_others(own, self.sizes, self.group, to_later=True)()
+        pairs = [part.view(self.shape[0], -1, *own.shape[2:]) for part in received]
+        k, v = torch.cat([*pairs, own], dim=1).permute(2, 0, 3, 1, 4).unbind()
+        return q, k, v
 
-    def start_gradients(self, gradients: Sequence[Tensor], like: Tensor) -> Exchange:
-        """Starts returning the gradients of the earlier ranks' keys and values. `like`: of their type and device."""
+    def add_gradients(self, of_own: Tensor, of_earlier: Tensor) -> None:
+        """Sends gradients to earlier ranks, and adds those from later ones.
+
+        Args:
+            of_own: of own keys and values, `[frames, tokens, 2, heads, d]`, in float32 or wider.
+            of_earlier: of all earlier ranks' keys and values, in the type that is sent.
+        """
+        assert self.group is not None
         rank = self.group.rank
         sizes = self.sizes
         to_ranks = [size if other < rank else 0 for other, size in enumerate(sizes)]
         from_ranks = [sizes[rank] if other > rank else 0 for other in range(self.group.size)]
-        outgoing = torch.cat([like.new_empty(0), *[each.reshape(-1) for each in gradients]])
-        return start_exchange(outgoing, to_ranks, from_ranks, self.group)
-
-    def summed_gradients(self, rows: Tensor, of_rows: Tensor, of_parts: Sequence[Tensor]) -> Tensor:
-        """Gradient of own rows, summed over ranks and rounded once.
-
-        Args:
-            of_rows: this rank's part `[frames, tokens, 3, heads, d]`, in float32 or wider. It is changed.
-            of_parts: of each earlier rank's keys and values, `[frames, tokens, 2, heads, d]`.
-        """
-        finish = self.start_gradients(of_parts, rows)
+        parts = of_earlier.split([len(span) for span in self.spans[:rank]], dim=1)
+        outgoing = torch.cat([of_earlier.new_empty(0), *[part.reshape(-1) for part in parts]])
         # In rank order: a fixed order of sums.
-        for part in finish():
+        for part in start_exchange(outgoing, to_ranks, from_ranks, self.group)():
             if part.numel():
-                of_rows[:, :, 1:] += part.view(of_rows[:, :, 1:].shape)
-        return of_rows.view(rows.shape).to(rows.dtype)
-
-    def with_earlier_keys(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Own q, and k and v of all earlier and own tokens, `[frames, heads, tokens, d]` each."""
-        exchange = self.start_earlier(rows)
-        q, k, v = rows.view(self.shape).permute(2, 0, 3, 1, 4).unbind()
-        pairs = [self.keys_and_values(part, rank) for rank, part in enumerate(exchange())]
-        keys, values = zip(*pairs, (k, v), strict=True)
-        return q, torch.cat(keys, dim=2), torch.cat(values, dim=2)
-
-    def keys_and_values(self, part: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """A rank's keys and values, `[frames, heads, tokens, d]` each."""
-        frames, _, _, heads, width = self.shape
-        k, v = part.view(frames, len(self.spans[rank]), 2, heads, width).permute(2, 0, 3, 1, 4).unbind()
-        return k, v
+                of_own += part.view(of_own.shape)
 
 
-# Public functions return no logarithms of the sums of exponentials, by which attention over some of the keys is put
-# together. torch's own ring attention takes these operators too.
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention `[F, heads, tokens, d]`, and the logarithm of each row's sum of exponentials."""
-    out, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return out, logs
-
-
-def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. `out`, `logs`: over all keys, of which `k` may be a part."""
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    of_q, of_k, of_v = backward(grad, q, k, v, out, logs, 0.0, causal)
-    return of_q, of_k, of_v
-
-
-class _AttendInParts(Function):
+class _Attend(Function):
     """Rotated rows of q, k, v -> `[frames, heads, tokens, d]`, with the keys and values of earlier ranks.
 
-    Attention over each rank's keys has its own softmax. The logarithms of the sums of exponentials put the parts
-    together, and give each part's gradients (ring attention, arXiv 2310.01889).
+    Backward keeps the rows, and computes the attention again.
     """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, parts: TokenParts) -> Tensor:
-        # Not cached for a recomputed forward: keys and values of earlier tokens are as large as activations.
-        exchange = parts.start_earlier(rows)
-        q, k, v = rows.view(parts.shape).permute(2, 0, 3, 1, 4).unbind()
-        own, logs = _flash(q, k, v, causal=True)
-        out = own.to(logs.dtype)
-        for rank, part in enumerate(exchange()):
-            of_part, logs_of_part = _flash(q, *parts.keys_and_values(part, rank), causal=False)
-            both = torch.logaddexp(logs, logs_of_part)
-            out = out * (logs - both).exp().unsqueeze(-1) + of_part * (logs_of_part - both).exp().unsqueeze(-1)
-            logs = both
-        out = out.to(rows.dtype)
-        ctx.parts = parts
-        ctx.save_for_backward(rows, out, logs)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        rows, out, logs = ctx.saved_tensors
-        parts: TokenParts = ctx.parts
-        exchange = parts.start_earlier(rows)
-        q, k, v = rows.view(parts.shape).permute(2, 0, 3, 1, 4).unbind()
-        # Sums over ranks are rounded once.
-        wide = sums_type(rows.dtype)
-        of_own = _flash_backward(grad, q, k, v, out, logs, causal=True)
-        of_rows = torch.stack([each.transpose(1, 2).to(wide) for each in of_own], dim=2)
-        of_parts = []
-        for rank, part in enumerate(exchange()):
-            keys, values = parts.keys_and_values(part, rank)
-            of_queries, *of_part = _flash_backward(grad, q, keys, values, out, logs, causal=False)
-            of_rows[:, :, 0] += of_queries.transpose(1, 2)
-            of_parts.append(torch.stack([each.transpose(1, 2) for each in of_part], dim=2))
-        return parts.summed_gradients(rows, of_rows, of_parts), None
-
-
-class _AttendToAll(Function):
-    """As `_AttendInParts`, by attention over all keys at once; backward computes it again."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, parts: TokenParts) -> Tensor:
         ctx.parts = parts
         ctx.save_for_backward(rows)
-        return _attention(*parts.with_earlier_keys(rows))
+        attend = causal_softmax.attend if parts.blockwise else _attend
+        return attend(*parts.queries_and_keys(rows))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
         parts: TokenParts = ctx.parts
-        inputs = [each.detach().requires_grad_() for each in parts.with_earlier_keys(rows)]
-        with torch.enable_grad():
-            out = _attention(*inputs)
-        of_q, *of_all = torch.autograd.grad(out, inputs, grad)
-        pairs = torch.stack([each.transpose(1, 2) for each in of_all], dim=2)
-        lengths = [len(span) for span in parts.spans[: parts.group.rank + 1]]
-        *of_earlier, of_own = pairs.split(lengths, dim=1)
-        of_rows = torch.cat([of_q.transpose(1, 2).unsqueeze(2), of_own], dim=2).to(sums_type(rows.dtype))
-        return parts.summed_gradients(rows, of_rows, of_earlier), None
+        inputs = parts.queries_and_keys(rows)
+        frames, tokens, _, heads, width = parts.shape
+        # Sums over ranks are rounded once.
+        of_rows = empty(parts.shape, sums_type(rows.dtype), rows.device)
+        of_pairs = of_rows[:, :, 1:]
+        if parts.group is not None:
+            of_pairs = of_rows.new_empty((frames, inputs[1].shape[2], 2, heads, width))
+        of_keys, of_values = of_pairs.permute(2, 0, 3, 1, 4).unbind()
+        results = of_rows[:, :, 0].transpose(1, 2), of_keys, of_values
+        attend_gradients = causal_softmax.attend_gradients if parts.blockwise else _attend_gradients
+        attend_gradients(inputs, grad, results)
+        if parts.group is not None:
+            of_rows[:, :, 1:] = of_pairs[:, -tokens:]
+            parts.add_gradients(of_rows[:, :, 1:], of_pairs[:, :-tokens].to(rows.dtype))
+        return of_rows.view(rows.shape).to(rows.dtype), None
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention `[F, heads, tokens, d]` of the last tokens to all: the last query sees every key."""
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`causal_softmax.attend` by torch's attention."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]))
+
+
+def _attend_gradients(
+    inputs: tuple[Tensor, Tensor, Tensor], grad: Tensor, results: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """`causal_softmax.attend_gradients` by torch's attention."""
+    leaves = [each.detach().requires_grad_() for each in inputs]
+    with torch.enable_grad():
+        out = _attend(*leaves)
+    for result, gradient in zip(results, torch.autograd.grad(out, leaves, grad), strict=True):
+        result.copy_(gradient)

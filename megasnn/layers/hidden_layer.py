@@ -1,11 +1,13 @@
 """Two products with a GELU between them, of which backward keeps the packed input alone.
 
 The hidden values are four times as wide as the stream and dense, the input of spikes takes two bits a value. So the
-first product is computed again in backward.
+first product is computed again in backward. A CPU computes both products for some rows at a time: the hidden values
+stay in the cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor
 from megasnn.common.autograd import Function
 from megasnn.common.recompute import cached_collective
 from megasnn.kernels.spike_codec import Content, bits_of
+from megasnn.layers.attention import sums_type
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.weight_grad import QueueGradient
 from megasnn.layers.weighted import Communication, ProductOptions
@@ -27,6 +30,9 @@ from megasnn.parallel.collectives import (
     sum_and_scatter_columns,
     to_matrix,
 )
+
+PART_VALUES = 1 << 19
+"""Hidden values that a CPU computes together: 2 MB in float32."""
 
 
 def product_gelu_product(first: ParallelConv, second: ParallelConv, x: Tensor, scale: Tensor | float) -> Tensor:
@@ -74,15 +80,38 @@ class _HiddenLayer:
     queue_first: QueueGradient | None
     queue_second: QueueGradient | None
 
-    def scaled(self, hidden: Tensor) -> Tensor:
-        """Hidden rows `[T * n, H]` times the scale of their time step, in place."""
-        if isinstance(self.scale, Tensor):
+    def parts(self, rows: Tensor, hidden: int) -> Iterator[_Part]:
+        """Parts of rows `[T * n, C]`, for a number of hidden channels."""
+        scale = self.scale
+        if isinstance(scale, Tensor):
             # Rounded as in an evaluation, which multiplies by the scale in the products' type.
-            scale = self.scale.to(hidden.dtype)
-            hidden.view(len(scale), -1, hidden.shape[1]).mul_(scale.view(-1, 1, 1))
-        elif self.scale != 1.0:
-            hidden *= self.scale
-        return hidden
+            scale = scale.to(rows.dtype).repeat_interleave(len(rows) // len(scale)).unsqueeze(1)
+        size = max(PART_VALUES // hidden, 1) if rows.device.type == "cpu" else len(rows)
+        for start in range(0, len(rows), size):
+            span = slice(start, start + size)
+            yield _Part(span, scale[span] if isinstance(scale, Tensor) else scale)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows.
+
+    Attributes:
+        scale: of each row `[n, 1]`, or of all rows.
+    """
+
+    span: slice
+    scale: Tensor | float
+
+    def hidden(self, rows: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
+        """Values before the GELU, for the part of all rows."""
+        return self.scaled(rows[self.span] @ kernel.T).add_(bias)
+
+    def scaled(self, values: Tensor) -> Tensor:
+        """Values times their scale, in place."""
+        if isinstance(self.scale, Tensor) or self.scale != 1.0:
+            values *= self.scale
+        return values
 
 
 class _ProductGeluProduct(Function):
@@ -103,8 +132,9 @@ class _ProductGeluProduct(Function):
         ctx.layer = layer
         ctx.shape = x.shape
         ctx.save_for_backward(kernel, bias, second_kernel, *payloads)
-        values = layer.scaled(rows @ kernel.T).add_(bias)
-        own = F.gelu(values) @ second_kernel.T
+        own = rows.new_empty((len(rows), len(second_kernel)))
+        for part in layer.parts(rows, len(kernel)):
+            torch.matmul(F.gelu(part.hidden(rows, kernel, bias)), second_kernel.T, out=own[part.span])
         summed = cached_collective(lambda: sum_and_scatter_columns(own, options.group)())
         return from_matrix(summed, x.shape)
 
@@ -116,24 +146,36 @@ class _ProductGeluProduct(Function):
         grad_rows, _ = gather_columns(to_matrix(grad), options.group, Content.DENSE)
         shape = (len(grad_rows), ctx.shape[2])
         rows = join_columns(payloads, options.content, shape, kernel.dtype)
-        values = layer.scaled(rows @ kernel.T).add_(bias)
-        if layer.queue_second is not None:
-            layer.queue_second(partial(_add_weight_gradient, grad_rows, F.gelu(values)))
-        grad_hidden = torch.ops.aten.gelu_backward(grad_rows @ second_kernel, values)
-        grad_bias = grad_hidden.sum(0)
-        # Only now: the bias is added after the scale. From here on this is the gradient of the product alone.
-        layer.scaled(grad_hidden)
-        grad_x = grad_hidden @ kernel
+        grad_x = torch.empty_like(rows)
+        # A sum of many parts: bfloat16 would round each.
+        grad_bias = bias.new_zeros(bias.shape, dtype=sums_type(bias.dtype))
+        of_first = []
+        of_second = []
+        for part in layer.parts(rows, len(kernel)):
+            grad_part = grad_rows[part.span]
+            values = part.hidden(rows, kernel, bias)
+            if layer.queue_second is not None:
+                of_second.append((grad_part, F.gelu(values)))
+            grad_hidden = torch.ops.aten.gelu_backward(grad_part @ second_kernel, values)
+            grad_bias += grad_hidden.sum(0, dtype=grad_bias.dtype)
+            # Only now: the bias is added after the scale. From here on this is the gradient of the product alone.
+            part.scaled(grad_hidden)
+            torch.matmul(grad_hidden, kernel, out=grad_x[part.span])
+            if layer.queue_first is not None:
+                of_first.append((grad_hidden, rows[part.span]))
         finish = sum_and_scatter_columns(grad_x, options.group)
+        if layer.queue_second is not None:
+            layer.queue_second(partial(_add_weight_gradient, of_second))
         if layer.queue_first is not None:
-            layer.queue_first(partial(_add_weight_gradient, grad_hidden, rows))
-        return from_matrix(finish(), ctx.shape), None, None, grad_bias, None, None, None, None
+            layer.queue_first(partial(_add_weight_gradient, of_first))
+        return from_matrix(finish(), ctx.shape), None, None, grad_bias.to(bias.dtype), None, None, None, None
 
 
-def _add_weight_gradient(grad: Tensor, rows: Tensor, total: Tensor) -> None:
-    """Adds the gradient of a weight, from rows of its output's gradient and of its input."""
+def _add_weight_gradient(parts: Sequence[tuple[Tensor, Tensor]], total: Tensor) -> None:
+    """Adds the gradient of a weight, from parts of the rows of its output's gradient and of its input."""
     weight = total.flatten(1)
-    if weight.dtype == grad.dtype:
-        weight.addmm_(grad.T, rows)
-    else:
-        weight += grad.T @ rows
+    for grad, rows in parts:
+        if weight.dtype == grad.dtype:
+            weight.addmm_(grad.T, rows)
+        else:
+            weight += grad.T @ rows

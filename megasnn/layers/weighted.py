@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +65,6 @@ class ProductOptions:
         products: kernels, with the convolution's geometry.
         content: the input's; sets its packing.
         pool: side of average-pooling windows on the gathered input.
-        sums_outputs: ranks have parts of the sum of each output.
     """
 
     group: Group
@@ -73,10 +72,6 @@ class ProductOptions:
     products: Products
     content: Content = Content.DENSE
     pool: int = 1
-
-    @cached_property
-    def sums_outputs(self) -> bool:
-        return self.communication in (Communication.SCATTER, Communication.WHOLE_OUTPUT)
 
     def images(self, rows: Tensor, payloads: list[Tensor], like: torch.Size) -> Tensor:
         """`[T*N, C, H, W]` from the matrix of all channels and their packed parts; `like` is `[T, N, any, H, W]`."""
@@ -229,7 +224,8 @@ class _Product(Function):
         ctx.input_shape = shape
         # The packed input, one bit a spike, is the only copy for backward.
         ctx.save_for_backward(kernel, *payloads)
-        if options.sums_outputs:
+        if options.communication in (Communication.SCATTER, Communication.WHOLE_OUTPUT):
+            # Ranks have parts of each output's sum.
             return cached_collective(partial(_summed_output, options, rows, payloads, shape, kernel))
         images = options.products.output(options.images(rows, payloads, shape), kernel)
         return images.view(*shape[:2], *images.shape[1:])

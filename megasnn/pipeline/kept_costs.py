@@ -31,7 +31,6 @@ from megasnn.common.files import (
 from megasnn.common.memory import processor_name
 from megasnn.common.version import VERSION
 from megasnn.config import PretrainConfig
-from megasnn.config.values import to_dict
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import Built, ModelDescription
 from megasnn.parallel.agreement import broadcast_result, gather
@@ -129,13 +128,13 @@ def _dependencies(
     machines: list[str],
     sources: str,
 ) -> dict[str, Any]:
-    training = to_dict(config.training)
+    training = asdict(config.training)
     grid = context.state.grid
     layers = repr([(each.name, each.entries, each.inputs, each.parameters) for each in description.layers])
     values = {
         "model": config.model.name,
-        "values": to_dict(config.model),
-        "neuron": to_dict(config.neuron),
+        "values": asdict(config.model),
+        "neuron": asdict(config.neuron),
         "training": {name: training[name] for name in _TRAINING},
         "samples": context.largest_share(config.training.micro_batch_size),
         "grid": asdict(grid),

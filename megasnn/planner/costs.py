@@ -18,7 +18,6 @@ from megasnn.checkpoint.format import config_differences
 from megasnn.common.files import STRICT, DescriptionError, FreeForm, described, read_regular, write_whole
 from megasnn.common.grid import ContextCut
 from megasnn.config.run import PretrainConfig
-from megasnn.config.values import to_dict
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, for_samples
 from megasnn.planner.machines import Machine
 
@@ -327,8 +326,8 @@ def cost_identity(config: PretrainConfig) -> dict[str, FreeForm]:
     """Settings behind layer costs, besides the micro-batch size."""
     training = config.training
     about = {
-        "model": {"name": config.model.name, **to_dict(config.model)},
-        "neuron": to_dict(config.neuron),
+        "model": {"name": config.model.name, **asdict(config.model)},
+        "neuron": asdict(config.neuron),
         "training": {"precision": training.precision, "sparse_products": training.sparse_products},
     }
     # As it is read back from the file: lists in place of tuples.

@@ -116,21 +116,18 @@ def insert_gradient_reduction(schedule: Schedule) -> Schedule:
     """A REDUCE_GRAD for each segment, after its last backward and the send that follows."""
     orders = []
     for rank, order in enumerate(schedule.actions):
-        orders.append(_with_reduction(order, set(schedule.segments_of(rank))))
+        unreduced = set(schedule.segments_of(rank))
+        result = list(order)
+        # Backwards, so that an insertion leaves the indices still to come as they are.
+        for index in range(len(order) - 1, -1, -1):
+            if not unreduced:
+                break
+            segment, kind, _ = order[index]
+            if segment in unreduced and (kind in FINISHING or kind is Kind.SEND_BACKWARD):
+                unreduced.discard(segment)
+                result.insert(index + 1, Action(segment, Kind.REDUCE_GRAD))
+        orders.append(tuple(result))
     return replace(schedule, actions=tuple(orders))
-
-
-def _with_reduction(order: tuple[Action, ...], unreduced: set[int]) -> tuple[Action, ...]:
-    result = list(order)
-    # Backwards, so that an insertion leaves the indices still to come as they are.
-    for index in range(len(order) - 1, -1, -1):
-        if not unreduced:
-            break
-        segment, kind, _ = order[index]
-        if segment in unreduced and (kind in FINISHING or kind is Kind.SEND_BACKWARD):
-            unreduced.discard(segment)
-            result.insert(index + 1, Action(segment, Kind.REDUCE_GRAD))
-    return tuple(result)
 
 
 def refine(schedule: Schedule, segments: Sequence[int]) -> Schedule:

@@ -1,4 +1,4 @@
-"""An evaluation's synaptic operations, counted in all ranks' convolutions and linear layers."""
+"""An evaluation's synaptic operations, counted in all ranks' convolutions, linear and output layers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megasnn.engine.model import DistributedModel
 from megasnn.kernels.spike_codec import Content
+from megasnn.layers.vocabulary import NextTokenLoss
 from megasnn.layers.weighted import WeightedLayer
 from megasnn.parallel.agreement import gather
 from megasnn.telemetry.operations import LayerOperations, OperationCounter, add_ranks, times_used
@@ -41,6 +42,8 @@ class Operations:
         for module, name in self._modules.items():
             if isinstance(module, WeightedLayer):
                 module.observer = partial(self._observe_weighted, name, module)
+            elif isinstance(module, NextTokenLoss):
+                hooks.append(module.register_forward_pre_hook(partial(self._observe_loss, name)))
             # A torch module is whole on every tensor parallel rank: the first one counts.
             elif isinstance(module, nn.Linear | Convolution) and self._state.tp.rank == 0:
                 hooks.append(module.register_forward_pre_hook(partial(self._observe_torch, name)))
@@ -62,6 +65,11 @@ class Operations:
     def _observe_weighted(self, name: str, layer: WeightedLayer, images: Tensor, steps: int) -> None:
         are_spikes = layer.options.content is Content.SPIKES and layer.options.pool == 1
         self._counter.observe(name, images, layer.times_used, steps, are_spikes)
+
+    def _observe_loss(self, name: str, layer: Any, inputs: tuple[Tensor, ...]) -> None:
+        # Its product takes the mean over time. Each rank has its own channels and tokens, for all words.
+        mean = inputs[0].detach().mean(0)
+        self._counter.observe(name, mean, partial(torch.full, fill_value=float(layer.words)))
 
     def _observe_torch(self, name: str, module: Any, inputs: tuple[Tensor, ...]) -> None:
         """For torch modules, or SpikingJelly's with an input for all time steps."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megasnn.common.files import quantity, write_whole
-from megasnn.config import PretrainConfig, changed_flags, to_dict, to_json, with_model_name
+from megasnn.config import PretrainConfig, changed_flags, to_json, with_model_name
 from megasnn.config.data import SAMPLE
 from megasnn.config.parallel import ParallelConfig
 from megasnn.data.remote import shown_path
@@ -66,7 +66,7 @@ def record_configuration(config: PretrainConfig, engine: Engine, reporter: Repor
     reporter.board.text("configuration", textwrap.indent(to_json(config), "    "))
     grid = {"data_parallel_size": engine.state.dp.size, "parameters": engine.distributed.parameters}
     flags: dict[str, bool | int | float | str] = {}
-    for part in to_dict(config).values():
+    for part in asdict(config).values():
         for name, value in part.items():
             if value is None:
                 flags[name] = "none"

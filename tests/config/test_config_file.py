@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import split
 
@@ -20,7 +20,6 @@ from megasnn.config import (
     flags_between,
     from_dict,
     parse,
-    to_dict,
     to_json,
     validate,
 )
@@ -164,7 +163,7 @@ def test_an_evaluation_takes_nothing_of_a_file_about_checkpoints_and_logs(tmp_pa
 
 def test_dictionaries_there_and_back_and_flags_that_changed() -> None:
     config = CLASS(model=Spikformer(depth=2), neuron=NeuronConfig(v_reset=None))
-    assert from_dict(CLASS, json.loads(json.dumps(to_dict(config)))) == config
+    assert from_dict(CLASS, json.loads(json.dumps(asdict(config)))) == config
     assert changed_flags(config) == {"model": ["--depth 2"], "neuron": ["--v-reset none"]}
     others = replace(config, optimizer=OptimizerConfig(lr=0.5, optimizer="sgd"), neuron=NeuronConfig(decay_input=False))
     neuron = ["--v-reset 0.0", "--no-decay-input"]

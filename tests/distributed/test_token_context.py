@@ -30,7 +30,7 @@ CLOSE = dict(rtol=1e-12, atol=1e-12)
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "softmax": partial(CausalAttention, DIM, HEADS),
     "no positions": partial(CausalAttention, DIM, HEADS, rotary_base=None),
-    "all keys at once": partial(CausalAttention, DIM, HEADS),
+    "torch's softmax": partial(CausalAttention, DIM, HEADS),
     "spiking": partial(CausalSpikingAttention, DIM, HEADS),
     "small chunks": partial(CausalSpikingAttention, DIM, HEADS, chunk=2),
     "ternary": partial(CausalSpikingAttention, DIM, HEADS, chunk=3),
@@ -55,8 +55,8 @@ def made(name: str, context: BuildContext, length: int = LENGTH) -> nn.Module:
     channels = 3 * DIM // context.tp.size
     with building(context):
         layer = LAYERS[name]()
-    if name == "all keys at once":
-        layer.in_parts = False  # as on a GPU
+    if name == "torch's softmax":
+        layer.blockwise = False  # as on a GPU
     with MaxInference():
         x = torch.empty(T, N, channels, length, device="meta", dtype=torch.float64)
         layer(mark_spikes(x, lowest=-1 if name == "ternary" else 0))
@@ -132,7 +132,7 @@ def test_only_states_travel_and_their_bytes_do_not_grow_with_the_length(ranks) -
             spans = shared_tokens(length, 3)
             keys = 2 * 8 * T * N * DIM * sum(len(span) for span in spans[:rank])
             returned = 2 * 8 * T * N * DIM * len(spans[rank]) * (2 - rank)
-            for name in ("softmax", "all keys at once"):
+            for name in ("softmax", "torch's softmax"):
                 assert (found[name].forward, found[name].backward) == (keys, keys + returned)
 
 
@@ -200,7 +200,7 @@ def _in_bfloat16() -> dict[str, tuple[Found, Found]]:
     shared = replace(one, state=state_of(group), cut="tokens")
     weights = random(T, N, DIM, LENGTH, seed=4, dtype=torch.bfloat16)
     found = {}
-    for name in ("softmax", "all keys at once", "ternary"):
+    for name in ("softmax", "torch's softmax", "ternary"):
         x = given_to(name).bfloat16()
         whole = computed(made(name, one), x, weights)
         part = computed(made(name, shared), own_tokens(x, group), own_tokens(weights, group))

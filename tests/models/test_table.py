@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,6 @@ from megasnn.checkpoint.reshard import Target, model_of_checkpoint, reshard
 from megasnn.checkpoint.save import save_checkpoint
 from megasnn.checkpoint.source import open_source
 from megasnn.common.files import CheckpointError
-from megasnn.config import to_dict
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.tensors import materialise, sharded_tensors
@@ -77,7 +76,7 @@ def saved(folder: Path, of: type[Model], **changed) -> Path:
     config = run_config(of)()
     layers = describe_model(config.model, config.neuron.spec).named_layers(BuildContext())
     materialise(layers, CPU, 0)
-    told = {"model": of.name, "config": {"model": to_dict(config.model), "neuron": to_dict(config.neuron)}}
+    told = {"model": of.name, "config": {"model": asdict(config.model), "neuron": asdict(config.neuron)}}
     return save_checkpoint(folder, Progress(3, **(told | changed)), LocalState(list(sharded_tensors(layers))))
 
 

@@ -19,6 +19,7 @@ from megasnn.layers import BuildContext
 from megasnn.layers.tensors import materialise
 from megasnn.models.spike_lm.blocks import MLPHalf
 from megasnn.models.spike_lm.model import SpikeLM
+from megasnn.training.operations import Operations
 from tests import parts
 from tests.parity import spike_lm as plain
 from tests.parity.ranks import TOLERANCE, error
@@ -202,6 +203,23 @@ def test_backward_keeps_no_hidden_values_of_the_mlp() -> None:
         y = layer(x)
     y.sum().backward()
     assert 0 < max(kept) < y[:, :, 0].numel() * hidden * y.itemsize
+
+
+def operations_of_head(flags: Mapping[str, Any]) -> list[tuple[float, float]]:
+    tokens, targets = text()
+    with Engine(LEARNED, **FLAGS, lr=1e-2, train_iters=1, **flags) as engine:
+        operations = Operations(engine.distributed)
+        with operations.counting():
+            engine.evaluate(tokens, targets)
+        found = operations.mean_per_sample(SAMPLES)
+        return [(each.effective_macs, each.effective_acs) for each in found if each.name == "head"]
+
+
+def test_an_evaluation_counts_the_output_layer_on_every_layout(ranks) -> None:
+    whole = [(float(LENGTH * WORDS * LEARNED.embed_dim), 0.0)]
+    assert operations_of_head({}) == whole
+    for flags in (TP2, TOKENS2, {}):
+        assert ranks(2, operations_of_head, flags) == [whole, whole]
 
 
 def test_a_last_chunk_without_layers_cannot_take_the_targets() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
@@ -11,7 +12,7 @@ import torch
 
 import megasnn
 from megasnn.common.memory import available_memory_mb, resident_memory_mb
-from megasnn.config import ConfigError, parse, to_dict, validate
+from megasnn.config import ConfigError, parse, validate
 from megasnn.config.validate import micro_batch_candidates
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
@@ -55,7 +56,7 @@ def test_what_contradicts_it_is_refused() -> None:
     for wrong in ("0", "most"):
         with pytest.raises(ConfigError, match="--micro-batch-size"):
             config_of("--micro-batch-size", wrong)
-    assert repr(config_of().training.micro_batch_size) == "auto" and to_dict(config_of())["training"]
+    assert repr(config_of().training.micro_batch_size) == "auto" and asdict(config_of())["training"]
 
 
 def with_room(megabytes: float) -> mock._patch:
