@@ -57,6 +57,10 @@ class CheckpointError(ValueError):
         return "\n".join(str(problem) for problem in self.args)
 
 
+class MissingPackageError(ModuleNotFoundError):
+    """A file requires a package that is not installed. The message has the command that installs it."""
+
+
 class DamagedError(CheckpointError):
     """Checkpoint files are missing, cut or altered. Another checkpoint may be intact."""
 
