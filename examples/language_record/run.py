@@ -34,7 +34,7 @@ COMMON = shlex.split(
     "--micro-batch-size 4 --global-batch-size 8 --log-interval 20 --device cpu"
 )
 PROGRAMS = {
-    "spiking": shlex.split("-m megasnn spike_lm --time-steps 2 --amplitude first-batch --lr 3e-3"),
+    "spiking": shlex.split("-m megasnn spike_lm --time-steps 2 --lr 3e-3"),
     "dense": [str(FOLDER / "dense.py"), *shlex.split("--lr 3e-3")],
 }
 

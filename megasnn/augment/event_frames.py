@@ -48,6 +48,7 @@ def _flip(frames: NDArray[Any], draws: np.random.Generator) -> NDArray[Any]:
 def _roll(frames: NDArray[Any], draws: np.random.Generator) -> NDArray[Any]:
     down = draws.integers(2 * _ROLL + 1) - _ROLL
     right = draws.integers(2 * _ROLL + 1) - _ROLL
+    # Pixels that leave on one side enter on the other: no event is lost.
     return np.roll(frames, (down, right), (-2, -1))
 
 

@@ -136,10 +136,12 @@ def _sign(draws: np.random.Generator) -> int:
 
 
 def _affine(image: Image.Image, matrix: tuple[float, ...], fill: Fill) -> Image.Image:
+    # Pillow's matrix leads from a pixel of the result to its source.
     return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC, fillcolor=fill)
 
 
 def _by_value(image: Image.Image, values: list[int]) -> Image.Image:
+    # Pillow takes the tables of all bands, one behind another.
     return image.point(values * len(image.getbands()))
 
 
@@ -208,6 +210,7 @@ def erase(image: NDArray[Any], probability: float, mean: Sequence[float], draws:
         shape = math.exp(draws.uniform(math.log(_ERASED_SHAPE), -math.log(_ERASED_SHAPE)))
         h = round(math.sqrt(area * shape))
         w = round(math.sqrt(area / shape))
+        # As in timm, a rectangle never reaches over a whole side.
         if h < height and w < width:
             top = draws.integers(height - h + 1)
             left = draws.integers(width - w + 1)

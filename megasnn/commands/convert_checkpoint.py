@@ -105,6 +105,7 @@ def _reshard(
         pipeline_model_parallel_layout,
         placement,
     )
+    # Without values: a rank's part at a time is read when its file is written.
     path, layout = reshard(open_source(load, values=False), save, target)
     ranks = target.tensor * target.pipeline
     print(f"{path}: a file for each rank, {ranks} in all")
@@ -184,6 +185,7 @@ def _diff(first: PathArgument, second: PathArgument, tolerance: float = 0.0, mod
         model_only: ignore optimizer state.
     """
     ours = in_our_names(open_source(first))
+    # Either side may be another program's file, whose tensors have other names.
     others = in_our_names(open_source(second))
     tensors = list(tensor_differences(ours, others, model_only))
     if not tensors:

@@ -21,6 +21,7 @@ def run_tool(name: str, call: Callable[[], object]) -> int:
         return 1
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
+        # 128 + the number of SIGINT, as a shell reports it.
         return 130
     return 0
 

@@ -101,6 +101,7 @@ def _print_plan(options: PlanOptions, config: PretrainConfig, analysis: Analysis
 
 def _cluster(options: PlanOptions, config: PretrainConfig, analysis: Analysis | None) -> Cluster:
     machine = _machine(options, config, analysis)
+    # Fewer devices than a node has all lie in one node.
     return Cluster(options.gpus, min(options.gpus, options.gpus_per_node), machine)
 
 
@@ -122,6 +123,7 @@ def _machine(options: PlanOptions, config: PretrainConfig, analysis: Analysis | 
 
 def _bytes(text: str) -> float:
     try:
+        # pydantic would read a number without a unit as bytes.
         if text[-1:].isdigit():
             raise ValueError("no unit")
         return float(TypeAdapter(ByteSize).validate_python(text))

@@ -80,6 +80,7 @@ def refusal(check: Callable[..., object], *arguments: object) -> list[str]:
     """The message if `check` raises ValueError for these arguments; otherwise empty."""
     try:
         check(*arguments)
+    # ConfigError is a ValueError too, and its text has all of its problems.
     except ValueError as error:
         return [str(error)]
     return []

@@ -108,6 +108,7 @@ class DataConfig:
 
     def changed(self, *names: str) -> list[str]:
         """Flags, among these fields, that differ from their defaults."""
+        # A flag with its default value counts as not given, so that it can undo the one of a recipe.
         return [flag(name) for name in names if getattr(self, name) != getattr(type(self), name)]
 
     def normalisation(self, channels: int, evaluates: bool) -> str:

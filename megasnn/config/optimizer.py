@@ -195,6 +195,7 @@ class OptimizerConfig:
         wrong = []
         for name in (*_ADAM, *_SGD):
             value = getattr(self, name)
+            # A dataclass keeps a field's default as an attribute of the class.
             if name not in recipe.options and value != getattr(type(self), name):
                 able = " and ".join(each for each, other in OPTIMIZERS.items() if name in other.options)
                 asked = as_flag(name, value)

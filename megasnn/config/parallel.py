@@ -74,6 +74,7 @@ class ParallelConfig:
             if stages == 1:
                 chunks = 1
             elif self.layout is not None:
+                # A layout has an entry for each chunk of every rank.
                 chunks = max(1, len(self.layout) // stages)
         return chunks_of_schedule(self.pipeline_schedule, chunks)
 

@@ -35,6 +35,7 @@ AUTO_SIZE = _Auto(0)
 
 
 def _size_or_auto(value: Any, read: Callable[[Any], int]) -> int:
+    # Around pydantic's own reading, which would refuse the word before a later validator saw it.
     return AUTO_SIZE if value == "auto" or isinstance(value, _Auto) else read(value)
 
 

@@ -44,6 +44,7 @@ def _image_format(shape: Sequence[int], samples: Mapping[str, Any]) -> ImageForm
     center = samples.get("center_crop")
     if height != width or constants not in NORMALISATIONS or not isinstance(center, float):
         raise ValueError(_unknown(samples))
+    # Without random changes, as in an evaluation.
     return ImageFormat(height, channels, constants, center=center)
 
 

@@ -49,10 +49,12 @@ class _CompiledNeuron(Function):
     def backward(ctx: Any, g_spikes: Tensor | None, g_last: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_second_derivative()
+        # The input alone was stored: the kernels compute the potentials again.
         kernels: CompiledNeuron = ctx.kernels
         x, v0, w = ctx.saved_tensors
         _, need_v0, need_w, *_ = ctx.needs_input_grad
         if g_spikes is None:
+            # The loss may depend on the last potential alone.
             g_spikes = torch.zeros_like(x)
         inputs = NeuronInput(channels_fastest(x, 2), None if v0 is None else channels_fastest(v0, 1), w)
         if g_last is not None:

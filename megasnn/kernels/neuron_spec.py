@@ -218,6 +218,7 @@ class NeuronSpec:
         if neuron.ternary and not 0 < self.v_threshold < math.inf:
             raise ValueError(f"--v-threshold {self.v_threshold} must be a positive number for --neuron {self.kind}")
         if self.alpha is None and neuron.levels is None and not neuron.ternary:
+            # The dataclass is frozen, and this default depends on another field.
             object.__setattr__(self, "alpha", surrogate.alpha)
 
     @property

@@ -47,7 +47,6 @@ def norm_pool_neuron(
     norm_neuron: NormNeuron,
     w: Tensor | None = None,
     *,
-    above: Tensor | None = None,
     backend: str = AUTO_BACKEND,
     fires: bool = True,
 ) -> NormNeuronOutput:
@@ -57,16 +56,13 @@ def norm_pool_neuron(
 
     Args:
         x: ``[T, N, C, H, W]`` or ``[T, N, C, L]``, with ``time_steps`` steps or 1. On the meta device only shapes are
-            computed.
-        above: with pooling, another rank's row ``[T, N, C, 1, W]`` above ``x``, not in the statistics. ``x`` then
-            begins with an even image row. None, or no column: ``x`` begins at the edge.
+            computed. With ``norm_neuron.above`` it begins with another rank's row, which is not in the statistics.
         fires: False skips the spikes and returns zeros without memory; recomputation needs only the graph.
 
     Raises:
         ValueError: an unknown or unusable backend, time steps that do not fit, or statistics over a single value.
     """
     spec = norm_neuron.spec
-    own_values = x.numel() // x.shape[2]
     check_neuron(x, spec, w)
     if NEURONS[spec.kind].layer is not None:
         raise ValueError(
@@ -76,17 +72,23 @@ def norm_pool_neuron(
         raise ValueError(
             f"input has {x.shape[0]} time steps; it must have 1 or {norm_neuron.time_steps} (--time-steps)"
         )
+    own = x[:, :, :, norm_neuron.above :] if norm_neuron.above else x
+    own_values = own.numel() // own.shape[2]
     if own_values == 1 and norm.running is None and norm.shared is None:
-        raise ValueError(f"batch statistics need more than one value per channel, got input {tuple(x.shape)}")
+        raise ValueError(f"batch statistics need more than one value per channel, got input {tuple(own.shape)}")
     if x.is_meta:
         of_channels = x.new_empty(x.shape[2:3])
         return NormNeuronOutput(x.new_empty(norm_neuron.shape_of_spikes(x)), of_channels, of_channels, own_values)
     x = channels_last(x)
     kernels = norm_neuron_kernels(backend, x, norm_neuron)
-    (values, coefficients), count = _statistics(kernels, x.detach(), norm)
+    kernels_of_own = kernels
+    if norm_neuron.above:
+        # Kernels for statistics take dense memory. This copy is the only one that the foreign row costs.
+        own = channels_last(own)
+        kernels_of_own = norm_neuron_kernels(backend, own, norm_neuron)
+    (values, coefficients), count = _statistics(kernels_of_own, own.detach(), norm)
     call = _Call(
         kernels,
-        backend,
         values,
         coefficients,
         values=count if norm.running is None else None,
@@ -96,7 +98,7 @@ def norm_pool_neuron(
         packed=torch.is_grad_enabled() and kernels.largest == 1,
     )
     # For backward only the input and the statistics are stored; the kernels compute everything else again.
-    spikes, bits = _NormNeuronFunction.apply(x, above, norm.weight, norm.bias, w, call)
+    spikes, bits = _NormNeuronFunction.apply(x, norm.weight, norm.bias, w, call)
     mean, variance = values.unbind()
     return NormNeuronOutput(remember_bits(spikes, bits), mean, variance, count)
 
@@ -128,7 +130,6 @@ def _with_coefficients(kernels: NormNeuronKernels[Any], values: Tensor, norm: Ba
 
 class _Call(NamedTuple):
     kernels: NormNeuronKernels[Any]
-    backend: str
     moments: Tensor  # mean and variance, `[2, C]`
     coefficients: Tensor | None
     values: int | Tensor | None  # values per channel behind the statistics; None where they do not depend on the input
@@ -142,7 +143,6 @@ class _NormNeuronFunction(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        above: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
         w: Tensor | None,
@@ -150,12 +150,6 @@ class _NormNeuronFunction(Function):
     ) -> tuple[Tensor, Tensor | None]:
         kernels = call.kernels
         mean, variance = call.moments.unbind()
-        ctx.empty_above = None
-        if above is not None and above.shape[3]:
-            x = channels_last(torch.cat([above, x], dim=3))
-            kernels = norm_neuron_kernels(call.backend, x, kernels.norm_neuron.with_row_above)
-        elif above is not None:
-            ctx.empty_above = above
         bits = None
         if call.fires and x.numel():
             inputs = NormNeuronInput(x, mean, variance, weight, bias, w, call.coefficients)
@@ -173,13 +167,13 @@ class _NormNeuronFunction(Function):
     @staticmethod
     def backward(ctx: Any, g_spikes: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if g_spikes is None:
-            return (None,) * 6
+            return (None,) * 5
         if torch.is_grad_enabled():
             refuse_second_derivative()
         kernels: NormNeuronKernels[Any] = ctx.kernels
         inputs = NormNeuronInput(*ctx.saved_tensors)
         x = inputs.x
-        need_x, need_above, _, _, need_w, _ = ctx.needs_input_grad
+        need_x, _, _, need_w, _ = ctx.needs_input_grad
         g_spikes = channels_last(g_spikes)
         own_values = kernels.values
         if own_values:
@@ -191,8 +185,7 @@ class _NormNeuronFunction(Function):
             intermediate = None
             of_weight, of_bias = parameter_gradients(sums, inputs, kernels.norm_neuron.eps)
         g_x = None
-        g_above = ctx.empty_above
-        if need_x or need_above:
+        if need_x:
             all_sums = None if ctx.values is None else sums
             if all_sums is not None and ctx.shared is not None:
                 # Scaled, because the kernels divide by this rank's number of values to get a mean over all ranks.
@@ -200,18 +193,15 @@ class _NormNeuronFunction(Function):
             g_x = x
             if own_values:
                 g_x = kernels.input_gradient(inputs, g_spikes, all_sums, own_values, intermediate)
-            if kernels.norm_neuron.above:
-                g_above = g_x[:, :, :, :1]
-                g_x = g_x[:, :, :, 1:]
-                if all_sums is not None:
-                    # The means are subtracted by the rank that owns the row, so they are added back here.
-                    means = all_sums / own_values
-                    g_above = g_above + _subtracted_means(inputs, kernels.norm_neuron.eps, x[:, :, :, :1], means)
+            if kernels.norm_neuron.above and all_sums is not None:
+                # The means are subtracted by the rank that owns the row, so they are added back here.
+                means = all_sums / own_values
+                g_x[:, :, :, :1] += _subtracted_means(inputs, kernels.norm_neuron.eps, x[:, :, :, :1], means)
         g_w = None
         if need_w:
             assert inputs.w is not None
             g_w = gradient_of_w(sums[2].sum(), inputs.w, kernels.norm_neuron.spec)
-        return g_x, g_above, of_weight, of_bias, g_w, None
+        return g_x, of_weight, of_bias, g_w, None
 
 
 def _subtracted_means(inputs: NormNeuronInput, eps: float, x: Tensor, means: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -31,7 +30,8 @@ class NormNeuron:
         eps: added to the variance.
         pool: max pooling between norm and neurons; needs `[T, N, C, H, W]`.
         time_steps: the spikes' T. An input with a single time step is repeated at every step.
-        above: with pooling, the number of input rows, 0 or 1, before the first windows' middle row.
+        above: with pooling, the number of input rows, 0 or 1, before the first windows' middle row. With 1 the first
+            row belongs to another rank, and the second is an even row of the image.
     """
 
     spec: NeuronSpec
@@ -39,10 +39,6 @@ class NormNeuron:
     pool: bool
     time_steps: int
     above: int = 0
-
-    @cached_property
-    def with_row_above(self) -> NormNeuron:
-        return replace(self, above=1)
 
     def shape_of_spikes(self, x: Tensor) -> tuple[int, ...]:
         """Shape for an input `[X, N, C, ...]`."""

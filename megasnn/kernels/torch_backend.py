@@ -44,6 +44,7 @@ def surrogate_function(name: str, alpha: float) -> Callable[[Tensor], Tensor]:
     entry = SURROGATES[name]
     if entry.gradient is not None:
         return partial(_fire, partial(_step, entry.gradient, alpha))
+    # Only surrogates without a gradient of ours need SpikingJelly.
     from spikingjelly.activation_based import surrogate
 
     return partial(_fire, getattr(surrogate, str(entry.spikingjelly))(alpha=alpha))
@@ -90,6 +91,7 @@ class _Count(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, levels: int) -> Tensor:
+        # A byte a value, in place of the input.
         ctx.save_for_backward((x >= 0) & (x <= levels))
         return x.clamp(0, levels).round()
 
@@ -290,6 +292,7 @@ class TorchNeuron(NeuronKernels):
         is_ternary = NEURONS[self.spec.kind].ternary
         compute = partial(_bispike_multi_step if is_ternary else _neuron_multi_step, spec=self.spec)
         if x.dtype in REDUCED:
+            # Autograd would keep every step's float32 values, twice as large as the input.
             spikes, v = recompute_in_backward(compute, x, v0, w)
         else:
             spikes, v = compute(x, v0, w)
@@ -306,6 +309,7 @@ def _normalised(inputs: NormNeuronInput, eps: float) -> Tensor:
     variance = inputs.variance.to(dtype)
     weight = None if inputs.weight is None else inputs.weight.detach().to(dtype)
     bias = None if inputs.bias is None else inputs.bias.detach().to(dtype)
+    # Not in training: torch then takes the given statistics, which ranks may have merged.
     y = F.batch_norm(_frames(x).detach(), mean, variance, weight, bias, training=False, eps=eps)
     return y.unflatten(0, x.shape[:2])
 

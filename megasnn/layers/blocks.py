@@ -65,7 +65,7 @@ class ConvNormNeuron(nn.Module):
             and not context.numerics.traceable
         )
         self._fires = True
-        self._norm_neurons: dict[tuple[int, float], NormNeuron] = {}  # by time steps and the norm's eps
+        self._norm_neurons: dict[tuple[int, float, int], NormNeuron] = {}  # by time steps, the norm's eps, rows above
         # In the order of computation, which is the order of the parameters.
         self.conv = ParallelConv(
             in_channels,
@@ -101,20 +101,18 @@ class ConvNormNeuron(nn.Module):
             # As in torch, that gradient is zeros and not None.
             bias = bias + 0 * cancelled_bias
         y = conv(x, add_bias=cancelled_bias is None)
-        above = None
-        if conv.has_row_above:
-            above, y = conv.split_row_above(y)
+        # The dry run sees whole images.
+        above = 0 if y.is_meta else int(conv.has_row_above)
         steps = neuron.steps_of(y)
-        norm_neuron = self._norm_neurons.get((steps, norm.eps))
+        norm_neuron = self._norm_neurons.get((steps, norm.eps, above))
         if norm_neuron is None:
-            norm_neuron = NormNeuron(neuron.spec, norm.eps, pool=self.max_pool is not None, time_steps=steps)
-            self._norm_neurons[steps, norm.eps] = norm_neuron
+            norm_neuron = NormNeuron(neuron.spec, norm.eps, self.max_pool is not None, steps, above)
+            self._norm_neurons[steps, norm.eps, above] = norm_neuron
         spikes, mean, variance, count = norm_pool_neuron(
             y,
             BatchNorm(weight, bias, fixed, norm.shared),
             norm_neuron,
             neuron._parameters["w"],
-            above=above,
             backend=neuron.backend,
             fires=self._fires,
         )

@@ -51,10 +51,10 @@ class ParallelConv(WeightedLayer):
         groups: as in torch. With several, each rank has whole ones, without communication.
         pool: side of average-pooling windows on the input.
         pooled_behind: a `MaxPool` follows.
-        row_above: compute all rows for own max-pooled rows, for `split_row_above`.
+        row_above: compute all rows for own max-pooled rows.
         initialise, initialise_bias: fill the global tensors; default: torch's.
     Attributes:
-        has_row_above: the output begins with a row for `split_row_above`.
+        has_row_above: the output begins with a row that the rank above owns, except in the dry run.
         edges: padding left, right, above and below that the layer adds to its input; None if the product pads.
     Raises:
         ValueError: channels or groups that ranks do not divide; an unknown style or padding mode; a padding that
@@ -219,13 +219,6 @@ class ParallelConv(WeightedLayer):
 
     def own_outputs(self, images: Tensor) -> Tensor:
         return images[:, :, 1:] if self.has_row_above else images
-
-    def split_row_above(self, y: Tensor) -> tuple[Tensor | None, Tensor]:
-        """With `row_above`: the row above this rank's (None on the first rank), and own rows."""
-        if not self.has_row_above or y.is_meta:
-            return None, y
-        above, own = y.split((1, y.shape[3] - 1), dim=3)
-        return above, own
 
 
 def _check_channels(in_channels: int, out_channels: int, groups: int, size: int) -> None:

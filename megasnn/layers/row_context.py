@@ -128,9 +128,10 @@ class _MoveRows(torch.autograd.Function):
         if not is_replaying():
             exchange = _start_rows(images, local_rows, sent, received, content, group)
         shape = (*images.shape[:2], len(needed), *images.shape[3:])
-        # Rows outside of the image stay zeros: they are the padding of a convolution.
-        is_inside = needed.start >= 0 and needed.stop <= move.height
-        result = images.new_empty(shape) if is_inside else images.new_zeros(shape)
+        result = images.new_empty(shape)
+        # Rows outside of the image are zeros: they are the padding of a convolution.
+        _rows(result, range(needed.start, min(0, needed.stop)), needed).zero_()
+        _rows(result, range(max(needed.start, move.height), needed.stop), needed).zero_()
         # The own rows are copied during the exchange.
         own = move.rows_for(group.rank, group.rank)
         _rows(result, own, needed).copy_(_rows(images, own, local_rows))
@@ -159,8 +160,10 @@ class _MoveRows(torch.autograd.Function):
             windows_of_rows = -(-rows.stop // move.pool) - rows.start // move.pool
             arriving.append(row_numel * windows_of_rows)
         exchange = start_exchange(torch.cat(windows), [len(each) for each in windows], arriving, group)
-        total = images.new_zeros((*images.shape[:2], len(local_rows), *images.shape[3:]))
+        total = images.new_empty((*images.shape[:2], len(local_rows), *images.shape[3:]))
         own = move.rows_for(group.rank, group.rank)
+        if own != local_rows:
+            total.zero_()
         # The own gradient first, then the other ranks' in rank order: a fixed order of sums.
         _rows(total, own, local_rows).copy_(_rows(images, own, needed))
         for rows, part in zip(received, exchange(), strict=True):

@@ -44,6 +44,7 @@ class ArraySpec:
         """Random `[samples, *shape]`, to measure layers with."""
         shape = (samples, *self.shape)
         if self.dtype == "int":
+            # Without a bound every integer is allowed, 0 and 1 among them.
             return torch.randint(self.below or 2, shape, generator=generator)
         return torch.randn(shape, generator=generator)
 
@@ -60,6 +61,7 @@ class ArraySpec:
         if self.over_time and found[1:] == self.shape:
             return samples.transpose(0, 1)
         if not self.over_time and len(found) == dims + 1:
+            # One step stands for all: layers compute it once, and neurons repeat it.
             return samples.unsqueeze(0)
         if not self.over_time and len(found) == dims + 2:
             return samples
@@ -74,6 +76,7 @@ class ArraySpec:
             reads: False checks that number only.
         """
         fits = isinstance(values, Tensor) and values.ndim > 0 and 0 < len(values) == (samples or len(values))
+        # A rank that uses no values may be given tensors on the meta device.
         if fits and reads:
             is_float = values.is_floating_point()
             is_whole = not (is_float or values.is_complex() or values.dtype == torch.bool)

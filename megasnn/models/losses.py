@@ -57,6 +57,7 @@ def correct_predictions(logits: Tensor, labels: Tensor, top: tuple[int, ...] = (
     The result is on the logits' device. With probabilities the label is the most probable class.
     """
     mean = logits.float().mean(0)
+    # Mixed labels are probabilities: the larger share counts as the class.
     wanted = labels.argmax(1) if labels.is_floating_point() else labels
     # topk refuses more classes than there are.
     ranked = mean.topk(min(max(top), mean.shape[1]), dim=1).indices == wanted.reshape(-1, 1)

@@ -50,6 +50,7 @@ def model_of(model: str | None, ours: Collection[str]) -> type[Model] | None:
         CheckpointError: the registry lacks the name.
     """
     if model is None:
+        # Files of weights alone name no model.
         return next((each for each in MODELS.values() if each.marker in ours), None)
     try:
         return MODELS[model]
@@ -76,6 +77,7 @@ def saved_model(
         run: PretrainConfig = from_dict(run_config(model), parts)
         raise_problems(title, run.model.problems(tensor_parallel=1))
         return run, describe_model(run.model, run.neuron.spec)
+    # A metadata.json of another program may lack a part, or hold other types.
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{title} {error}") from None
 

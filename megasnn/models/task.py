@@ -126,6 +126,7 @@ class Task:
                 self.sums(output, target, evaluated)
             tried = "predict"
             answer = self.answers_of(output)
+        # Functions of the user's may raise anything.
         except Exception as error:
             why = said_of_values(error) or str(error)
             raise ValueError(f"{tried} of the model, tried without values: {why}") from error
@@ -140,6 +141,7 @@ def mean_over_time(output: Bundle) -> Tensor:
 
 def _raised(output: Bundle) -> Any:
     # Losses and metrics are sums of many values, which need float32.
+    # No copy where the type is wide enough.
     return map_entries(lambda x: x.float() if x.dtype in _REDUCED else x, output)
 
 

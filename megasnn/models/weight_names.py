@@ -67,6 +67,7 @@ class Dialect:
     def to_ours(self, names: Collection[str]) -> NameMap:
         """Raises CheckpointError with missing and unexpected names, in the other program's words."""
         recipe = self.incoming(names)
+        # Their model never reads these: they may be there or not.
         used = [name for name in names if not name.endswith(self.unused)]
         _require_sources(recipe, used, self.title)
         return recipe
@@ -127,6 +128,7 @@ def prefix_dialect(
 
     def outgoing(ours: Collection[str], model: ModelValues | None) -> NameMap:
         for field, value in (lacks or {}).items():
+            # A file of weights alone has no configuration to check.
             if model is not None and model.get(field) == value:
                 raise CheckpointError(f"{title} has no {flag(field)} {value}")
         return moved(ours, prefixes)

@@ -169,6 +169,7 @@ def record_values(record: IterationRecord | EvaluationRecord) -> dict[str, float
 def scalars_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
     """By TensorBoard name, such as "training/loss"."""
     hints = get_type_hints(type(record), include_extras=True)
+    # Fields without an annotation are drawn in no card.
     cards = {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
     group = cards.pop("metrics")
     scalars = {card: getattr(record, name) for name, card in cards.items()}
@@ -219,6 +220,7 @@ def format_for_terminal(record: IterationRecord, now: datetime | None = None) ->
         "left": f"{format_duration(record.seconds_left)} left",
     }
     line = "  ".join(filter(None, parts.values()))
+    # The number of the iteration, the loss and the failures always stay.
     for name in ("norm", "rate", "epoch", "speed", "left", *reversed(metrics)):
         if len(line) <= COLUMNS:
             break

@@ -59,6 +59,7 @@ class Reporter:
             self._log = JsonLog(outline.log_directory)
             self.board = TensorBoard(outline.directory, self.best_effort, continued_iteration)
         else:
+            # All ranks call the same methods, which write nothing here.
             self._callbacks = ()
             self._log = JsonLog(None)
             self.board = TensorBoard(None, self.best_effort)
@@ -139,6 +140,7 @@ class Reporter:
         steps = self._steps
         self._steps = []
         last = steps[-1]
+        # Steps may have unequal batches: metrics are means over samples, and the loss is the mean of the steps'.
         trained = sum(step.samples for step in steps)
         metrics = {}
         for name in last.sums:

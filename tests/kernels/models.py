@@ -98,14 +98,13 @@ def unit_forward(
     *,
     pool: bool = False,
     time_steps: int | None = None,
+    above: bool = False,
     **options: Any,
 ) -> list[Tensor]:
     """Spikes, mean and variance of a unit with the values of a norm."""
     running = None if norm.training or norm.running_mean is None else (norm.running_mean, norm.running_var)
-    given, norm_neuron = (
-        BatchNorm(norm.weight, norm.bias, running),
-        NormNeuron(spec, norm.eps, pool, time_steps or len(x)),
-    )
+    given = BatchNorm(norm.weight, norm.bias, running)
+    norm_neuron = NormNeuron(spec, norm.eps, pool, time_steps or len(x), int(above))
     return list(norm_pool_neuron(x, given, norm_neuron, backend=backend, **options)[:3])
 
 
@@ -117,8 +116,7 @@ def unit_results(
     Args:
         above: whether the first row is another rank's.
     """
-    row, own = (x[:, :, :, :1], x[:, :, :, 1:]) if above else (None, x)
-    found = unit_forward(own, norm, spec, backend, above=row, **options)
+    found = unit_forward(x, norm, spec, backend, above=above, **options)
     learned = [each for each in (norm.weight, norm.bias, options.get("w")) if each is not None]
     return [*found, *gradients(found[0], [x, *learned])]
 

@@ -6,7 +6,9 @@ import io
 import runpy
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ from megasnn.models.registry import MODELS
 from megasnn.models.spike_lm.model import SpikeLM
 from tests import parts
 from tests.parity import spike_lm as plain
-from tests.parity.ranks import error
+from tests.parity.ranks import TOLERANCE, error
 from tests.parity.test_spike_lm import text
 from tests.training.runs import log_of, train_model, without_trial
 
@@ -63,6 +65,28 @@ def test_the_dense_model_is_plain_pytorch() -> None:
     for name, weight in weights.items():
         assert weight.grad is not None, name
         assert error(gradients[name], weight.grad) < 1e-12 or weight.grad.abs().max() < 1e-15, name
+
+
+def step_losses(**flags: Any) -> list[float]:
+    """Losses of three steps of the dense model."""
+    tokens, targets = text()
+    options = {"micro_batch_size": 3, "global_batch_size": len(tokens), "precision": "fp64", "lr": 1e-2} | flags
+    with Engine(DenseLM(**SIZES), **options, train_iters=3) as engine:
+        return [engine.train_step(tokens, targets).loss for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"tensor_model_parallel_size": 2},
+        {"context_parallel_size": 2, "context_parallel_cut": "tokens"},
+        {"pipeline_model_parallel_size": 2},
+    ],
+    ids=["tp2", "cp2 tokens", "pp2"],
+)
+def test_the_dense_model_is_cut_like_any_other(ranks, flags: dict[str, Any]) -> None:
+    for losses in ranks(2, partial(step_losses, **flags)):
+        assert losses == pytest.approx(step_losses(), rel=TOLERANCE)
 
 
 def test_the_dense_model_has_the_tensors_of_the_spiking_one() -> None:

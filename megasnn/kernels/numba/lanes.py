@@ -50,6 +50,7 @@ class _FlagsModel(models.PrimitiveModel):
 
 def repeated(builder: Any, value: Any, count: int) -> Any:
     one = ir.VectorType(value.type, 1)
+    # LLVM makes a broadcast of an insertion and a shuffle.
     first = builder.insert_element(ir.Constant(one, ir.Undefined), value, ir.IntType(32)(0))
     return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), count), [0] * count))
 
@@ -128,6 +129,7 @@ def _stream(context, array, row, column, lanes, past):
             builder.store(args[3], place, align=align)
             return
         offset = builder.and_(builder.ptrtoint(place, ir.IntType(64)), ir.IntType(64)(_LINE - 1))
+        # LLVM stores past the caches at aligned addresses only.
         whole = builder.icmp_unsigned("==", offset, ir.IntType(64)(0))
         with builder.if_else(builder.and_(whole, args[4])) as (then, otherwise):
             with then:
@@ -238,6 +240,7 @@ def _where(context, flags, a, b):
 def of_lanes(builder: Any, name: str, *vectors: Any) -> Any:
     kind = vectors[0].type
     function = ir.FunctionType(kind, [kind] * len(vectors))
+    # The names of LLVM's intrinsics end in the type, as llvm.fma.v8f32.
     mangled = f"{name}.v{kind.count}{kind.element.intrinsic_name}"
     return builder.call(cgutils.get_or_insert_function(builder.module, function, mangled), vectors)
 
@@ -289,6 +292,7 @@ def _define(operation: Any, arity: int, result: Any, generate: Any) -> None:
     infer_global(operation)(Template)
     signatures: list[tuple[Any, ...]] = [(Lanes,)]
     if arity == 2:
+        # A number may stand on either side.
         signatures = [(Lanes, Lanes), (Lanes, types.Float), (types.Float, Lanes)]
     for kinds in signatures:
         lower_builtin(operation, *kinds)(lower)
@@ -308,6 +312,7 @@ _define(operator.mul, 2, _same, ir.IRBuilder.fmul)
 _define(operator.truediv, 2, _same, ir.IRBuilder.fdiv)
 _define(operator.neg, 1, _same, ir.IRBuilder.fneg)
 _define(abs, 1, _same, lambda builder, a: of_lanes(builder, "llvm.fabs", a))
+# Ordered comparisons are false for a NaN, as torch's are.
 _define(operator.ge, 2, _flags, lambda builder, a, b: builder.fcmp_ordered(">=", a, b))
 _define(operator.lt, 2, _flags, lambda builder, a, b: builder.fcmp_ordered("<", a, b))
 _define(operator.eq, 2, _flags, lambda builder, a, b: builder.fcmp_ordered("==", a, b))

@@ -47,6 +47,7 @@ class NumbaNeuron(CompiledNeuron):
         g_v = _potential(g_last, x, 0.0).copy()
         g_x = empty_array(data.shape, data.dtype)
         blocks = -(-data.shape[1] // _ROW_BLOCK)
+        # A place for each block: the sum does not depend on which thread ends first.
         sums = np.empty((blocks, 3, 1))
         p = constants_of(spec, data.dtype, w, learn)
         run_kernel(loops.block_backward, blocks, data, None, first, upstream, g_v, g_x, sums, 1, _ROW_BLOCK, 1, p)

@@ -98,6 +98,7 @@ CHARGES = {
     "LEAK_SCALE": LeakScaled,
 }
 SURROGATE_TYPES = {"SIGMOID": Sigmoid, "ATAN": ATan}
+# numpy's model divides by zero without a branch; Python's would raise.
 scalar = partial(overload, jit_options={"error_model": "numpy"})
 
 
@@ -142,6 +143,7 @@ def charged(x, v, charge):
 
 @scalar(charged)
 def _charged(x, v, charge):
+    # Operations stand in the order of torch_backend.py, so that the bits are equal.
     return {
         Integrate: lambda x, v, charge: v + x,
         DecayDivided: lambda x, v, charge: v + (x - (v - charge.rest)) / charge.factor,

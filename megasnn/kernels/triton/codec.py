@@ -102,6 +102,7 @@ def pack_counts_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
         value = value.to(tl.float32)
     fits = (value >= 0) & (value <= 255)
     byte = tl.where(fits, value, 0).to(tl.int32)
+    # Values that do not fit are stored as 0, and reported below.
     tl.store(packed + place, byte.to(tl.uint8), mask=place < size)
     if strange is not None:
         odd = (byte.to(value.dtype) != value) | below

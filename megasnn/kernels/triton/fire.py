@@ -134,6 +134,7 @@ def gradient_kernel(x, g_spikes, g_x, norm, mean_gradients, v_first, g_last, g_f
         g_v = tl.load(g_last + place, mask=inside, other=0).to(D)
     summed = tl.zeros(place.shape, D)
     total = tl.zeros(place.shape, D)
+    # A constant: without a learned factor its terms are not compiled.
     LEARN: tl.constexpr = totals is not None
     # The last chunk comes first: it may be shorter than the others.
     BEFORE: tl.constexpr = (T - 1) // CHUNK  # chunks before the last one

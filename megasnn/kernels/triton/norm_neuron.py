@@ -52,6 +52,7 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
         if norm is None:
             launches.fold(partial, values, None, None, None)
             return Statistics(values)
+        # The same launch gives the coefficients, because no other rank adds to the statistics.
         coefficients = x.new_empty((3, self.channels), dtype=launches.number)
         launches.fold(partial, values, norm.weight, norm.bias, coefficients)
         return Statistics(values, coefficients)
@@ -74,6 +75,7 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
         q = None if w is None else learned_factor(w, launches.number)
         launches.fire(x, coefficients, None, q, spikes, bits, None)
         spikes = spikes.movedim(-1, 2)
+        # Where a step does not fill whole bytes, spikes are packed by a kernel of their own.
         if packed and bits is None:
             bits = pack_bits(spikes)
         return spikes, bits

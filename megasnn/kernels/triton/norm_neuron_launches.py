@@ -50,6 +50,7 @@ class SumTiling(NamedTuple):
 
     @classmethod
     def of(cls, values: int, channels: int, lanes: int) -> SumTiling:
+        # Whole pixels and whole tiles: a column of the partial sums belongs to one channel.
         row = math.lcm(channels, COLUMNS)
         rows = THREADS * lanes // COLUMNS
         tiles = -(-values // (row * rows))
@@ -112,6 +113,7 @@ class NormNeuronLaunches:
         self._sides = tuple(space) if norm_neuron.pool else (0, 0)
         self._tiling = SumTiling.of(self.size, channels, lanes_of_backward(dtype, steps))
         self.partial_shape = (self._tiling.programs, self._tiling.row)
+        # Constants of the compilation: Triton compiles a kernel for each set of them.
         self._common = {
             "T": steps,
             "REPEATED": shape[0] < steps,

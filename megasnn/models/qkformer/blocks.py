@@ -20,6 +20,7 @@ class PatchEmbedding(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, begins: bool, small: bool) -> None:
         super().__init__()
+        # SpikingJelly's model for ImageNet has biases, the authors' for 32 x 32 images has none.
         conv_norm_neuron = partial(ConvNormNeuron, kernel_size=3, bias=not small)
         middle = outputs // 2 if begins else inputs
         keeps_size = begins and small

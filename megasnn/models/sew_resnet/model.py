@@ -44,6 +44,7 @@ class SewResNet(Model):
         for stage, blocks in enumerate(BLOCKS[self.depth]):
             width = self.width * 2**stage
             for block in range(blocks):
+                # As in ResNet: every stage but the first begins by halving the sides.
                 stride = 2 if stage and not block else 1
                 yield layer(f"layer{stage + 1}.{block}", SewBlock(inputs, width, stride, self.connect))
                 inputs = width
