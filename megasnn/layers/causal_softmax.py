@@ -15,7 +15,7 @@ from megasnn.layers.attention import sums_type
 
 QUERIES = 64
 """Queries in a block: keys behind it are left out."""
-PART_VALUES = 1 << 18
+WEIGHTS_AT_ONCE = 1 << 18
 """Attention weights that are computed together: 1 MB in float32."""
 
 _Group = tuple[slice, slice]
@@ -74,7 +74,7 @@ def attend_gradients(
 
 def _groups(heads: int, k: Tensor) -> Iterator[_Group]:
     """Frames and heads that are computed together."""
-    most = max(PART_VALUES // (QUERIES * k.shape[2]), 1)
+    most = max(WEIGHTS_AT_ONCE // (QUERIES * k.shape[2]), 1)
     frames_each = max(most // heads, 1)
     heads_each = min(most, heads)
     for frame in range(0, len(k), frames_each):

@@ -29,7 +29,7 @@ def plain(first: ParallelConv, second: ParallelConv, x: Tensor, scale: Tensor | 
 def test_parts_of_the_hidden_layer_are_the_whole(
     monkeypatch: pytest.MonkeyPatch, values: int, scale: Tensor | float
 ) -> None:
-    monkeypatch.setattr(hidden_layer, "PART_VALUES", values)
+    monkeypatch.setattr(hidden_layer, "HIDDEN_AT_ONCE", values)
     first = ParallelConv(C, H, 1, CONTEXT, style="column", bias=True, dims=1)
     second = ParallelConv(H, C, 1, CONTEXT, style="row", bias=True, dims=1)
     with MaxInference():
