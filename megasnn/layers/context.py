@@ -72,6 +72,7 @@ class BuildContext:
     time_steps: int = 1
     stateful: bool = False
     seed: int = 0
+    # One queue and one cache for all layers, so that the executor defers, and the step casts, all of them at once.
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     cast_weights: CastWeights = field(default_factory=CastWeights)
     is_whole: bool = False
@@ -110,6 +111,7 @@ class BuildContext:
         return self.cut == "samples" or self.state.cp.rank == 0
 
     def largest_share(self, samples: int) -> int:
+        # Parts differ by one sample at most: `own_span` divides them.
         return -(-samples // self.sample_group.size)
 
     def replicated(self) -> BuildContext:
@@ -139,6 +141,7 @@ class BuildContext:
         return Shard(global_shape, cuts, self.state.coordinates, is_partial, initialise)
 
 
+# A context variable: layers made in a user's `Model.layers` need no argument, and threads do not see each other's.
 _entered: ContextVar[BuildContext] = ContextVar("BuildContext")
 
 

@@ -156,10 +156,7 @@ def _projected(x: Tensor, highest: float) -> Tensor:
 
 
 class _Projected(torch.autograd.Function):
-    """Clamps to 0 ... highest. Outside, backward passes the gradient whose step leads back, and no other.
-
-    So an optimizer's steps stay at a bound for as long as they would leave it, as if each were clamped.
-    """
+    """Clamps to 0 ... highest; outside, backward passes only the gradient whose step leads back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, highest: float) -> Tensor:
@@ -170,5 +167,6 @@ class _Projected(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
+        # An optimizer's steps stay at a bound for as long as they would leave it, as if each were clamped.
         leaves = ((x < 0) & (grad > 0)) | ((x > ctx.highest) & (grad < 0))
         return grad.masked_fill(leaves, 0.0), None

@@ -50,6 +50,7 @@ def compile_ahead(uses: Collection[NeuronUse], dtype: torch.dtype, trains: bool,
         for trial in trials_of(use, dtype, trains):
             trials.setdefault((trial.name, trial.spec), trial)
     ordered = sorted(trials.values(), key=lambda each: -_SECONDS[each.name])
+    # A rank compiles its share first. By the time it comes to the others, they are in the cache on disk.
     mine = ordered[rank % ranks :: ranks]
     progress.total = len(ordered)
     for progress.position, trial in enumerate([*mine, *(each for each in ordered if each not in mine)], start=1):

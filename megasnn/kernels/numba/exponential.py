@@ -54,6 +54,7 @@ def _exponential_series(context, r):
     def generate(context, builder, signature, args):
         vector = args[0].type
         result = constant_lanes(vector, float(c.number(1.0 / math.factorial(c.degree))))
+        # Horner's scheme: a term takes one multiply-add, rounded once.
         for k in range(c.degree - 1, -1, -1):
             term = constant_lanes(vector, float(c.number(1.0 / math.factorial(k))))
             result = of_lanes(builder, "llvm.fma", result, args[0], term)
@@ -84,7 +85,8 @@ def _exp_negative(x):
     per_ln2 = number(1.0 / math.log(2.0))
 
     def implementation(x):
-        x = where(x < lowest, lowest, x)  # a NaN stays one
+        # A NaN stays one, since its comparison is false.
+        x = where(x < lowest, lowest, x)
         shifted = multiply_add(x, per_ln2, magic)
         k = shifted - magic
         r = multiply_add(k, -low, multiply_add(k, -high, x))
