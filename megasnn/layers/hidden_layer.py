@@ -144,7 +144,7 @@ class _ProductGeluProduct(Function):
         layer: _HiddenLayer = ctx.layer
         options = layer.options
         grad_rows, _ = gather_columns(to_matrix(grad), options.group, Content.DENSE)
-        shape = (len(grad_rows), ctx.shape[2])
+        shape = (len(grad_rows), kernel.shape[1])
         rows = join_columns(payloads, options.content, shape, kernel.dtype)
         grad_x = torch.empty_like(rows)
         # A sum of many parts: bfloat16 would round each.
