@@ -66,7 +66,7 @@ def state_accounts() -> tuple[int, int, int, int, int]:
             rows = len(parameter) if parameter.ndim else 1
             most += 2 * (parameter.nbytes // made.state.dp.size + parameter.nbytes // rows) + 4
         size = 4 * made.distributed.trained_parameters
-        return sum(received), size, resident_state_bytes(made.step.optimizer), most, 2 * size + 4 * len(parameters)
+        return sum(received), size, resident_state_bytes(made.trainer.optimizer), most, 2 * size + 4 * len(parameters)
 
 
 def test_what_a_step_receives_and_a_rank_holds_of_the_optimizers_state(ranks) -> None:
