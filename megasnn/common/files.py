@@ -15,7 +15,7 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -41,6 +41,8 @@ NAME_BYTES = 512
 """Longest name of a sample in a shard. Memory holds all names, padded to the longest."""
 MOST_SHARDS = 100_000
 """Largest number of shards in a data path."""
+# Making an adapter takes milliseconds: it reads the annotations of all fields.
+_adapter = cache(TypeAdapter)
 _SHOWN = 200  # characters of a value in a message
 _PROBLEMS = 30  # lines of one error
 FOLDER = "MEGASNN_CACHE"
@@ -55,6 +57,10 @@ class CheckpointError(ValueError):
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.args)
+
+
+class MissingPackageError(ModuleNotFoundError):
+    """A file requires a package that is not installed. The message has the command that installs it."""
 
 
 class DamagedError(CheckpointError):
@@ -96,11 +102,6 @@ def quantity(number: int, noun: str) -> str:
         return f"{number} {noun[:-1]}ies"
     ending = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{ending}"
-
-
-@lru_cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def described(

@@ -8,7 +8,7 @@ divide the tokens exchange their states alone: LASP-2 (arXiv 2502.07563).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from megasnn.common.autograd import Function
 from megasnn.common.recompute import cached_collective
 from megasnn.kernels.layout import empty
-from megasnn.kernels.spike_codec import Content, bits_of, decode_into, encode
+from megasnn.kernels.spike_codec import bits_of, decode_into, encode
 from megasnn.layers.attention import SCALE, heads_per_rank, sums_type
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.shape_inference import content_of
+from megasnn.layers.token_chunks import Part, StateOptions
 from megasnn.layers.token_context import check_own_tokens, shared_tokens, start_to_others
 from megasnn.parallel.collectives import from_matrix, to_matrix
 from megasnn.parallel_state import Group
@@ -29,8 +30,6 @@ CHUNK = 64
 """Tokens in a chunk. Inside a chunk the cost grows with its length, between chunks with d."""
 EXACT_TF32 = 2**11
 """TF32 holds every whole number up to this one."""
-PART_VALUES = 1 << 17
-"""Values of q that a CPU computes together: 0.5 MB in float32, and 6 MB with all intermediate results."""
 
 
 class CausalSpikingAttention(nn.Module):
@@ -114,78 +113,6 @@ class CausalSpikingAttention(nn.Module):
 def exact_up_to(dtype: torch.dtype) -> int:
     """The largest number up to which a type holds every whole number."""
     return round(2 / torch.finfo(dtype).eps)
-
-
-Part = tuple[slice, list[slice]]
-"""Frames that are computed together, and their tokens part by part, in order."""
-
-
-@dataclass(frozen=True)
-class StateOptions:
-    """Sizes in causal attention.
-
-    Attributes:
-        heads: on this rank.
-        width: channels of all heads.
-        frames: time steps times samples.
-        scale: factor of the output.
-        chunk_tokens: tokens in a chunk.
-        content: of q, k and v.
-        length: tokens on all ranks.
-        group: ranks that divide the tokens; None without.
-    """
-
-    heads: int
-    width: int
-    frames: int
-    scale: float
-    chunk_tokens: int
-    content: Content = Content.SPIKES
-    length: int = 0
-    group: Group | None = None
-
-    @property
-    def state_type(self) -> torch.dtype:
-        """The smallest type for a state, whose entries are up to the number of tokens."""
-        return torch.int16 if self.length <= torch.iinfo(torch.int16).max else torch.int32
-
-    def parts_of(self, rows: Tensor) -> list[Part]:
-        """Parts of rows `[frames * L, any]`."""
-        tokens = rows.shape[0] // self.frames
-        if rows.device.type != "cpu":
-            return [(slice(0, self.frames), [slice(0, tokens)])]
-        # All values of a part stay in the cache, so that a token costs the same at any length.
-        most = max(PART_VALUES // (self.width * self.chunk_tokens), 1) * self.chunk_tokens
-        spans = [slice(start, min(start + most, tokens)) for start in range(0, tokens, most)]
-        frames = max(most // tokens, 1)
-        return [(slice(first, min(first + frames, self.frames)), spans) for first in range(0, self.frames, frames)]
-
-    def chunks(self, rows: Tensor, dtype: torch.dtype, frames: slice, span: slice) -> Tensor:
-        """A part of rows `[frames * L, blocks * heads * d]` as `[blocks, frames, heads, chunks, chunk_tokens, d]`.
-
-        Zeros fill the last chunk: they change no sum.
-        """
-        by_head = self._by_head(rows, frames, span)
-        tokens = by_head.shape[3]
-        count = -(-tokens // self.chunk_tokens)
-        shape = (*by_head.shape[:3], count * self.chunk_tokens, by_head.shape[4])
-        whole = rows.new_empty(shape, dtype=dtype)
-        whole[:, :, :, :tokens] = by_head
-        # Not by an assignment, which takes its number from the host: no CUDA graph can.
-        whole[:, :, :, tokens:].zero_()
-        return whole.unflatten(3, (count, self.chunk_tokens))
-
-    def put(self, rows: Tensor, chunks: Tensor, frames: slice, span: slice) -> None:
-        """Inverse of `chunks`, into rows of any type."""
-        by_head = self._by_head(rows, frames, span)
-        by_head.copy_(chunks.flatten(3, 4)[:, :, :, : by_head.shape[3]])
-
-    def _by_head(self, rows: Tensor, frames: slice, span: slice) -> Tensor:
-        """View `[blocks, frames, heads, tokens, d]`."""
-        tokens = rows.shape[0] // self.frames
-        blocks = rows.shape[1] // self.width
-        by_frame = rows.view(self.frames, tokens, blocks, self.heads, -1)
-        return by_frame[frames, span].permute(2, 0, 3, 1, 4)
 
 
 def attend_causally(rows: Tensor, options: StateOptions) -> Tensor:

@@ -31,7 +31,7 @@ from megasnn.parallel.collectives import (
     to_matrix,
 )
 
-PART_VALUES = 1 << 19
+HIDDEN_AT_ONCE = 1 << 19
 """Hidden values that a CPU computes together: 2 MB in float32."""
 
 
@@ -86,7 +86,7 @@ class _HiddenLayer:
         if isinstance(scale, Tensor):
             # Rounded as in an evaluation, which multiplies by the scale in the products' type.
             scale = scale.to(rows.dtype).repeat_interleave(len(rows) // len(scale)).unsqueeze(1)
-        size = max(PART_VALUES // hidden, 1) if rows.device.type == "cpu" else len(rows)
+        size = max(HIDDEN_AT_ONCE // hidden, 1) if rows.device.type == "cpu" else len(rows)
         for start in range(0, len(rows), size):
             span = slice(start, start + size)
             yield _Part(span, scale[span] if isinstance(scale, Tensor) else scale)
@@ -144,7 +144,7 @@ class _ProductGeluProduct(Function):
         layer: _HiddenLayer = ctx.layer
         options = layer.options
         grad_rows, _ = gather_columns(to_matrix(grad), options.group, Content.DENSE)
-        shape = (len(grad_rows), ctx.shape[2])
+        shape = (len(grad_rows), kernel.shape[1])
         rows = join_columns(payloads, options.content, shape, kernel.dtype)
         grad_x = torch.empty_like(rows)
         # A sum of many parts: bfloat16 would round each.

@@ -286,14 +286,16 @@ def _add_weight_gradient(
 ) -> None:
     kernel = total[(..., *[None] * (4 - total.ndim))]
     products = options.products
+    channels = input_shape[2]
+    if options.communication is Communication.GATHER:
+        channels *= options.group.size
     if products.sparse:
         bits = options.bits_of_images(payloads)
-        shape = torch.Size((len(grad), *input_shape[2:]))
+        shape = torch.Size((len(grad), channels, *input_shape[3:]))
         are_spikes = options.content is Content.SPIKES
         if bits is not None and are_spikes and products.add_weight_gradient_of_bits(kernel, grad, bits, shape):
             return
-    channels = input_shape[2]
-    size = (input_shape.numel() // channels, channels)
+    size = (input_shape.numel() // input_shape[2], channels)
     # No variable for the unpacked input: it is larger than the pooled images, and would live during the product.
     images = options.images(join_columns(payloads, options.content, size, grad.dtype), payloads, input_shape)
     products.add_weight_gradient(kernel, grad, images)

@@ -42,7 +42,7 @@ def from_matrix(matrix: Tensor, like: tuple[int, ...] | torch.Size) -> Tensor:
 def gather_columns(
     rows: Tensor, group: Group, content: Content, bits: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """[R, C/size] -> [R, C], and each rank's packed payload, the cheapest copy for backward.
+    """[R, C/size] -> [R, C], and its packed payloads, the cheapest copy for backward: one of all ranks, or one of each.
 
     Args:
         bits: the packed rows, if available.
@@ -51,14 +51,20 @@ def gather_columns(
     if group.size == 1:
         return rows, [encode(rows.reshape(-1), content, check=True) if bits is None else bits]
     payloads = cached_collective(partial(_all_payloads, rows, group, content, bits))
-    return join_columns(payloads, content, rows.shape, rows.dtype), payloads
+    whole = len(rows), group.size * rows.shape[1]
+    return join_columns(payloads, content, whole, rows.dtype), payloads
 
 
 def _all_payloads(rows: Tensor, group: Group, content: Content, bits: Tensor | None) -> list[Tensor]:
     mine = encode(rows.reshape(-1), content, check=True) if bits is None else bits
     others = group.size - 1
     traffic.record(group.name, "all-gather", others * mine.nbytes, others * rows.nbytes)
-    return all_gather_into(mine.new_empty(group.size * mine.numel()), mine, group)
+    payloads = all_gather_into(mine.new_empty(group.size * mine.numel()), mine, group)
+    if content is not Content.SPIKES or rows.shape[1] % 8:
+        return payloads
+    # Rows of whole bytes are joined while they are bits: sums over spikes and backward then read them as on one rank.
+    row_bytes = rows.shape[1] // 8
+    return [torch.cat([payload.view(-1, row_bytes) for payload in payloads], dim=1).view(-1)]
 
 
 def require_dense(tensor: Tensor) -> None:
@@ -105,17 +111,11 @@ def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
 def join_columns(
     payloads: list[Tensor], content: Content, shape: tuple[int, int] | torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Unpacks payloads, each of `shape` = [R, C/size], into one [R, C] tensor."""
-    row_count, columns = shape
+    """Unpacks payloads, one or each of equally many columns, into one tensor of `shape` = [R, C]."""
     if len(payloads) == 1 and content is Content.DENSE:
-        return payloads[0].view(row_count, columns).to(dtype)
-    width = columns * len(payloads)
-    full = empty((row_count, width), dtype, payloads[0].device)
-    if content is Content.SPIKES and len(payloads) > 1 and columns % 8 == 0:
-        # Rows of whole bytes are joined while they are bits, and unpacked into dense memory: a third less time.
-        packed = torch.cat([payload.view(row_count, columns // 8) for payload in payloads], dim=1)
-        decode_into(packed.view(-1), content, full)
-        return full
+        return payloads[0].view(shape).to(dtype)
+    columns = shape[1] // len(payloads)
+    full = empty(shape, dtype, payloads[0].device)
     for index, payload in enumerate(payloads):
         decode_into(payload, content, full[:, index * columns : (index + 1) * columns])
     return full

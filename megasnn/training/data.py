@@ -135,7 +135,9 @@ class RunData:
         if given.train is not None:
             self.datasets: Datasets = self._from_python(given, state)
         elif tokens is not None:
-            self.datasets = self._from_tokens(tokens, state)
+            found = open_token_datasets(data, tokens, training.evaluate_only)
+            _require_equal(state, [each for each in (found.train, found.valid) if each is not None])
+            self.datasets = found
         else:
             self.datasets = self._from_shards(state)
         last_batch = data.last_batch
@@ -169,12 +171,6 @@ class RunData:
             self._config.training.evaluate_only,
             arrays,
         )
-
-    def _from_tokens(self, shape: TokenShape, state: ParallelState) -> Datasets:
-        """Text or tokens of the flags."""
-        found = open_token_datasets(self._config.data, shape, self._config.training.evaluate_only)
-        _require_equal(state, [each for each in (found.train, found.valid) if each is not None])
-        return found
 
     def _from_python(self, given: GivenDatasets, state: ParallelState) -> Datasets:
         """Data sets in Python, after a look at some samples on the first rank.

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from megasnn.checkpoint.folder import ChosenCheckpoint
 from megasnn.common.checks import error_context
-from megasnn.common.files import CheckpointError
+from megasnn.common.files import CheckpointError, MissingPackageError
 from megasnn.config import PretrainConfig
 from megasnn.config.data import NO_DATASETS, GivenDatasets
 from megasnn.parallel.agreement import gather
@@ -30,7 +30,7 @@ DIVERGED = 4
 INTERRUPTED = 130
 SAVING_SECONDS = 5.0
 """Longest wait of an error, on one of several ranks, for a checkpoint in writing."""
-MISTAKES = (ValueError, OSError, CheckpointError, ReplicaError)
+MISTAKES = (ValueError, OSError, CheckpointError, MissingPackageError, ReplicaError)
 """Errors of flags, data and files. Their message says what to change: no traceback is shown."""
 
 

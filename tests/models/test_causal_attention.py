@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megasnn.layers import BuildContext, Numerics, causal_spiking_attention
+from megasnn.layers import BuildContext, Numerics, causal_softmax, token_chunks
 from megasnn.layers.causal_attention import CausalAttention
 from megasnn.layers.causal_spiking_attention import CausalSpikingAttention, exact_up_to
 from megasnn.layers.shape_inference import MaxInference, mark_spikes
@@ -76,6 +76,18 @@ def test_softmax_attention_is_that_of_a_mask(base: float | None) -> None:
     assert layer(x.to("meta")).shape == (T, N, DIM, 11)
     for found, expected in zip(results(layer, x), results(lambda x: softmax_reference(x, base), x), strict=True):
         torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("weights", [1, 3 * 64 * 150, 1 << 18])
+def test_softmax_attention_in_blocks_is_that_of_a_mask(monkeypatch: pytest.MonkeyPatch, weights: int) -> None:
+    """Sequences of several blocks of queries, with one head, three heads and all frames at once."""
+    monkeypatch.setattr(causal_softmax, "WEIGHTS_AT_ONCE", weights)
+    x = channels_last(random(T, N, 3 * DIM, 150, seed=1))
+    expected = results(lambda x: softmax_reference(x, 100.0), x)
+    for found, each in zip(
+        results(CausalAttention(DIM, HEADS, context(), rotary_base=100.0), x), expected, strict=True
+    ):
+        torch.testing.assert_close(found, each, **CLOSE)
 
 
 def learned(
@@ -145,7 +157,7 @@ def test_parts_of_a_sequence_are_the_whole_one(monkeypatch: pytest.MonkeyPatch, 
     layer = learned(length=75, dtype=dtype, chunk=4, lowest=-1)
     whole = results(layer, x)
     for tokens in (4, 12, 80, 160):
-        monkeypatch.setattr(causal_spiking_attention, "PART_VALUES", tokens * DIM)
+        monkeypatch.setattr(token_chunks, "VALUES_AT_ONCE", tokens * DIM)
         for found, expected in zip(results(layer, x), whole, strict=True):
             assert torch.equal(found, expected)
 

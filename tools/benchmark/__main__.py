@@ -7,6 +7,7 @@
     python -m tools.benchmark --plans          # layouts, beside the planner's predictions
     python -m tools.benchmark --data           # the loader, beside a plain PyTorch DataLoader
     python -m tools.benchmark --kernels        # norm and neuron, relative to a copy of their input
+    python -m tools.benchmark --lengths        # spiking attention against the number of tokens
     python -m tools.benchmark --host           # Python's part of a step on a GPU, also beside another checkout
 
 Prints a table, and appends a JSON line per row to `--output`.
@@ -26,6 +27,7 @@ CASES = {
     "--plans": ("plans", "Plans"),
     "--data": ("data", "Loading"),
     "--kernels": ("kernels", "Kernels"),
+    "--lengths": ("lengths", "Lengths"),
     "--host": ("host", "Host"),
 }
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megasnn.common.files import read_arrays, read_file, require_size
+from megasnn.common.files import MissingPackageError, read_arrays, read_file, require_size
 from megasnn.data.events.aedat import decode_aedat2, decode_aedat3
 from megasnn.data.events.arrays import TimeUnit, recording_of_arrays
 from megasnn.data.events.dat import decode_dat
@@ -51,7 +51,7 @@ def read_recording(
         RecordingError: damaged, too large, an unknown format or version, no events, time that runs backwards, or
             coordinates outside the sensor.
         OSError: the file cannot be opened.
-        ModuleNotFoundError: AEDAT 4 without faery.
+        MissingPackageError: AEDAT 4 without faery.
     """
     name = fspath(path)
     sensor = SensorSize(*sensor_size) if sensor_size is not None else None
@@ -133,9 +133,7 @@ def _faery(path: str) -> Iterator[Any]:
     try:
         import faery
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{path}: AEDAT 4 requires faery: pip install megasnn[events]", name="faery"
-        ) from error
+        raise MissingPackageError(f"{path}: AEDAT 4 requires faery: pip install megasnn[events]") from error
     try:
         yield faery
     except BaseException as error:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.common.files import in_message, require_regular, require_size
+from megasnn.common.files import MissingPackageError, in_message, require_regular, require_size
 from megasnn.common.random import keyed_numbers
 from megasnn.data.preprocess.sources import Item, Listing
 
@@ -239,7 +239,7 @@ def _opened(path: Path) -> Any:
     try:
         import h5py
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{path}: HDF5 requires h5py: pip install megasnn[audio]", name="h5py") from error
+        raise MissingPackageError(f"{path}: HDF5 requires h5py: pip install megasnn[audio]") from error
     require_regular(path)
     return h5py.File(path, "r")
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.common.files import in_message, read_regular
+from megasnn.common.files import MissingPackageError, in_message, read_regular
 
 BYTE_VOCABULARY = 257
 """256 bytes, and the document end."""
@@ -63,7 +63,7 @@ class FileTokenizer(Tokenizer):
         end_of_document: the token's text; by default from `END_NAMES`.
     Raises:
         ValueError: the file is missing or damaged, or has no such token.
-        ModuleNotFoundError: the package is missing.
+        MissingPackageError: the package is missing.
     """
 
     def __init__(self, file: Path, end_of_document: str | None = None) -> None:
@@ -71,7 +71,7 @@ class FileTokenizer(Tokenizer):
             from tokenizers import Tokenizer as Loaded
         except ModuleNotFoundError as error:
             message = f"--tokenizer {file} requires the package tokenizers: pip install megasnn[text]"
-            raise ModuleNotFoundError(message, name="tokenizers") from error
+            raise MissingPackageError(message) from error
         try:
             content = read_regular(file)
             self._loaded: Any = Loaded.from_str(content.decode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from megasnn.data.tokens.text import documents_of, split_texts, text_files
 from megasnn.data.tokens.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
+from tests.forking import run_program
 
 WORDS = {"a": 0, "b": 1, "<|endoftext|>": 5, "[PAD]": 2, "[UNK]": 3}
 
@@ -81,9 +83,20 @@ def test_unfit_tokenizer_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_without_the_package_the_command_to_install_it_is_named(monkeypatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ModuleNotFoundError, match=r"--tokenizer t.json requires .*pip install megasnn\[text\]"):
         FileTokenizer(Path("t.json"))
+
+
+def test_a_run_without_the_package_says_so_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    (tmp_path / "start.py").write_text(
+        "import sys\nimport megasnn\nsys.modules['tokenizers'] = None\nmegasnn.pretrain(megasnn.MODELS['spike_lm'])\n"
+    )
+    flags = ["--data-path", "text.txt", "--tokenizer", "t.json", "--train-iters", "1", "--num-workers", "0"]
+    ended = run_program(tmp_path, "start.py", *flags)
+    assert ended.returncode == 1
+    assert "pip install megasnn[text]" in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_files_folders_and_json_lines_are_documents(tmp_path: Path) -> None:
