@@ -61,6 +61,9 @@ CASES: dict[str, Case] = {
     "wide-zero1": (WIDE, 2, SINGLE),
     # The first layers need most, while the bucket of the last ones is under way.
     "bucket": (DEEP, 2, SINGLE),
+    "spike_lm": (LANGUAGE, 1, {}),
+    "spike_lm-tp-always": (LANGUAGE, 2, {"tensor_model_parallel_size": 2, "recompute": "always"}),
+    "spike_lm-tokens": (LANGUAGE, 2, TOKENS),
     "spike_lm-zbv": (LANGUAGE, 2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}),
     "spiking": (ON_SPIKES, 1, {}),
     "spiking-tokens-always": (ON_SPIKES, 2, {**TOKENS, "recompute": "always"}),
