@@ -75,7 +75,9 @@ class CausalAttention(nn.Module):
         # The product of two sizes: numel() would fix the batch size in an export.
         shape = (qkv.shape[0] * qkv.shape[1], tokens, 3, self.local_heads, self.head_dim)
         if self.rotary_base is not None:
-            cos, sin = rotary_table(first, tokens, self.head_dim, self.rotary_base, rows.dtype, rows.device)
+            # torch.export computes without values, and a table without values must not be cached.
+            table = rotary_table.__wrapped__ if torch.compiler.is_exporting() else rotary_table
+            cos, sin = table(first, tokens, self.head_dim, self.rotary_base, rows.dtype, rows.device)
             rows = _Rotate.apply(rows, cos, sin, shape, self.blockwise and not qkv.is_meta)
         is_divided = bool(self._spans) and not qkv.is_meta
         if is_divided or (self.blockwise and not qkv.is_meta):

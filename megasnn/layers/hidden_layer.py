@@ -46,7 +46,9 @@ def product_gelu_product(first: ParallelConv, second: ParallelConv, x: Tensor, s
     assert first.options.communication in (Communication.NONE, Communication.GATHER)
     assert second.options.communication in (Communication.NONE, Communication.SCATTER)
     is_observed = first.observer is not None or second.observer is not None
-    if x.is_meta or is_observed or not torch.is_grad_enabled():
+    # torch.export follows no autograd functions of Python, and runs with gradients.
+    keeps_nothing = not torch.is_grad_enabled() or torch.compiler.is_exporting()
+    if x.is_meta or is_observed or keeps_nothing:
         hidden = first(x, add_bias=False)
         if isinstance(scale, Tensor):
             hidden = hidden * scale.to(hidden.dtype).view(-1, 1, 1, 1)
