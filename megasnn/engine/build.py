@@ -85,7 +85,7 @@ def run_configuration(
 
 
 def model_problems(config: PretrainConfig) -> list[str]:
-    """Problems with the layers, their learning rates, and an explicit cut."""
+    """Problems with the layers, their learning rates, and an explicit pipeline layout."""
     parallel = config.parallel
     problems = building_problems(config.model, config.neuron.spec, parallel.grid, config.context_cut)
     if problems:
@@ -160,7 +160,7 @@ def build_model(
     context = BuildContext(
         state=state,
         numerics=Numerics.of_run(config, state.device),
-        cut=config.context_cut,
+        context_cut=config.context_cut,
         stateful=config.windows > 1,
         seed=training.seed,
         cast_weights=CastWeights(),

@@ -132,7 +132,7 @@ def building_problems(
     try:
         described = describe_model(model, neuron)
         if grid is not None and grid.tp * grid.cp > 1:
-            described.build(BuildContext(ParallelState.without_process_groups(grid), cut=cut))
+            described.build(BuildContext(ParallelState.without_process_groups(grid), context_cut=cut))
     except ValueError as error:
         return [f"{model.name}: {error}"]
     return []

@@ -77,7 +77,7 @@ class Metrics:
         state = self._state
         tp = state.tp.handle
         # Ranks that cut micro-batches by samples see the same neurons; by rows or tokens, each sees others of a layer.
-        if self._distributed.context.cut == "samples":
+        if self._distributed.context.context_cut == "samples":
             mine = self.spikes.reduce(state.dp_cp.handle, (tp, None))
         else:
             mine = self.spikes.reduce(state.dp.handle, (tp, state.cp.handle))

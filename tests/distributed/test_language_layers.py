@@ -192,7 +192,7 @@ def test_a_recomputed_loss_forms_no_logits(ranks, size: int) -> None:
 
 def _last_logits() -> tuple[float, Tensor]:
     group = everybody("cp")
-    layer = NextTokenLoss(C, WORDS, replace(context(group), cut="tokens"))
+    layer = NextTokenLoss(C, WORDS, replace(context(group), context_cut="tokens"))
     build({"layer": layer}, {f"layer.{name}": value for name, value in OUTPUT.items()})
     x = channels_last(STREAM - 1e3)
     layer(x.to("meta"))

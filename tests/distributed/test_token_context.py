@@ -97,7 +97,7 @@ def _of_one(name: str, length: int = LENGTH) -> Found:
 
 def _of_own_tokens(length: int = LENGTH) -> dict[str, Found]:
     group = everybody("cp")
-    context = replace(ONE, state=state_of(group), cut="tokens")
+    context = replace(ONE, state=state_of(group), context_cut="tokens")
     weights = own_tokens(random(T, N, DIM, length, seed=4), group)
     found = {}
     for name in LAYERS:
@@ -161,7 +161,7 @@ def test_heads_of_what_one_rank_computes(ranks) -> None:
 def _computed_again() -> None:
     """A recomputed forward has the same bits; the spiking one exchanges nothing."""
     group = everybody("cp")
-    context = replace(ONE, state=state_of(group), cut="tokens")
+    context = replace(ONE, state=state_of(group), context_cut="tokens")
     for name in LAYERS:
         layer = made(name, context)
         x = channels_last(own_tokens(given_to(name), group))
@@ -183,7 +183,7 @@ def test_a_recomputed_forward_has_the_same_bits(ranks) -> None:
 
 
 def _with_other_tokens() -> None:
-    context = replace(ONE, state=state_of(everybody("cp")), cut="tokens")
+    context = replace(ONE, state=state_of(everybody("cp")), context_cut="tokens")
     for name in ("softmax", "spiking"):
         with pytest.raises(ValueError, match="of each sequence got 3"):
             made(name, context)(spikes(T, N, 3 * DIM, 3))
@@ -197,7 +197,7 @@ def _in_bfloat16() -> dict[str, tuple[Found, Found]]:
     """One rank's result and this rank's part, of values in bfloat16."""
     group = everybody("cp")
     one = replace(ONE, numerics=Numerics(torch.float32, torch.bfloat16))
-    shared = replace(one, state=state_of(group), cut="tokens")
+    shared = replace(one, state=state_of(group), context_cut="tokens")
     weights = random(T, N, DIM, LENGTH, seed=4, dtype=torch.bfloat16)
     found = {}
     for name in ("softmax", "torch's softmax", "ternary"):
