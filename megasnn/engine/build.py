@@ -167,6 +167,7 @@ def build_model(
     )
     # All layers without memory: the plan decides which of them this rank has, and needs every layer's cost for it.
     with error_context("while building the model"):
+        # `build` in models/build.py, with the model and its neuron.
         built = description.build(context)
     with error_context("while compiling kernels"):
         _compile_kernels([each.module for each in built], context, trains=not training.evaluate_only)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from megasnn.common.memory import without_waiting
+from megasnn.common.memory import copy_without_waiting
 from megasnn.common.random import WORD_MASK, philox_key
 from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
@@ -80,7 +80,7 @@ class _Drop(nn.Module):
             positions = torch.arange(positions.start, positions.stop)
         # Keys are computed on the host, and copied without waiting for the device.
         low, high = philox_key(self.seed, self.purpose, self.name)
-        keys = without_waiting(torch.stack([(positions & WORD_MASK) ^ low, (positions >> 32) ^ high]), x.device)
+        keys = copy_without_waiting(torch.stack([(positions & WORD_MASK) ^ low, (positions >> 32) ^ high]), x.device)
         return (x * self.kept(x, keys)).mul_(1 / (1 - self.p))
 
     def kept(self, x: Tensor, keys: Tensor) -> Tensor:

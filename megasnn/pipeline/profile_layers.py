@@ -244,7 +244,7 @@ class _Trial:
 
     def _forward(self, run: StepState) -> list[Tensor]:
         chunk = self._chunk
-        x = self._micro.inputs if chunk.is_first else run.begin_graph(self._key)
+        x = self._micro.inputs if chunk.is_first else run.take_inputs(self._key)
         y = chunk(x, self._micro.samples, targets=self._micro.targets)
         if not chunk.is_last:
             return [*y]
