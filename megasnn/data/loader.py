@@ -96,7 +96,7 @@ class UpcomingMicroBatch(NamedTuple):
 
 
 class UpcomingBatch(NamedTuple):
-    """A global batch before it is read."""
+    """This rank's part of a global batch, before it is read."""
 
     micro_batches: list[UpcomingMicroBatch]
     size: int
