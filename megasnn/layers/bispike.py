@@ -70,7 +70,7 @@ class ParallelBiSpike(NeuronLayer):
         spikes, v = neuron_multi_step(inputs, self.spec, self.v, self.amplitude, self.backend)
         if self.stateful and not x.is_meta:
             self.v = v.detach()
-        return self.observed(spikes)
+        return self.observe(spikes)
 
     @property
     def scale(self) -> Tensor | float:

@@ -259,7 +259,7 @@ class PipelineExecutor:
                 step.await_gradients(key, y)
 
     def _input_gradient(self, segment: PipelineChunk, key: ActionKey) -> None:
-        with segment.weight_gradients.deferred() as tasks:
+        with segment.weight_gradients.deferring() as tasks:
             self._step.backward(key)
         self._step.weight_gradients[key] = tasks
 
