@@ -77,7 +77,7 @@ class ParallelBiSpike(NeuronLayer):
         """The amplitude; with `calibrated` of each time step, `[T]`."""
         return self.spec.v_threshold if self.amplitude is None else self.amplitude
 
-    def scaled(self, y: Tensor) -> Tensor:
+    def apply_amplitude(self, y: Tensor) -> Tensor:
         """A product of the spikes, without bias, `[T, ...]`: as of spikes with the amplitude."""
         if self.amplitude is not None:
             return y * self.amplitude.to(y.dtype).view(-1, *[1] * (y.ndim - 1))

@@ -135,6 +135,6 @@ def _linear_of_spikes(neuron: NeuronLayer, linear: ParallelConv, x: Tensor) -> T
     if not isinstance(neuron, ParallelBiSpike):
         return linear(spikes)
     # Unit spikes travel as two bits, so the amplitude follows the product.
-    y = neuron.scaled(linear(spikes, add_bias=False))
+    y = neuron.apply_amplitude(linear(spikes, add_bias=False))
     assert linear.bias is not None
     return y + linear.bias.to(y.dtype).view(-1, 1)

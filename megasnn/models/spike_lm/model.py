@@ -133,6 +133,8 @@ class SpikeLM(Model):
             yield layer(f"{name}.mlp", MLPHalf(dim, self.hidden, calibrated), layer_group=name)
         yield layer("norm", ParallelLayerNorm(dim), layer_group="head")
         head = NextTokenLoss(dim, self.vocab_size)
+        # An assigned parameter is shared, also between pipeline stages.
         if self.tied:
             head.weight = embedding.weight
+        # The layer takes the target, because it forms the loss chunk by chunk: logits of all tokens never exist at once.
         yield layer("head", head, takes=("norm", "target"))
