@@ -136,5 +136,5 @@ class SpikeLM(Model):
         # An assigned parameter is shared, also between pipeline stages.
         if self.tied:
             head.weight = embedding.weight
-        # The layer takes the target, because it forms the loss chunk by chunk: logits of all tokens never exist at once.
+        # The layer takes the target: it forms the loss chunk by chunk, and logits of all tokens never exist at once.
         yield layer("head", head, takes=("norm", "target"))
