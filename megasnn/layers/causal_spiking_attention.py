@@ -163,7 +163,7 @@ class CausalAttend(Function):
         packed, kept = ctx.saved_tensors
         options: CausalAttendOptions = ctx.options
         dtype = sums_type(grad.dtype)
-        # On a CPU whole numbers of a byte: they are converted part by part.
+        # On a CPU whole numbers of a byte: they are converted span by span.
         spikes = empty(ctx.shape, torch.int8 if grad.device.type == "cpu" else dtype, grad.device)
         decode_into(packed, options.content, spikes)
         grad = grad.contiguous()

@@ -96,7 +96,7 @@ class ParallelEmbedding(nn.Module):
 
 
 def own_vocabulary(vocab_size: int, group: Group) -> range:
-    """This rank's part of the vocabulary. Raises ValueError if it is smaller than the number of ranks."""
+    """This rank's part of a vocabulary. Raises ValueError for one smaller than the number of ranks."""
     if vocab_size < group.size:
         raise ValueError(f"a vocabulary of {vocab_size} is smaller than --tensor-model-parallel-size {group.size}")
     return own_span(vocab_size, [group.size], group.rank)
