@@ -21,7 +21,7 @@ from megasnn.kernels.spike_codec import bits_of, decode_into, encode
 from megasnn.layers.attention import SCALE, heads_per_rank, sums_type
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.shape_inference import content_of
-from megasnn.layers.token_chunks import Part, CausalAttendOptions
+from megasnn.layers.token_chunks import CausalAttendOptions, Part
 from megasnn.layers.token_context import check_own_tokens, divide_tokens, start_to_others
 from megasnn.parallel.collectives import from_matrix, to_matrix
 from megasnn.parallel_state import Group
@@ -92,7 +92,9 @@ class CausalSpikingAttention(nn.Module):
             raise ValueError(f"causal attention takes q, k and v [T, N, {channels}, L], got {[*qkv.shape]}")
         content = content_of(qkv)
         if not content.is_bits:
-            raise ValueError("causal attention without softmax takes spikes: put a spiking neuron after the projection to q, k and v")
+            raise ValueError(
+                "causal attention without softmax takes spikes: put a spiking neuron after the projection to q, k and v"
+            )
         length = qkv.shape[3]
         # An entry of the output has at most d terms, each at most the number of tokens.
         largest = self.head_dim * length
@@ -171,8 +173,8 @@ class CausalAttend(Function):
         grad_rows = empty(ctx.shape, ctx.dtype, grad.device)
         for part in options.parts_of(spikes):
             frames, spans = part
-            # Tokens from the last to the first: the gradient of the states flows to earlier tokens. Start from the state
-            # after all tokens and subtract each span's states: sums of whole numbers make this exact.
+            # Tokens from the last to the first: the gradient of the states flows to earlier tokens. Start from the
+            # state after all tokens and subtract each span's states: sums of whole numbers make this exact.
             state = _state(spikes, options, dtype, part)
             if kept is not None:
                 state += kept[frames]

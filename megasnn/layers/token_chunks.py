@@ -1,7 +1,7 @@
 """Rows of q, k and v, divided for causal attention on spikes.
 
-A part is some frames, whose tokens are spans. A span has chunks of tokens. On a CPU one span of a part's frames fits the
-cache; on a GPU a single part with a single span holds everything.
+A part is some frames, whose tokens are spans. A span has chunks of tokens. On a CPU one span of a part's frames fits
+the cache; on a GPU a single part with a single span holds everything.
 """
 
 from __future__ import annotations
