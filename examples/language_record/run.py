@@ -201,11 +201,13 @@ def activation_sparsity(model: Mapping[str, Any], layers: Mapping[str, Mapping[s
 
 
 def dense_operations(model: Mapping[str, Any]) -> int:
-    """Operations of all products with weights but the output layer, zeros included."""
+    """Operations of all products with weights, zeros included."""
     dim = model["embed_dim"]
     hidden = int(dim * model["mlp_ratio"])
-    of_block = 4 * dim * dim + 2 * dim * hidden
-    operations: int = model["time_steps"] * model["depth"] * of_block
+    block = 4 * dim * dim + 2 * dim * hidden
+    # The output layer takes the mean over time: one product a token.
+    output: int = dim * model["vocab_size"]
+    operations: int = model["time_steps"] * model["depth"] * block + output
     return operations
 
 

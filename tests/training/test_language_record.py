@@ -144,10 +144,11 @@ def test_the_table_has_what_the_runs_logged(tmp_path: Path, monkeypatch: pytest.
     (of_dense,) = log_of(tmp_path / "dense", "validation")
     for column, line in enumerate([spiking, of_dense]):
         assert rows["**bits per byte, validation**"][column] == f"**{line['bits_per_byte']:.3f}**"
-    # Every input of a dense product is used: 12 x 16 x 16 multiply-adds a token.
-    assert rows["Effective MACs, a token"][1] == rows["Synaptic operations, Dense, a token"][1] == "3,072"
+    # Every input of a dense product is used: 12 x 16 x 16 multiply-adds a token, and 16 x 257 of the output layer.
+    assert rows["Effective MACs, a token"][1] == rows["Synaptic operations, Dense, a token"][1] == "7,184"
     # Of a spiking block, two products have dense inputs, 5 x 16 x 16. The other two, 7 x 16 x 16, skip zeros.
-    assert rows["Effective MACs, a token"][0] == f"{STEPS * 5 * 256:,}"
+    assert rows["Effective MACs, a token"][0] == f"{STEPS * 5 * 256 + 16 * 257:,}"
+    assert rows["Synaptic operations, Dense, a token"][0] == f"{STEPS * 12 * 256 + 16 * 257:,}"
     sparsity = float(rows["Activation sparsity of the neurons"][0])
     layers = spiking["layers"]
     fired = layers["blocks.0.attention.qkv"]["acs"] / 48 + layers["blocks.0.mlp.fc1"]["acs"] / 64
