@@ -147,7 +147,10 @@ _entered: ContextVar[BuildContext] = ContextVar("BuildContext")
 
 @contextmanager
 def building(context: BuildContext) -> Iterator[None]:
-    """Makes a context the default inside."""
+    """Makes a context the default inside.
+
+    `megasnn.models.build` sets it around `Model.layers`, and where it converts plain modules.
+    """
     token = _entered.set(context)
     try:
         yield

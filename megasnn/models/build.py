@@ -25,7 +25,7 @@ from megasnn.layers.plain.refusals import is_plain, refuse_mixing, require_suppo
 from megasnn.layers.plain.replicated import plain_layer
 from megasnn.layers.shape_inference import content_of
 from megasnn.layers.tensors import described_tensors, initialise_further, sharded_tensors
-from megasnn.layers.token_context import shared_tokens
+from megasnn.layers.token_context import divide_tokens
 from megasnn.models.description import (
     DRY_SAMPLES,
     Built,
@@ -203,7 +203,7 @@ def build(
 def _require_cuttable(task: Task, context: BuildContext) -> None:
     """Raises ValueError for inputs without the rows or tokens that context-parallel ranks divide."""
     if context.token_group is not None:
-        shared_tokens(task.tokens, context.token_group.size)
+        divide_tokens(task.tokens, context.token_group.size)
     if context.row_group is not None:
         for name, spec in task.inputs.items():
             if len(spec.shape) - spec.over_time < 2:

@@ -263,7 +263,7 @@ class PipelineExecutor:
                 step.await_gradients(key, y)
 
     def _input_gradient(self, chunk: PipelineChunk, key: ActionKey) -> None:
-        with chunk.weight_gradients.deferred() as tasks:
+        with chunk.weight_gradients.deferring() as tasks:
             self._step.backward(key)
         self._step.weight_gradients[key] = tasks
 

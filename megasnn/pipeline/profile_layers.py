@@ -233,7 +233,7 @@ class _Trial:
         with inside("saved"):
             run.await_gradients(key, y)
             y.clear()
-        with inside("input_gradient"), self._chunk.weight_gradients.deferred() as tasks:
+        with inside("input_gradient"), self._chunk.weight_gradients.deferring() as tasks:
             run.gradients[key] = [torch.ones_like(each) for each in self.output if each.requires_grad]
             run.backward(key)
         with inside("deferred"):

@@ -33,7 +33,7 @@ from megasnn.layers import (
     apply_layer,
 )
 from megasnn.layers.context import building
-from megasnn.layers.row_context import RowMove, move_rows, shared_rows
+from megasnn.layers.row_context import RowMove, divide_rows, move_rows
 from megasnn.layers.shape_inference import MaxInference, mark_spikes
 from megasnn.layers.tensors import materialise
 from megasnn.parallel.sharding import own_span
@@ -59,16 +59,16 @@ MOVES = {
 def test_rows_are_shared_evenly(height, ranks) -> None:
     if height < ranks:
         with pytest.raises(ValueError, match=f"may be {height} at most"):
-            shared_rows(height, ranks)
+            divide_rows(height, ranks)
         return
-    local_rows = shared_rows(height, ranks)
+    local_rows = divide_rows(height, ranks)
     assert [row for rows in local_rows for row in rows] == list(range(height))
     assert max(map(len, local_rows)) - min(map(len, local_rows)) <= 1
 
 
 def _moved(needed: tuple[range, ...], height: int, content: Content) -> tuple:
     group = everybody("cp")
-    move = RowMove(shared_rows(HEIGHT, group.size), needed, height)
+    move = RowMove(divide_rows(HEIGHT, group.size), needed, height)
     shape = (2, 3, C, HEIGHT, WIDTH)
     images = {
         Content.DENSE: random(*shape, seed=1),

@@ -19,7 +19,7 @@ from megasnn.layers.causal_attention import CausalAttention
 from megasnn.layers.causal_spiking_attention import CausalSpikingAttention
 from megasnn.layers.context import building
 from megasnn.layers.shape_inference import MaxInference, mark_spikes
-from megasnn.layers.token_context import own_tokens, shared_tokens
+from megasnn.layers.token_context import divide_tokens, own_tokens
 from megasnn.parallel.traffic import traffic
 from tests.distributed.whole import channels_last, everybody, mine, random, spikes, state_of
 
@@ -43,9 +43,9 @@ ONE = BuildContext(numerics=Numerics(torch.float64, torch.float64))
 def test_tokens_are_shared_evenly(length: int, ranks: int) -> None:
     if length < ranks:
         with pytest.raises(ValueError, match=f"may be {length} at most"):
-            shared_tokens(length, ranks)
+            divide_tokens(length, ranks)
         return
-    spans = shared_tokens(length, ranks)
+    spans = divide_tokens(length, ranks)
     assert [token for span in spans for token in span] == list(range(length))
     assert max(map(len, spans)) - min(map(len, spans)) <= 1
 
@@ -129,7 +129,7 @@ def test_only_states_travel_and_their_bytes_do_not_grow_with_the_length(ranks) -
                 8 * entries * (2 - rank),
             )
             # Keys and values of earlier tokens, twice, and the gradients of the own ones.
-            spans = shared_tokens(length, 3)
+            spans = divide_tokens(length, 3)
             keys = 2 * 8 * T * N * DIM * sum(len(span) for span in spans[:rank])
             returned = 2 * 8 * T * N * DIM * len(spans[rank]) * (2 - rank)
             for name in ("softmax", "torch's softmax"):

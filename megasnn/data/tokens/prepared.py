@@ -179,6 +179,7 @@ def _from_files(files: Sequence[Path], tokenizer: Tokenizer) -> Path:
 
 
 def _sample(tokenizer: Tokenizer, is_held_out: bool) -> Path:
+    # Each version of Python has its own help texts.
     split = "valid" if is_held_out else "train"
     name = name_in_cache(f"python-{split}", "", platform.python_version(), tokenizer.identity, split, _VERSION)
     return _built(name, texts_of_part(sample_documents, _HELD_OUT, is_held_out), tokenizer)

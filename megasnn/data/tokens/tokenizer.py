@@ -49,6 +49,7 @@ class ByteTokenizer(Tokenizer):
     end_of_document = 256
 
     def encode(self, text: str) -> NDArray[Any]:
+        # The document end, 256, does not fit in a byte.
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -102,6 +103,7 @@ class FileTokenizer(Tokenizer):
         )
 
     def encode(self, text: str) -> NDArray[Any]:
+        # `write_tokens` adds the document end itself.
         return np.array(self._loaded.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, tokens: Sequence[int]) -> str:
