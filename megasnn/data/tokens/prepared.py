@@ -111,6 +111,7 @@ def write_tokens(prefix: Path, texts: Iterable[str], tokenizer: Tokenizer) -> To
             count += len(tokens)
             largest = max(largest, int(tokens.max()))
             size += len(text.encode())
+        # Document ends alone are no text.
         if not size:
             raise ValueError("there is no text")
     return TokenFacts(count, largest, tokenizer.vocab_size, size, tokenizer.identity)

@@ -53,6 +53,7 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
 
     def decode(self, tokens: Sequence[int]) -> str:
+        # Special tokens have no text.
         content = bytes(int(token) for token in tokens if token < self.end_of_document)
         return content.decode(errors="replace")
 

@@ -32,6 +32,7 @@ class AttentionHalf(nn.Module):
         context = context_for(context)
         self.norm = ParallelLayerNorm(dim, context)
         self.neuron = _neuron(calibrated, context)
+        # Style column, then row: in between each rank has whole heads.
         self.qkv = _token_linear(dim, 3 * dim, "column", context, blocks=3)
         self.attention = CausalAttention(dim, num_heads, context, rotary_base=10000.0 if rotary else None)
         self.projection = _token_linear(dim, dim, "row", context)
@@ -59,6 +60,7 @@ class SpikingAttentionHalf(nn.Module):
         context = context_for(context)
         self.norm = ParallelLayerNorm(dim, context)
         self.neuron = _neuron(calibrated, context)
+        # Style column, then row: in between each rank has whole heads.
         self.qkv = _token_linear(dim, 3 * dim, "column", context, blocks=3)
         self.qkv_norm = ParallelLayerNorm(3 * dim, context, blocks=3)
         self.qkv_neuron = _neuron(calibrated, context)
@@ -89,6 +91,7 @@ class MLPHalf(nn.Module):
         context = context_for(context)
         self.norm = ParallelLayerNorm(dim, context)
         self.neuron = _neuron(calibrated, context)
+        # Style column, then row: hidden channels stay on their rank.
         self.fc1 = _token_linear(dim, hidden, "column", context)
         self.fc2 = _token_linear(hidden, dim, "row", context)
 
