@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from megasnn.common import memory
 from megasnn.config import parse
 from megasnn.config.training import Length
-from megasnn.data import GlobalBatch
+from megasnn.data import RankBatch
 from megasnn.engine import Engine
 from megasnn.kernels import layout
 from megasnn.models.model import run_config
@@ -51,7 +51,7 @@ MAKERS = {
     *("tensor", "as_tensor", "arange", "linspace", "eye", "empty", "empty_strided", "zeros", "ones", "full"),
     *("rand", "randn", "randint", "randperm", "scalar_tensor"),
 }
-BY_PINNED_MEMORY = {memory.without_waiting.__code__}
+BY_PINNED_MEMORY = {memory.copy_without_waiting.__code__}
 
 
 class _Operations(TorchDispatchMode):
@@ -201,7 +201,7 @@ def pageable_copies(host: Iterable[Tensor] = ()) -> Iterator[list[str]]:
 
 
 @contextmanager
-def stepping(model: str, flags: str) -> Iterator[tuple[Engine, Callable[..., GlobalBatch]]]:
+def stepping(model: str, flags: str) -> Iterator[tuple[Engine, Callable[..., RankBatch]]]:
     """Makes an Engine, and `batch(samples, start)` of its samples."""
     given = f"{MODEL_FLAGS[model]} {TRAINING_FLAGS} --neuron-backend torch {flags}".split()
     config = parse(run_config(MODELS[model]), given)
@@ -213,8 +213,8 @@ def stepping(model: str, flags: str) -> Iterator[tuple[Engine, Callable[..., Glo
         Engine(config, length=Length(config.training.train_iters or 0)) as engine,
     ):
 
-        def batch(samples: int, start: int, **options: bool) -> GlobalBatch:
-            return engine.batches.local_batch({"images": images[:samples]}, labels[:samples], samples, start, **options)
+        def batch(samples: int, start: int, **options: bool) -> RankBatch:
+            return engine.batches.rank_batch({"images": images[:samples]}, labels[:samples], samples, start, **options)
 
         yield engine, batch
 
@@ -276,7 +276,7 @@ def copies_of_a_replayed_step(model: str) -> list[str]:
     return found
 
 
-def _copies(engine: Engine, batch: GlobalBatch) -> list[str]:
+def _copies(engine: Engine, batch: RankBatch) -> list[str]:
     given = [each for micro in batch.micro_batches for each in (*(micro.inputs or {}).values(), micro.targets)]
     of_host = [each for each in given if each is not None]
     with pageable_copies(of_host) as found:

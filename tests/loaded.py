@@ -34,7 +34,7 @@ def _load_kernels(dtype: torch.dtype) -> None:
     images, weight, products = torch.ones(1, 8, 1, 1), torch.zeros(8, 8, 1, 1), Products(sparse=True)
     images[:, 1:] = 0
     images, weight = images.to(dtype), weight.to(dtype)
-    products.add_weight_gradient(weight, products.output(images, weight), images)
+    products.add_weight_gradient(weight, products.convolve(images, weight), images)
 
 
 form_sums_where_few()

@@ -32,9 +32,9 @@ class AttentionHalf(nn.Module):
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         self.norm = ParallelLayerNorm(dim)
-        self.qkv = product(dim, 3 * dim, "column", blocks=3)
+        self.qkv = token_linear(dim, 3 * dim, "column", blocks=3)
         self.attention = CausalAttention(dim, num_heads)
-        self.projection = product(dim, dim, "row")
+        self.projection = token_linear(dim, dim, "row")
 
     def forward(self, x: Tensor) -> Tensor:
         attended: Tensor = self.attention(self.qkv(self.norm(x)))
@@ -50,15 +50,15 @@ class MLPHalf(nn.Module):
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
         self.norm = ParallelLayerNorm(dim)
-        self.fc1 = product(dim, hidden, "column")
-        self.fc2 = product(hidden, dim, "row")
+        self.fc1 = token_linear(dim, hidden, "column")
+        self.fc2 = token_linear(hidden, dim, "row")
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.fc2(F.gelu(self.fc1(self.norm(x))))
         return out
 
 
-def product(inputs: int, outputs: int, style: Style, blocks: int = 1) -> ParallelConv:
+def token_linear(inputs: int, outputs: int, style: Style, blocks: int = 1) -> ParallelConv:
     """A linear layer for each token."""
     return ParallelConv(
         inputs,

@@ -101,9 +101,9 @@ class Mixing:
 def _chosen(values: Tensor, positions: list[int]) -> Tensor:
     import torch
 
-    from megasnn.common.memory import without_waiting
+    from megasnn.common.memory import copy_without_waiting
 
-    return values[without_waiting(torch.tensor(positions), values.device)]
+    return values[copy_without_waiting(torch.tensor(positions), values.device)]
 
 
 def _span(side: int, share: float, draws: np.random.Generator) -> slice:

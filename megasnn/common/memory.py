@@ -55,7 +55,7 @@ def release_free_memory() -> None:
             pass
 
 
-def without_waiting(values: Tensor, device: torch.device) -> Tensor:
+def copy_without_waiting(values: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device. The host does not wait."""
     # A GPU copies from pinned memory in the order of its current stream; from pageable memory the host would wait.
     if device.type != "cuda" or values.device.type != "cpu":

@@ -52,7 +52,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class GlobalBatch:
+class RankBatch:
     """This rank's part of a global batch of `size` samples; `consumed_samples` is the position after it."""
 
     micro_batches: list[MicroBatch]
@@ -96,7 +96,7 @@ class UpcomingMicroBatch(NamedTuple):
 
 
 class UpcomingBatch(NamedTuple):
-    """A global batch before it is read."""
+    """This rank's part of a global batch, before it is read."""
 
     micro_batches: list[UpcomingMicroBatch]
     size: int
@@ -151,7 +151,7 @@ class BatchLoader:
         self._watch: WorkerWatch | None = None
         self._loader: DataLoader[Any] | None = None
 
-    def batches(self, consumed_samples: int = 0, limit: int | None = None) -> Generator[GlobalBatch]:
+    def batches(self, consumed_samples: int = 0, limit: int | None = None) -> Generator[RankBatch]:
         """Yields at most `limit` global batches from a position on. Raises a batch's errors when it is due.
 
         Raises:
@@ -173,7 +173,7 @@ class BatchLoader:
                     inputs, substitutes = next(loaded)
                     micro_batches.append(self._micro_batch(each, inputs, substitutes))
                     self.skipped += len(substitutes)
-                yield GlobalBatch(micro_batches, batch.size, batch.consumed_samples)
+                yield RankBatch(micro_batches, batch.size, batch.consumed_samples)
         except BaseException:
             # Also GeneratorExit: workers of an unfinished pass hold its samples. After a whole pass they stay.
             self.close()

@@ -1,13 +1,15 @@
 """The Engine: a model in training on this rank of a layout.
 
 engine.py       the Python interface
-step.py         forward, backward, reduction, clip, update, statistics, average
+trainer.py      forward, backward, reduction, clip, update, statistics, average
 step_sums.py    sums over all ranks
 model.py        this rank's chunks, run over micro-batches
 loss.py         loss and metrics of a step
 evaluation.py   loss and metrics of an evaluation, answers of a prediction
 batch.py        from whole batches to this rank's micro-batches
+share.py        the samples of a batch that one rank reads
 windows.py      truncated backpropagation
+calibration.py  spike amplitudes from the first batch
 build.py        from model and flags to configuration, context and plan
 replica.py      from a plan to chunks, gradients and executor
 checkpoint.py   checkpoints: contents, saving, loading

@@ -10,10 +10,10 @@ from torch import Tensor
 from megasnn.augment.mixing import Mixing
 from megasnn.common.files import quantity
 from megasnn.common.grid import micro_batch_counts, micro_batch_sizes
-from megasnn.common.memory import without_waiting
+from megasnn.common.memory import copy_without_waiting
 from megasnn.config import PretrainConfig
 from megasnn.config.training import LOSSES
-from megasnn.data import BatchShare, GlobalBatch, MicroBatch
+from megasnn.data import BatchShare, MicroBatch, RankBatch
 from megasnn.engine.model import DistributedModel
 from megasnn.engine.share import SampleShare, share_problem
 from megasnn.engine.windows import windows_of
@@ -182,7 +182,7 @@ class Batches:
             f"{self._samples.size} samples; give more samples, or the Engine another micro_batch_size"
         )
 
-    def local_batch(
+    def rank_batch(
         self,
         inputs: Mapping[str, Tensor],
         targets: Tensor,
@@ -190,7 +190,7 @@ class Batches:
         position: int,
         evaluates: bool = False,
         own: SampleShare | None = None,
-    ) -> GlobalBatch:
+    ) -> RankBatch:
         """This rank's micro-batches of a checked batch; there may be none in evaluation.
 
         Args:
@@ -198,7 +198,7 @@ class Batches:
             own: the values are this rank's only.
         """
         if own is not None and not own.indices:
-            return GlobalBatch([], samples, position + samples)
+            return RankBatch([], samples, position + samples)
         # Autograd cannot save tensors made under torch.inference_mode() for backward, but it can save copies.
         inputs = {name: x.clone() if x.is_inference() else x for name, x in inputs.items()}
         targets = targets.clone() if targets.is_inference() else targets
@@ -223,17 +223,17 @@ class Batches:
                     own_targets = own_targets.long()
             positions = torch.arange(position + start, position + start + size)
             micro_batches.append(MicroBatch(start, size, positions, own_inputs, own_targets))
-        return GlobalBatch(micro_batches, samples, position + samples)
+        return RankBatch(micro_batches, samples, position + samples)
 
-    def for_evaluation(self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int) -> Iterator[GlobalBatch]:
+    def for_evaluation(self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int) -> Iterator[RankBatch]:
         """In batches up to `global_batch_size`."""
         most = self._config.training.global_batch_size
         for start in range(0, samples, most):
             part = {name: each[start : start + most] for name, each in inputs.items()}
             part_targets = targets[start : start + most]
-            yield self.local_batch(part, part_targets, min(most, samples - start), start, evaluates=True)
+            yield self.rank_batch(part, part_targets, min(most, samples - start), start, evaluates=True)
 
-    def of_pairs(self, pairs: Iterable[Any]) -> Iterator[GlobalBatch]:
+    def of_pairs(self, pairs: Iterable[Any]) -> Iterator[RankBatch]:
         """Batches of `(inputs, targets)`, `(inputs, targets, share)` with own values, or inputs."""
         for pair in pairs:
             inputs = pair
@@ -247,11 +247,11 @@ class Batches:
             if own is None:
                 yield from self.for_evaluation(*checked)
             else:
-                yield self.local_batch(*checked, 0, evaluates=True, own=own)
+                yield self.rank_batch(*checked, 0, evaluates=True, own=own)
         # Ranks whose iterables end early meet the others here instead of leaving them in the next batch.
         self._agree("evaluate", 0)
 
-    def micro_batches(self, batch: GlobalBatch, trains: bool) -> list[MicroBatchInput]:
+    def micro_batches(self, batch: RankBatch, trains: bool) -> list[MicroBatchInput]:
         """Moves a batch to this rank's device, in the model's types, and cuts it into windows.
 
         Training mixes samples. Evaluation pads where ranks need equally many micro-batches.
@@ -293,10 +293,10 @@ class Batches:
             named = micro.inputs if isinstance(micro.inputs, Mapping) else dict.fromkeys(specs, micro.inputs)
             inputs = {}
             for name, x in named.items():
-                inputs[name] = without_waiting(x, device).to(specs[name].type_for(self._dtype))
+                inputs[name] = copy_without_waiting(x, device).to(specs[name].type_for(self._dtype))
         targets: Tensor | None = None
         if micro.targets is not None:
-            targets = without_waiting(micro.targets, device)
+            targets = copy_without_waiting(micro.targets, device)
             if targets.is_floating_point() and not self._task.classes:
                 targets = targets.to(self._dtype)
             # A prediction has each sample's index in place of its target.
@@ -316,7 +316,7 @@ class Batches:
             targets = mixing.labels(targets, samples.start)[part]
         return inputs, targets, samples[part]
 
-    def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
+    def _padding(self, batch: RankBatch) -> list[MicroBatchInput]:
         """Empty micro-batches, up to the largest number on any replica."""
         # Ranks that share micro-batches or weights meet in collectives of every micro-batch, and need equally many.
         if self._state.dp_shard.size == self._samples.size == 1:

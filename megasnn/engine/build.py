@@ -85,7 +85,7 @@ def run_configuration(
 
 
 def model_problems(config: PretrainConfig) -> list[str]:
-    """Problems with the layers, their learning rates, and an explicit cut."""
+    """Problems with the layers, their learning rates, and an explicit pipeline layout."""
     parallel = config.parallel
     problems = building_problems(config.model, config.neuron.spec, parallel.grid, config.context_cut)
     if problems:
@@ -160,13 +160,14 @@ def build_model(
     context = BuildContext(
         state=state,
         numerics=Numerics.of_run(config, state.device),
-        cut=config.context_cut,
+        context_cut=config.context_cut,
         stateful=config.windows > 1,
         seed=training.seed,
         cast_weights=CastWeights(),
     )
     # All layers without memory: the plan decides which of them this rank has, and needs every layer's cost for it.
     with error_context("while building the model"):
+        # `build` in models/build.py, with the model and its neuron.
         built = description.build(context)
     with error_context("while compiling kernels"):
         _compile_kernels([each.module for each in built], context, trains=not training.evaluate_only)

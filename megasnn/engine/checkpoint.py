@@ -99,7 +99,7 @@ class Checkpoints:
             self._trainer.after_loading()
             return loaded.remarks
         self._trainer.after_loading((loaded.iteration, loaded.consumed_samples), loaded.averaged_steps)
-        # A continued run may change its recipe, but not without a word.
+        # A continued run may change its recipe; each change is reported.
         return [*loaded.remarks, *changed_recipe(loaded.extra, self._config)]
 
     def load_full_tensors(self, values: Mapping[str, Tensor]) -> None:

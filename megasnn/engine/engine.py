@@ -16,7 +16,7 @@ from megasnn.common.checks import context_of_error
 from megasnn.common.memory import keep_free_memory
 from megasnn.config import PretrainConfig
 from megasnn.config.training import Length
-from megasnn.data import GlobalBatch
+from megasnn.data import RankBatch
 from megasnn.engine.batch import BatchError, Batches
 from megasnn.engine.build import (
     build_model,
@@ -171,10 +171,10 @@ class Engine:
         """
         with self._running():
             checked = self.batches.checked("train_step", inputs, targets, problem=self.trainer.problem(), own=share)
-            batch = self.batches.local_batch(*checked, self.trainer.consumed_samples, own=share)
+            batch = self.batches.rank_batch(*checked, self.trainer.consumed_samples, own=share)
             return self.trainer.take_step(self.batches.micro_batches(batch, trains=True), batch)
 
-    def train_on(self, batch: GlobalBatch) -> StepResult:
+    def train_on(self, batch: RankBatch) -> StepResult:
         """Takes a step on this rank's share, from `megasnn.data.BatchLoader`."""
         with self._running():
             return self.trainer.take_step(self.batches.micro_batches(batch, trains=True), batch)
@@ -197,7 +197,7 @@ class Engine:
             pairs = [(inputs, targets) if share is None else (inputs, targets, share)]
         return self.evaluate_on(self.batches.of_pairs(pairs))
 
-    def evaluate_on(self, batches: Iterable[GlobalBatch]) -> EvaluationRecord:
+    def evaluate_on(self, batches: Iterable[RankBatch]) -> EvaluationRecord:
         """Evaluates this rank's shares, from `megasnn.data.BatchLoader`."""
         sums = EvaluationSums(self.distributed)
         with self._running(), self._averaged_weights():

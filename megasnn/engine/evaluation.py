@@ -19,7 +19,7 @@ class EvaluationSums:
         self._totals = torch.zeros(2 + len(self._task.evaluated), dtype=torch.float64, device=distributed.state.device)
 
     def add(self, output: Bundle, targets: Tensor) -> None:
-        self._totals[0] += self._distributed.loss.of_evaluation(output, targets)
+        self._totals[0] += self._distributed.loss.evaluation_loss(output, targets)
         if self._distributed.context.counts_samples:
             self._totals[1] += len(targets)
         self._totals[2:] += self._task.sums(output, targets, self._task.evaluated)

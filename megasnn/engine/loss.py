@@ -18,17 +18,17 @@ class MicroBatchLoss:
     Args:
         is_counted: True on the first rank with these logits. On others loss and gradient are 0.
     Attributes:
-        of_samples: (model output, targets) -> summed loss.
-        of_evaluation: the same without label smoothing, as in published logs.
+        training_loss: (model output, targets) -> summed loss.
+        evaluation_loss: the same without label smoothing, as in published logs.
         windows: joins a micro-batch's windows; None where micro-batches have all time steps.
         metrics: sums over this rank's samples in the step, float64 `[metrics]`.
     """
 
     def __init__(self, config: PretrainConfig, task: Task, is_counted: bool, device: torch.device) -> None:
         training = config.training
-        named = LOSSES[training.loss].sum
-        self.of_samples = task.summed_loss(partial(named, label_smoothing=training.label_smoothing))
-        self.of_evaluation = task.summed_loss(named)
+        loss_sum = LOSSES[training.loss].sum
+        self.training_loss = task.summed_loss(partial(loss_sum, label_smoothing=training.label_smoothing))
+        self.evaluation_loss = task.summed_loss(loss_sum)
         self.windows = WindowOutputs(config.windows) if config.windows > 1 else None
         self.metrics = torch.zeros(len(task.trained), dtype=torch.float64, device=device)
         self._task = task
@@ -41,10 +41,10 @@ class MicroBatchLoss:
         self._divisor = global_batch_size * self._windows
         self.metrics.zero_()
 
-    def __call__(self, output: Bundle, targets: Tensor, again: bool) -> Tensor:
-        """For a micro-batch or one of its windows. Adds no metrics when computed `again`."""
-        loss = self.of_samples(output, targets) / self._divisor
-        if not again:
+    def __call__(self, output: Bundle, targets: Tensor, is_recomputation: bool) -> Tensor:
+        """For a micro-batch or one of its windows. Adds no metrics in a recomputation."""
+        loss = self.training_loss(output, targets) / self._divisor
+        if not is_recomputation:
             whole = output if self.windows is None else self.windows.complete(output)
             if whole is not None:
                 self.metrics += self._task.sums(whole, targets, self._task.trained)

@@ -99,6 +99,7 @@ class DistributedModel:
         for norm in self.norms:
             # Nothing merges the records of a step that was skipped.
             norm.pending.clear()
+        # On one rank, unless flags ask for another: 0F0 0B0 0F1 0B1 ..., then 0REDUCE_GRAD; see schedule/actions.py.
         schedule = self.plan.schedules.training(len(micro_batches))
         with self._mode(trains=True):
             loss = self.executor.run(schedule, micro_batches).reshape(1)

@@ -139,7 +139,7 @@ def _gradient_buckets(
         state.dp_replicate_cp,
         state.tp,
         additions=additions,
-        shards_have_owners=config.parallel.use_distributed_optimizer,
+        zero1=config.parallel.use_distributed_optimizer,
         weights=weights,
         scattered=scatters,
     )

@@ -17,13 +17,13 @@ class StepSums:
 
     Attributes:
         values: float64, by name in `slices`.
-        is_void: the step must change nothing.
+        must_skip: true for a step to skip, which must change nothing.
     """
 
     values: Tensor
     slices: Mapping[str, slice]
     norm: Tensor
-    is_void: Tensor
+    must_skip: Tensor
 
     @classmethod
     def over_ranks(cls, parts: Mapping[str, Tensor], largest: float, world: Group) -> StepSums:
@@ -31,7 +31,7 @@ class StepSums:
 
         Args:
             parts: float64 vectors by name. `loss`, `findings`, `overflows` (statistics too large for their type) and
-                `squares` (from `GradientNorm`) decide whether the step is void.
+                `squares` (from `GradientNorm`) decide whether the step must be skipped.
             largest: largest number in the weights' type, in which optimizers store squares.
         """
         slices = {}
@@ -44,18 +44,18 @@ class StepSums:
         squares = values[slices["squares"]].sum()
         loss = values[slices["loss"].start]
         # With a finding on any rank, values are not the model's. The norm of nan or of an overflow fails `<=`, too.
-        is_void = (values[slices["findings"].start] != 0) | (values[slices["overflows"].start] != 0)
-        is_void = is_void | ~(loss.isfinite() & (squares <= largest))
-        return cls(values, slices, squares.sqrt(), is_void)
+        must_skip = (values[slices["findings"].start] != 0) | (values[slices["overflows"].start] != 0)
+        must_skip = must_skip | ~(loss.isfinite() & (squares <= largest))
+        return cls(values, slices, squares.sqrt(), must_skip)
 
     def read(self) -> StepFigures:
         # The host waits for the device only here in a step, and for one copy of all values.
-        is_void, *numbers = torch.cat([self.is_void.to(self.values.dtype).reshape(1), self.values]).tolist()
+        must_skip, *numbers = torch.cat([self.must_skip.to(self.values.dtype).reshape(1), self.values]).tolist()
         values = {name: numbers[part] for name, part in self.slices.items()}
         (loss,) = values["loss"]
         # Rounded once, so that the reported norm does not depend on the order of the parameters.
         grad_norm = math.sqrt(math.fsum(values["squares"]))
-        return StepFigures(loss, grad_norm, not is_void, values)
+        return StepFigures(loss, grad_norm, not must_skip, values)
 
 
 @dataclass(frozen=True)

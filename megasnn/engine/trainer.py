@@ -8,7 +8,7 @@ from torch import Tensor
 from megasnn.common import checks
 from megasnn.common.grid import micro_batch_counts
 from megasnn.config import PretrainConfig
-from megasnn.data import GlobalBatch
+from megasnn.data import RankBatch
 from megasnn.engine.batch import BatchError
 from megasnn.engine.calibration import Calibration
 from megasnn.engine.model import DistributedModel
@@ -43,6 +43,7 @@ class Trainer:
         self.distributed = distributed
         scales = learning_rate_scales(config.optimizer, distributed.description)
         groups = distributed.state.holding_groups
+        # With ZeRO-1 `owned` are shards, views of the parameters (GradientBuckets.owned_part).
         self.optimizer = build_optimizer(distributed.owned, config.optimizer, groups, scales)
         decay = config.optimizer.ema_decay
         self.average = None
@@ -62,7 +63,7 @@ class Trainer:
         self._groups_set = self._groups()
         self._takes_found_inf = takes_found_inf(self.optimizer, config.optimizer)
 
-    def take_step(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
+    def take_step(self, micro_batches: Sequence[MicroBatchInput], batch: RankBatch) -> StepResult:
         """Takes one step on this replica's micro-batches. Collective.
 
         A step that is not finite changes only the position.
@@ -83,7 +84,7 @@ class Trainer:
         if not 0 <= rate < math.inf:
             raise ValueError(f"the learning rate of step {self.iteration} is {rate}: lr_schedule must give 0 or more")
         # On a GPU the optimizer is launched before the host has read the sums: the device never waits for the host, and
-        # skips a void step by itself.
+        # skips a step with `must_skip` by itself.
         updates_before_reading = self._takes_found_inf and checks.runs_ahead(distributed.context.state.device)
         if not self.calibration.is_done and self.calibration.is_due():
             self.calibration.run(micro_batches)
@@ -92,13 +93,13 @@ class Trainer:
             sums = distributed.run(micro_batches, batch.size)
         with self.timers("optimizer"):
             if updates_before_reading:
-                self._update(rate, sums.norm, sums.is_void)
+                self._update(rate, sums.norm, sums.must_skip)
             # The host waits for the device here, once a step.
             figures = distributed.read(sums)
             if figures.is_finite:
                 counts = micro_batch_counts(batch.size, self._micro_batch_size, self._replicas, self._windows)
                 distributed.running_statistics.merge(counts.most)
-                # With the host's norm: an optimizer without found_inf must not start a void step.
+                # With the host's norm: an optimizer without found_inf must not start a step to skip.
                 if not updates_before_reading:
                     self._update(rate, figures.grad_norm)
                 distributed.refresh_copies()
@@ -120,14 +121,14 @@ class Trainer:
             not_finite=not_finite,
         )
 
-    def _update(self, rate: float, norm: float | Tensor, is_void: Tensor | None = None) -> None:
-        self.distributed.gradient_norm.clip(norm, self._config.optimizer.clip_grad, is_void)
+    def _update(self, rate: float, norm: float | Tensor, must_skip: Tensor | None = None) -> None:
+        self.distributed.gradient_norm.clip(norm, self._config.optimizer.clip_grad, must_skip)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]
         self._groups_set = self._groups()
         # torch's fused steps read it on the device, and change nothing where it is 1.
         if self._takes_found_inf:
-            self.optimizer.found_inf = None if is_void is None else is_void.float()  # type: ignore[attr-defined]
+            self.optimizer.found_inf = None if must_skip is None else must_skip.float()  # type: ignore[attr-defined]
         self.optimizer.step()
 
     def problem(self) -> str | None:

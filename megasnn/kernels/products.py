@@ -1,4 +1,4 @@
-"""A layer's products: input with weight for the output, with output gradient for the weight gradient."""
+"""Kernels for a layer's products: the convolution of its input, and the gradient of its weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megasnn.kernels.numba.spike_sums import output as sparse_output
 
 @dataclass(frozen=True)
 class Products:
-    """Products of images `[frames, C_in, H, W]` and a weight `[C_out, C_in / groups, k, k]`.
+    """Convolution of images `[frames, C_in, H, W]` with a weight `[C_out, C_in / groups, k, k]`.
 
     A linear layer's rows are images with one pixel. With `sparse`, `megasnn.kernels.numba.spike_sums` sums over the
     input's nonzero values alone, where these are few.
@@ -25,8 +25,8 @@ class Products:
     sparse: bool = False
     geometry: Geometry = Geometry()
 
-    def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Without bias."""
+    def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The convolution, without bias."""
         y = sparse_output(x, weight, self.geometry) if self.sparse else None
         return convolve(x, weight, self.geometry) if y is None else y
 

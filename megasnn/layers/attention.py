@@ -251,19 +251,19 @@ class Attend(Function):
         q, k, v = spikes.to(dtype).unbind()
         _, frames, heads, tokens, d = spikes.shape
         grad = grad.to(dtype).reshape(frames, tokens, heads, d).transpose(1, 2).contiguous()
-        of_kv = scaled_product(q.transpose(-2, -1), grad)
+        grad_kv = scaled_product(q.transpose(-2, -1), grad)
         finish = None
         if options.group is not None:
-            finish = start_all_reduce_sum(of_kv, options.group)
+            finish = start_all_reduce_sum(grad_kv, options.group)
         # The gradients of q and v take the memory of q and v. That of q needs no sum over ranks: it is computed while
-        # of_kv is summed.
+        # grad_kv is summed.
         torch.matmul(grad, kv.transpose(-2, -1), out=q)
         if finish is not None:
             finish()
-        of_k = torch.matmul(v, of_kv.transpose(-2, -1))
-        torch.matmul(k, of_kv, out=v)
-        of_rows = torch.stack([each.transpose(1, 2) for each in (q, of_k, v)], dim=2)
-        return of_rows.view(ctx.shape).to(ctx.dtype), None, None
+        grad_k = torch.matmul(v, grad_kv.transpose(-2, -1))
+        torch.matmul(k, grad_kv, out=v)
+        grad_rows = torch.stack([each.transpose(1, 2) for each in (q, grad_k, v)], dim=2)
+        return grad_rows.view(ctx.shape).to(ctx.dtype), None, None
 
 
 def exact_type(values: Tensor, tokens: int) -> torch.dtype:

@@ -70,14 +70,14 @@ class ParallelBiSpike(NeuronLayer):
         spikes, v = neuron_multi_step(inputs, self.spec, self.v, self.amplitude, self.backend)
         if self.stateful and not x.is_meta:
             self.v = v.detach()
-        return self.observed(spikes)
+        return self.observe(spikes)
 
     @property
     def scale(self) -> Tensor | float:
         """The amplitude; with `calibrated` of each time step, `[T]`."""
         return self.spec.v_threshold if self.amplitude is None else self.amplitude
 
-    def scaled(self, y: Tensor) -> Tensor:
+    def apply_amplitude(self, y: Tensor) -> Tensor:
         """A product of the spikes, without bias, `[T, ...]`: as of spikes with the amplitude."""
         if self.amplitude is not None:
             return y * self.amplitude.to(y.dtype).view(-1, *[1] * (y.ndim - 1))

@@ -121,7 +121,7 @@ class ConvNormNeuron(nn.Module):
                 mean = mean + cancelled_bias.detach()
             # Equal frames change neither mean nor variance, but the unbiased variance counts all of them.
             norm.record(mean, variance, steps // y.shape[0] * count)
-        return neuron.observed(spikes)
+        return neuron.observe(spikes)
 
     def _one_by_one(self, x: Tensor) -> Tensor:
         y = self.norm(self.conv(x))

@@ -19,7 +19,7 @@ from megasnn.kernels.numba.jit import run_kernel
 from megasnn.layers import causal_softmax
 from megasnn.layers.attention import heads_per_rank, sums_type
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.token_context import check_own_tokens, shared_tokens, start_to_others
+from megasnn.layers.token_context import check_own_tokens, divide_tokens, start_to_others
 from megasnn.parallel.collectives import from_matrix, start_exchange, to_matrix
 from megasnn.parallel_state import Group
 
@@ -93,7 +93,7 @@ class CausalAttention(nn.Module):
         if qkv.ndim != 4 or qkv.shape[2] != channels:
             raise ValueError(f"causal attention takes q, k and v [T, N, {channels}, L], got {[*qkv.shape]}")
         if self._group is not None:
-            self._spans = shared_tokens(qkv.shape[3], self._group.size)
+            self._spans = divide_tokens(qkv.shape[3], self._group.size)
 
 
 @lru_cache(maxsize=8)
@@ -117,7 +117,7 @@ class _Rotate(Function):
     def forward(ctx: Any, rows: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, ...], compiled: bool) -> Tensor:
         ctx.table = cos, sin
         ctx.shape = shape
-        ctx.rotate = _rotated_by_loop if compiled else _rotated
+        ctx.rotate = _rotate_by_loop if compiled else _rotate
         return ctx.rotate(rows.detach(), cos, sin, shape)
 
     @staticmethod
@@ -126,7 +126,7 @@ class _Rotate(Function):
         return ctx.rotate(grad.contiguous(), cos, -sin, ctx.shape), None, None, None, None
 
 
-def _rotated(rows: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _rotate(rows: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, ...]) -> Tensor:
     """(a, b) -> (a cos - b sin, b cos + a sin) for the halves a and b of each head of q and k."""
     halves = (*shape[:-1], 2, shape[-1] // 2)
     values = rows.to(cos.dtype).view(halves)
@@ -141,8 +141,8 @@ def _rotated(rows: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, ...]) -> 
     return result.view(rows.shape).to(rows.dtype)
 
 
-def _rotated_by_loop(rows: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`_rotated` on a CPU."""
+def _rotate_by_loop(rows: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`_rotate` on a CPU."""
     values = rows.to(cos.dtype).view(shape)
     result = empty(shape, cos.dtype, rows.device)
     run_kernel(rotary.rotate, shape[0], values.numpy(), result.numpy(), cos.numpy(), sin.numpy())
@@ -183,24 +183,24 @@ class TokenParts:
         k, v = torch.cat([*pairs, own], dim=1).permute(2, 0, 3, 1, 4).unbind()
         return q, k, v
 
-    def add_gradients(self, of_own: Tensor, of_earlier: Tensor) -> None:
+    def add_gradients(self, grad_own: Tensor, grad_earlier: Tensor) -> None:
         """Sends gradients to earlier ranks, and adds those from later ones.
 
         Args:
-            of_own: of own keys and values, `[frames, tokens, 2, heads, d]`, in float32 or wider.
-            of_earlier: of all earlier ranks' keys and values, in the type that is sent.
+            grad_own: of own keys and values, `[frames, tokens, 2, heads, d]`, in float32 or wider.
+            grad_earlier: of all earlier ranks' keys and values, in the type that is sent.
         """
         assert self.group is not None
         rank = self.group.rank
         sizes = self.sizes
         to_ranks = [size if other < rank else 0 for other, size in enumerate(sizes)]
         from_ranks = [sizes[rank] if other > rank else 0 for other in range(self.group.size)]
-        parts = of_earlier.split([len(span) for span in self.spans[:rank]], dim=1)
-        outgoing = torch.cat([of_earlier.new_empty(0), *[part.reshape(-1) for part in parts]])
+        parts = grad_earlier.split([len(span) for span in self.spans[:rank]], dim=1)
+        outgoing = torch.cat([grad_earlier.new_empty(0), *[part.reshape(-1) for part in parts]])
         # In rank order: a fixed order of sums.
         for part in start_exchange(outgoing, to_ranks, from_ranks, self.group)():
             if part.numel():
-                of_own += part.view(of_own.shape)
+                grad_own += part.view(grad_own.shape)
 
 
 class _Attend(Function):
@@ -223,18 +223,18 @@ class _Attend(Function):
         inputs = parts.queries_and_keys(rows)
         frames, tokens, _, heads, width = parts.shape
         # Sums over ranks are rounded once.
-        of_rows = empty(parts.shape, sums_type(rows.dtype), rows.device)
-        of_pairs = of_rows[:, :, 1:]
+        grad_rows = empty(parts.shape, sums_type(rows.dtype), rows.device)
+        grad_pairs = grad_rows[:, :, 1:]
         if parts.group is not None:
-            of_pairs = of_rows.new_empty((frames, inputs[1].shape[2], 2, heads, width))
-        of_keys, of_values = of_pairs.permute(2, 0, 3, 1, 4).unbind()
-        results = of_rows[:, :, 0].transpose(1, 2), of_keys, of_values
+            grad_pairs = grad_rows.new_empty((frames, inputs[1].shape[2], 2, heads, width))
+        grad_keys, grad_values = grad_pairs.permute(2, 0, 3, 1, 4).unbind()
+        results = grad_rows[:, :, 0].transpose(1, 2), grad_keys, grad_values
         attend_gradients = causal_softmax.attend_gradients if parts.blockwise else _attend_gradients
         attend_gradients(inputs, grad, results)
         if parts.group is not None:
-            of_rows[:, :, 1:] = of_pairs[:, -tokens:]
-            parts.add_gradients(of_rows[:, :, 1:], of_pairs[:, :-tokens].to(rows.dtype))
-        return of_rows.view(rows.shape).to(rows.dtype), None
+            grad_rows[:, :, 1:] = grad_pairs[:, -tokens:]
+            parts.add_gradients(grad_rows[:, :, 1:], grad_pairs[:, :-tokens].to(rows.dtype))
+        return grad_rows.view(rows.shape).to(rows.dtype), None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

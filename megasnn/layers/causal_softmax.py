@@ -14,9 +14,9 @@ from torch import Tensor
 from megasnn.layers.attention import sums_type
 
 QUERIES = 64
-"""Queries in a block: keys behind it are left out."""
-WEIGHTS_AT_ONCE = 1 << 18
-"""Attention weights that are computed together: 1 MB in float32."""
+"""Queries in a block: keys after the block are skipped."""
+PROBABILITIES_AT_ONCE = 1 << 18
+"""Attention probabilities that are computed together: 1 MB in float32."""
 
 _Group = tuple[slice, slice]
 
@@ -30,14 +30,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out = q.new_empty((frames, tokens, heads, width)).transpose(1, 2)
     scale = 1 / math.sqrt(width)
     for group in _groups(heads, k):
-        queries = _of_group(q, group) * scale
-        keys = _of_group(k, group)
-        values = _of_group(v, group)
-        of_group = torch.empty_like(queries)
+        queries = _take(q, group) * scale
+        keys = _take(k, group)
+        values = _take(v, group)
+        group_output = torch.empty_like(queries)
         for span, end in _blocks(tokens, k.shape[2]):
-            weights = _weights(queries[:, span], keys[:, :end])
-            torch.bmm(weights, values[:, :end], out=of_group[:, span])
-        _put(out, group, of_group)
+            probabilities = _probabilities(queries[:, span], keys[:, :end])
+            torch.bmm(probabilities, values[:, :end], out=group_output[:, span])
+        _put(out, group, group_output)
     return out
 
 
@@ -53,28 +53,30 @@ def attend_gradients(
     tokens = q.shape[2]
     scale = 1 / math.sqrt(q.shape[3])
     for group in _groups(q.shape[1], k):
-        queries = _of_group(q, group) * scale
-        keys = _of_group(k, group)
-        values = _of_group(v, group)
-        upstream = _of_group(grad, group)
-        of_queries = torch.empty_like(queries)
-        of_keys = torch.zeros_like(keys)
-        of_values = torch.zeros_like(values)
+        queries = _take(q, group) * scale
+        keys = _take(k, group)
+        values = _take(v, group)
+        grad_output = _take(grad, group)
+        grad_queries = torch.empty_like(queries)
+        grad_keys = torch.zeros_like(keys)
+        grad_values = torch.zeros_like(values)
         for span, end in _blocks(tokens, k.shape[2]):
-            # Computed again: kept, the weights would grow with the square of the number of tokens.
-            weights = _weights(queries[:, span], keys[:, :end])
-            of_values[:, :end].baddbmm_(weights.transpose(1, 2), upstream[:, span])
-            of_weights = torch.bmm(upstream[:, span], values[:, :end].transpose(1, 2))
-            of_scores = torch.ops.aten._softmax_backward_data(of_weights, weights, -1, weights.dtype)
-            torch.bmm(of_scores, keys[:, :end], out=of_queries[:, span])
-            of_keys[:, :end].baddbmm_(of_scores.transpose(1, 2), queries[:, span])
-        for result, of_group in zip(results, (of_queries.mul_(scale), of_keys, of_values), strict=True):
-            _put(result, group, of_group)
+            # Computed again: kept, the probabilities would grow with the square of the number of tokens.
+            probabilities = _probabilities(queries[:, span], keys[:, :end])
+            grad_values[:, :end].baddbmm_(probabilities.transpose(1, 2), grad_output[:, span])
+            grad_probabilities = torch.bmm(grad_output[:, span], values[:, :end].transpose(1, 2))
+            grad_scores = torch.ops.aten._softmax_backward_data(
+                grad_probabilities, probabilities, -1, probabilities.dtype
+            )
+            torch.bmm(grad_scores, keys[:, :end], out=grad_queries[:, span])
+            grad_keys[:, :end].baddbmm_(grad_scores.transpose(1, 2), queries[:, span])
+        for result, gradient in zip(results, (grad_queries.mul_(scale), grad_keys, grad_values), strict=True):
+            _put(result, group, gradient)
 
 
 def _groups(heads: int, k: Tensor) -> Iterator[_Group]:
     """Frames and heads that are computed together."""
-    most = max(WEIGHTS_AT_ONCE // (QUERIES * k.shape[2]), 1)
+    most = max(PROBABILITIES_AT_ONCE // (QUERIES * k.shape[2]), 1)
     frames_each = max(most // heads, 1)
     heads_each = min(most, heads)
     for frame in range(0, len(k), frames_each):
@@ -89,18 +91,18 @@ def _blocks(tokens: int, keys: int) -> Iterator[tuple[slice, int]]:
         yield slice(start, stop), keys - tokens + stop
 
 
-def _of_group(x: Tensor, group: _Group) -> Tensor:
+def _take(x: Tensor, group: _Group) -> Tensor:
     """Heads of all frames `[n, tokens, d]`, contiguous, in float32 or wider."""
     return x[group].flatten(0, 1).to(sums_type(x.dtype)).contiguous()
 
 
 def _put(result: Tensor, group: _Group, values: Tensor) -> None:
-    """Inverse of `_of_group`."""
+    """Inverse of `_take`."""
     target = result[group]
     target.copy_(values.view(target.shape))
 
 
-def _weights(queries: Tensor, keys: Tensor) -> Tensor:
+def _probabilities(queries: Tensor, keys: Tensor) -> Tensor:
     """Softmax of the scores `[n, queries, keys]`, of keys up to the last query's."""
     scores = torch.bmm(queries, keys.transpose(1, 2))
     count = queries.shape[1]

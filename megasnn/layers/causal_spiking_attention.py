@@ -21,8 +21,8 @@ from megasnn.kernels.spike_codec import bits_of, decode_into, encode
 from megasnn.layers.attention import SCALE, heads_per_rank, sums_type
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.shape_inference import content_of
-from megasnn.layers.token_chunks import Part, StateOptions
-from megasnn.layers.token_context import check_own_tokens, shared_tokens, start_to_others
+from megasnn.layers.token_chunks import CausalAttendOptions, Part
+from megasnn.layers.token_context import check_own_tokens, divide_tokens, start_to_others
 from megasnn.parallel.collectives import from_matrix, to_matrix
 from megasnn.parallel_state import Group
 
@@ -68,13 +68,13 @@ class CausalSpikingAttention(nn.Module):
         self._traceable = context.numerics.traceable
         # The dry run and each call fill in the rest.
         width = self.local_heads * self.head_dim
-        self._options = StateOptions(self.local_heads, width, frames=0, scale=scale, chunk_tokens=chunk)
+        self._options = CausalAttendOptions(self.local_heads, width, frames=0, scale=scale, chunk_tokens=chunk)
 
     def forward(self, qkv: Tensor) -> Tensor:
         if qkv.is_meta:
             self._learn_input(qkv)
         elif self._group is not None:
-            check_own_tokens(qkv.shape[3], shared_tokens(self._options.length, self._group.size)[self._group.rank])
+            check_own_tokens(qkv.shape[3], divide_tokens(self._options.length, self._group.size)[self._group.rank])
         elif qkv.shape[3] > self._options.length:
             raise ValueError(f"a sequence has {qkv.shape[3]} tokens, and the dry run saw {self._options.length}")
         # The product of two sizes: numel() would fix the batch size in an export.
@@ -92,7 +92,9 @@ class CausalSpikingAttention(nn.Module):
             raise ValueError(f"causal attention takes q, k and v [T, N, {channels}, L], got {[*qkv.shape]}")
         content = content_of(qkv)
         if not content.is_bits:
-            raise ValueError("causal attention without softmax takes spikes: let a neuron fire behind q, k and v")
+            raise ValueError(
+                "causal attention without softmax takes spikes: put a spiking neuron after the projection to q, k and v"
+            )
         length = qkv.shape[3]
         # An entry of the output has at most d terms, each at most the number of tokens.
         largest = self.head_dim * length
@@ -115,7 +117,7 @@ def exact_up_to(dtype: torch.dtype) -> int:
     return round(2 / torch.finfo(dtype).eps)
 
 
-def attend_causally(rows: Tensor, options: StateOptions) -> Tensor:
+def attend_causally(rows: Tensor, options: CausalAttendOptions) -> Tensor:
     """`CausalAttend` in torch functions alone, for one rank."""
     everything = slice(None)
     q, k, v = options.chunks(rows, sums_type(rows.dtype), everything, everything).unbind()
@@ -133,7 +135,7 @@ class CausalAttend(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, bits: Tensor | None, options: StateOptions) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, bits: Tensor | None, options: CausalAttendOptions) -> Tensor:
         ctx.options = options
         ctx.shape = rows.shape
         ctx.dtype = rows.dtype
@@ -152,27 +154,27 @@ class CausalAttend(Function):
                 states = k.transpose(-2, -1) @ v
                 before = _sums_before(states, state)
                 state = before[:, :, -1] + states[:, :, -1]
-                of_part = (q @ k.transpose(-2, -1)).tril_() @ v
-                _add_product(of_part, q, before)
-                options.put(out, of_part.mul_(options.scale)[None], frames, span)
+                attended = (q @ k.transpose(-2, -1)).tril_() @ v
+                _add_product(attended, q, before)
+                options.put(out, attended.mul_(options.scale)[None], frames, span)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Computes in float32 or wider."""
         packed, kept = ctx.saved_tensors
-        options: StateOptions = ctx.options
+        options: CausalAttendOptions = ctx.options
         dtype = sums_type(grad.dtype)
-        # On a CPU whole numbers of a byte: they are converted part by part.
+        # On a CPU whole numbers of a byte: they are converted span by span.
         spikes = empty(ctx.shape, torch.int8 if grad.device.type == "cpu" else dtype, grad.device)
         decode_into(packed, options.content, spikes)
         grad = grad.contiguous()
         later = _grad_of_later_ranks(spikes[:, : options.width], grad, options)
-        of_rows = empty(ctx.shape, ctx.dtype, grad.device)
+        grad_rows = empty(ctx.shape, ctx.dtype, grad.device)
         for part in options.parts_of(spikes):
             frames, spans = part
-            # Tokens from the last to the first: the gradient of the states flows to earlier tokens. The states
-            # themselves, whole numbers, are the sum over all tokens, of which the later ones are subtracted exactly.
+            # Tokens from the last to the first: the gradient of the states flows to earlier tokens. Start from the
+            # state after all tokens and subtract each span's states: sums of whole numbers make this exact.
             state = _state(spikes, options, dtype, part)
             if kept is not None:
                 state += kept[frames]
@@ -182,13 +184,13 @@ class CausalAttend(Function):
                 grad_out = options.chunks(grad, dtype, frames, span)[0].mul_(options.scale)
                 states = k.transpose(-2, -1) @ v
                 state = state - states.sum(2)
-                # What each chunk's outputs add to the gradients of all earlier chunks' states.
+                # Each chunk's addend to the gradients of all earlier chunks' states.
                 grad_states = (q.transpose(-2, -1) @ grad_out).flip(2)
                 sums_after = _sums_before(grad_states, after)
                 after = sums_after[:, :, -1] + grad_states[:, :, -1]
                 grads = _gradients(q, k, v, grad_out, _sums_before(states, state), sums_after.flip(2))
-                options.put(of_rows, grads, frames, span)
-        return of_rows, None, None
+                options.put(grad_rows, grads, frames, span)
+        return grad_rows, None, None
 
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, before: Tensor, after: Tensor) -> Tensor:
@@ -216,7 +218,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     total.flatten(0, 2).baddbmm_(a.flatten(0, 2), b.flatten(0, 2))
 
 
-def _sum_of_products(a: Tensor, b: Tensor, options: StateOptions, dtype: torch.dtype, part: Part) -> Tensor:
+def _sum_of_products(a: Tensor, b: Tensor, options: CausalAttendOptions, dtype: torch.dtype, part: Part) -> Tensor:
     """Sum over tokens of a^T b for rows `[frames * L, heads * d]`: `[F, heads, d, d]` for the part's frames."""
     frames, spans = part
     sums = []
@@ -227,13 +229,13 @@ def _sum_of_products(a: Tensor, b: Tensor, options: StateOptions, dtype: torch.d
     return torch.stack(sums).sum(0)
 
 
-def _state(rows: Tensor, options: StateOptions, dtype: torch.dtype, part: Part) -> Tensor:
+def _state(rows: Tensor, options: CausalAttendOptions, dtype: torch.dtype, part: Part) -> Tensor:
     """State after all own tokens, from rows of q, k and v."""
     _, k, v = rows.split(options.width, dim=1)
     return _sum_of_products(k, v, options, dtype, part)
 
 
-def _state_of_earlier_ranks(rows: Tensor, options: StateOptions) -> Tensor | None:
+def _state_of_earlier_ranks(rows: Tensor, options: CausalAttendOptions) -> Tensor | None:
     """State `[frames, heads, d, d]` after the earlier ranks' tokens, from own rows; None if ranks divide no tokens."""
     group = options.group
     if group is None:
@@ -249,7 +251,7 @@ def _state_of_earlier_ranks(rows: Tensor, options: StateOptions) -> Tensor | Non
     return _sum_of_states(received, options.state_type, options, rows.new_empty(0, dtype=dtype))
 
 
-def _grad_of_later_ranks(q: Tensor, grad: Tensor, options: StateOptions) -> Tensor | None:
+def _grad_of_later_ranks(q: Tensor, grad: Tensor, options: CausalAttendOptions) -> Tensor | None:
     """Gradient `[frames, heads, d, d]` of the state after own tokens, from the later ranks' outputs."""
     if options.group is None:
         return None
@@ -266,7 +268,9 @@ def _exchange_states(own: Tensor, group: Group, to_later: bool) -> list[Tensor]:
     return start_to_others(data, [data.numel()] * group.size, group, to_later)()
 
 
-def _sum_of_states(received: Sequence[Tensor], sent_type: torch.dtype, options: StateOptions, like: Tensor) -> Tensor:
+def _sum_of_states(
+    received: Sequence[Tensor], sent_type: torch.dtype, options: CausalAttendOptions, like: Tensor
+) -> Tensor:
     """Sum of the ranks' states `[frames, heads, d, d]`, in rank order and the type of `like`."""
     d = options.width // options.heads
     total = like.new_zeros((options.frames, options.heads, d, d))

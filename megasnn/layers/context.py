@@ -58,7 +58,7 @@ class BuildContext:
 
     Attributes:
         state: one rank by default.
-        cut: context-parallel ranks divide a micro-batch by samples, by pixel rows or by tokens.
+        context_cut: context-parallel ranks divide a micro-batch by samples, by pixel rows or by tokens.
         time_steps: T. Neurons repeat a single time step T times.
         stateful: keep potentials between calls, until a reset (truncated backpropagation through time).
         seed: key for random numbers (dropout).
@@ -67,7 +67,7 @@ class BuildContext:
 
     state: ParallelState = field(default_factory=ParallelState.without_process_groups)
     numerics: Numerics = Numerics()
-    cut: ContextCut = "samples"
+    context_cut: ContextCut = "samples"
     neuron: NeuronSpec = field(default_factory=NeuronSpec)
     time_steps: int = 1
     stateful: bool = False
@@ -88,27 +88,27 @@ class BuildContext:
 
     @property
     def sample_group(self) -> Group:
-        return self.state.cp if self.cut == "samples" else Group("cp")
+        return self.state.cp if self.context_cut == "samples" else Group("cp")
 
     @property
     def row_group(self) -> Group | None:
         """Ranks that divide images by rows; None for whole images."""
-        return self.state.cp if self.cut == "rows" and self.state.cp.size > 1 else None
+        return self.state.cp if self.context_cut == "rows" and self.state.cp.size > 1 else None
 
     @property
     def token_group(self) -> Group | None:
         """Ranks that divide sequences by tokens; None for whole sequences."""
-        return self.state.cp if self.cut == "tokens" and self.state.cp.size > 1 else None
+        return self.state.cp if self.context_cut == "tokens" and self.state.cp.size > 1 else None
 
     @property
     def counts_logits(self) -> bool:
         # Ranks that divide rows have equal logits, which count once. Ranks that divide tokens have their own.
-        return self.cut != "rows" or self.state.cp.rank == 0
+        return self.context_cut != "rows" or self.state.cp.rank == 0
 
     @property
     def counts_samples(self) -> bool:
         """True on one of the ranks with the same samples."""
-        return self.cut == "samples" or self.state.cp.rank == 0
+        return self.context_cut == "samples" or self.state.cp.rank == 0
 
     def largest_share(self, samples: int) -> int:
         # Parts differ by one sample at most: `own_span` divides them.
@@ -147,7 +147,10 @@ _entered: ContextVar[BuildContext] = ContextVar("BuildContext")
 
 @contextmanager
 def building(context: BuildContext) -> Iterator[None]:
-    """Makes a context the default inside."""
+    """Makes a context the default inside.
+
+    `megasnn.models.build` sets it around `Model.layers`, and where it converts plain modules.
+    """
     token = _entered.set(context)
     try:
         yield

@@ -24,10 +24,10 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import uniform
 from megasnn.layers.row_context import (
     RowMove,
+    divide_rows,
     move_rows,
     note_height,
     rows_to_pool,
-    shared_rows,
     window_rows,
 )
 from megasnn.layers.weighted import Communication, ProductOptions, WeightedLayer
@@ -117,6 +117,7 @@ class ParallelConv(WeightedLayer):
             dilation=dilations,
             groups=local_groups,
         )
+        # `context.shard` finds the part of a rank from its coordinates: `group` gives sizes and communicates.
         if style == "row" and groups == 1:
             weight_shard = context.shard(shape, dim=1, initialise=initialise or default)
         else:
@@ -166,7 +167,7 @@ class ParallelConv(WeightedLayer):
             x = self.with_edges(x.flatten(0, 1)).unflatten(0, x.shape[:2])
             # The product packs the padded input.
             bits = None
-        y = self.product(x, bits)
+        y = self.apply_weight(x, bits)
         bias = self._parameters["bias"] if add_bias else None
         if bias is not None:
             # Row style: after the sum over ranks each rank has its own channels, so the bias is added once.
@@ -201,10 +202,10 @@ class ParallelConv(WeightedLayer):
         note_height(self, height)
         geometry = self._geometry
         pool = self.options.pool
-        divide = rows_to_pool if self._row_above else shared_rows
+        divide = rows_to_pool if self._row_above else divide_rows
         along = self._kernel[0], geometry.stride[0], geometry.dilation[0], geometry.padding[0], pool
         needed = tuple(window_rows(outputs, *along) for outputs in divide(output_height, rows.size))
-        local_rows = shared_rows(height, rows.size)
+        local_rows = divide_rows(height, rows.size)
         self._move = None
         if needed != local_rows:
             self._move = RowMove(local_rows, needed, height - height % pool, pool)

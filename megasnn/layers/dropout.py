@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from megasnn.common.memory import without_waiting
+from megasnn.common.memory import copy_without_waiting
 from megasnn.common.random import WORD_MASK, philox_key
 from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
@@ -80,10 +80,10 @@ class _Drop(nn.Module):
             positions = torch.arange(positions.start, positions.stop)
         # Keys are computed on the host, and copied without waiting for the device.
         low, high = philox_key(self.seed, self.purpose, self.name)
-        keys = without_waiting(torch.stack([(positions & WORD_MASK) ^ low, (positions >> 32) ^ high]), x.device)
-        return (x * self.kept(x, keys)).mul_(1 / (1 - self.p))
+        keys = copy_without_waiting(torch.stack([(positions & WORD_MASK) ^ low, (positions >> 32) ^ high]), x.device)
+        return (x * self.draw_mask(x, keys)).mul_(1 / (1 - self.p))
 
-    def kept(self, x: Tensor, keys: Tensor) -> Tensor:
+    def draw_mask(self, x: Tensor, keys: Tensor) -> Tensor:
         """Boolean mask, True to keep, broadcastable to `x`. `keys`: `[2, N]`, one a sample."""
         raise NotImplementedError
 
@@ -123,7 +123,7 @@ class ParallelDropout(_Drop):
         """Returns to the first time step."""
         self._steps_before = 0
 
-    def kept(self, x: Tensor, keys: Tensor) -> Tensor:
+    def draw_mask(self, x: Tensor, keys: Tensor) -> Tensor:
         time, _, channels, *space = x.shape
         own = slice(None)
         if self._parts is not None and self._whole and space:
@@ -154,5 +154,5 @@ class DropPath(_Drop):
     def __init__(self, p: float, name: str, context: BuildContext | None = None) -> None:
         super().__init__(p, name, context_for(context))
 
-    def kept(self, x: Tensor, keys: Tensor) -> Tensor:
+    def draw_mask(self, x: Tensor, keys: Tensor) -> Tensor:
         return kept(self.p, keys, 1, 1, range(1), 1).view(1, -1, *[1] * (x.ndim - 2))

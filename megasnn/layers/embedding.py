@@ -1,4 +1,4 @@
-"""Token embedding, divided by words over tensor-parallel ranks."""
+"""Token embedding, divided by vocabulary over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from megasnn.parallel_state import Group
 class ParallelEmbedding(nn.Module):
     """Embedding: tokens `[1, N, L]` -> `[1, N, C_local, L]`.
 
-    Each rank looks up its own words, all channels of them. A sum over ranks leaves each its own channels. Ranks divide
-    the words as evenly as possible, so any number of words fits any number of ranks.
+    Each rank looks up the tokens of its part of the vocabulary, with all channels. A sum over ranks leaves each its own
+    channels. Ranks divide the vocabulary as evenly as possible, so any size fits any number of ranks.
 
     Args:
-        words: number of tokens in the vocabulary.
+        vocab_size: number of tokens in the vocabulary.
         channels: C, global.
-        length: learned positions, added to the words; 0 for none.
+        length: learned positions, added to the tokens' vectors; 0 for none.
     Raises:
-        ValueError: fewer words than ranks; channels that ranks do not divide; in the dry run, more tokens than
-            positions.
+        ValueError: a vocabulary smaller than the number of ranks; channels that ranks do not divide; in the dry run,
+            more tokens than positions.
     """
 
     # By input: whether a rank takes its own channels of it, or the whole input (layers/plain/by_channel.py).
@@ -43,7 +43,7 @@ class ParallelEmbedding(nn.Module):
 
     def __init__(
         self,
-        words: int,
+        vocab_size: int,
         channels: int,
         context: BuildContext | None = None,
         *,
@@ -52,10 +52,10 @@ class ParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        self.words = words
+        self.vocab_size = vocab_size
         self.channels = channels
         self._group = context.tp
-        self._own = own_words(words, context.tp)
+        self._own = own_vocabulary(vocab_size, context.tp)
         self._local_channels, rest = divmod(channels, context.tp.size)
         if rest:
             raise ValueError(f"{channels} channels do not divide by --tensor-model-parallel-size {context.tp.size}")
@@ -64,7 +64,8 @@ class ParallelEmbedding(nn.Module):
         self._weight_gradients = context.weight_gradients
         self._tokens = context.token_group
         self._length = 0  # of whole sequences
-        declare(self, "weight", context.shard((words, channels), 0, even=False, initialise=initialise), context.dtype)
+        shard = context.shard((vocab_size, channels), 0, even=False, initialise=initialise)
+        declare(self, "weight", shard, context.dtype)
         self.register_parameter("positions", None)
         if length:
             declare(self, "positions", context.shard((length, channels), 1, initialise=initialise), context.dtype)
@@ -94,21 +95,21 @@ class ParallelEmbedding(nn.Module):
         return tokens.new_empty((*tokens.shape[:2], self._local_channels, self._length), dtype=self._compute_dtype)
 
 
-def own_words(words: int, group: Group) -> range:
-    """This rank's part of the vocabulary. Raises ValueError for fewer words than ranks."""
-    if words < group.size:
-        raise ValueError(f"{words} words do not divide over --tensor-model-parallel-size {group.size}")
-    return own_span(words, [group.size], group.rank)
+def own_vocabulary(vocab_size: int, group: Group) -> range:
+    """This rank's part of a vocabulary. Raises ValueError for one smaller than the number of ranks."""
+    if vocab_size < group.size:
+        raise ValueError(f"a vocabulary of {vocab_size} is smaller than --tensor-model-parallel-size {group.size}")
+    return own_span(vocab_size, [group.size], group.rank)
 
 
 def among_own(ids: Tensor, own: range) -> tuple[Tensor, Tensor]:
-    """Row numbers of words on this rank, 0 for foreign words; and 1 for own words, 0 for foreign ones `[n, 1]`."""
+    """Rows of tokens on this rank, 0 for a token of another rank; and 1 for own tokens, 0 for others, `[n, 1]`."""
     is_own = (ids >= own.start) & (ids < own.stop)
     return (ids - own.start) * is_own, is_own.unsqueeze(1)
 
 
 class _Lookup(Function):
-    """Own words' rows, summed over ranks: `[n]` -> `[n, C/size]`."""
+    """Rows of the own vocabulary's tokens, summed over ranks: `[n]` -> `[n, C/size]`."""
 
     @staticmethod
     def forward(
@@ -127,7 +128,7 @@ class _Lookup(Function):
         if group.size == 1:
             return F.embedding(ids, weight)
         rows, is_own = among_own(ids, own)
-        # Each word is on one rank, and the others add zeros: the sum has the word's own bits.
+        # Each token is on one rank, and the others add zeros: the sum has the bits of its row.
         return cached_collective(lambda: sum_and_scatter_columns(F.embedding(rows, weight) * is_own, group)())
 
     @staticmethod

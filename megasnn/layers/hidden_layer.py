@@ -1,4 +1,4 @@
-"""Two products with a GELU between them, of which backward keeps the packed input alone.
+"""Two linear layers with a GELU between them, of which backward keeps the packed input alone.
 
 The hidden values are four times as wide as the stream and dense, the input of spikes takes two bits a value. So the
 first product is computed again in backward. A CPU computes both products for some rows at a time: the hidden values
@@ -35,7 +35,7 @@ HIDDEN_AT_ONCE = 1 << 19
 """Hidden values that a CPU computes together: 2 MB in float32."""
 
 
-def product_gelu_product(first: ParallelConv, second: ParallelConv, x: Tensor, scale: Tensor | float) -> Tensor:
+def linear_gelu_linear(first: ParallelConv, second: ParallelConv, x: Tensor, scale: Tensor | float) -> Tensor:
     """second(gelu(scale * first(x) + bias)) on signals `[T, N, C_local, L]`, keeping only x, packed, for backward.
 
     Args:
@@ -61,7 +61,7 @@ def product_gelu_product(first: ParallelConv, second: ParallelConv, x: Tensor, s
     layer = _HiddenLayer(first.options, scale, queue_first, queue_second)
     bits = bits_of(x, content) if content.is_bits else None
     bias = first.bias.to(kernel.dtype)
-    y = _ProductGeluProduct.apply(
+    y = _LinearGeluLinear.apply(
         x.to(kernel.dtype), bits, kernel.flatten(1), bias, second_kernel.flatten(1), anchor, second_anchor, layer
     )
     return y + second.bias.to(y.dtype).view(-1, 1)
@@ -107,16 +107,16 @@ class _Part:
 
     def hidden(self, rows: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
         """Values before the GELU, for the part of all rows."""
-        return self.scaled(rows[self.span] @ kernel.T).add_(bias)
+        return self.scale_in_place(rows[self.span] @ kernel.T).add_(bias)
 
-    def scaled(self, values: Tensor) -> Tensor:
+    def scale_in_place(self, values: Tensor) -> Tensor:
         """Values times their scale, in place."""
         if isinstance(self.scale, Tensor) or self.scale != 1.0:
             values *= self.scale
         return values
 
 
-class _ProductGeluProduct(Function):
+class _LinearGeluLinear(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -151,25 +151,25 @@ class _ProductGeluProduct(Function):
         grad_x = torch.empty_like(rows)
         # A sum of many parts: bfloat16 would round each.
         grad_bias = bias.new_zeros(bias.shape, dtype=sums_type(bias.dtype))
-        of_first = []
-        of_second = []
+        first_pairs = []
+        second_pairs = []
         for part in layer.parts(rows, len(kernel)):
             grad_part = grad_rows[part.span]
             values = part.hidden(rows, kernel, bias)
             if layer.queue_second is not None:
-                of_second.append((grad_part, F.gelu(values)))
+                second_pairs.append((grad_part, F.gelu(values)))
             grad_hidden = torch.ops.aten.gelu_backward(grad_part @ second_kernel, values)
             grad_bias += grad_hidden.sum(0, dtype=grad_bias.dtype)
             # Only now: the bias is added after the scale. From here on this is the gradient of the product alone.
-            part.scaled(grad_hidden)
+            part.scale_in_place(grad_hidden)
             torch.matmul(grad_hidden, kernel, out=grad_x[part.span])
             if layer.queue_first is not None:
-                of_first.append((grad_hidden, rows[part.span]))
+                first_pairs.append((grad_hidden, rows[part.span]))
         finish = sum_and_scatter_columns(grad_x, options.group)
         if layer.queue_second is not None:
-            layer.queue_second(partial(_add_weight_gradient, of_second))
+            layer.queue_second(partial(_add_weight_gradient, second_pairs))
         if layer.queue_first is not None:
-            layer.queue_first(partial(_add_weight_gradient, of_first))
+            layer.queue_first(partial(_add_weight_gradient, first_pairs))
         return from_matrix(finish(), ctx.shape), None, None, grad_bias.to(bias.dtype), None, None, None, None
 
 

@@ -74,7 +74,7 @@ class _LayerNorm(Function):
         wide = rows.float() if rows.dtype in REDUCED else rows
         variance, mean = torch.var_mean(wide, dim=1, correction=0, keepdim=True)
         if group.size > 1:
-            mean, variance = _of_all_channels(mean, variance, group)
+            mean, variance = _combine_moments(mean, variance, group)
         scale = (variance + eps).rsqrt()
         ctx.group = group
         ctx.save_for_backward(rows, mean, scale, weight)
@@ -87,20 +87,20 @@ class _LayerNorm(Function):
         group: Group = ctx.group
         normalised = (rows.to(mean.dtype) - mean).mul_(scale)
         wide = grad.to(mean.dtype)
-        of_weight = (wide * normalised).sum(0)
-        of_bias = wide.sum(0)
-        of_normalised = wide * weight
-        sums = torch.stack([of_normalised.sum(1), (of_normalised * normalised).sum(1)], dim=1)
+        grad_weight = (wide * normalised).sum(0)
+        grad_bias = wide.sum(0)
+        grad_normalised = wide * weight
+        sums = torch.stack([grad_normalised.sum(1), (grad_normalised * normalised).sum(1)], dim=1)
         if group.size > 1:
             gathered, _ = gather_columns(sums, group, Content.DENSE)
             sums = gathered.view(-1, group.size, 2).sum(1)
         sums /= rows.shape[1] * group.size
-        of_mean, of_scale = sums.split(1, dim=1)
-        of_rows = (of_normalised - of_mean).addcmul_(normalised, of_scale, value=-1).mul_(scale)
-        return of_rows.to(rows.dtype), of_weight, of_bias, None, None
+        grad_mean, grad_scale = sums.split(1, dim=1)
+        grad_rows = (grad_normalised - grad_mean).addcmul_(normalised, grad_scale, value=-1).mul_(scale)
+        return grad_rows.to(rows.dtype), grad_weight, grad_bias, None, None
 
 
-def _of_all_channels(mean: Tensor, variance: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+def _combine_moments(mean: Tensor, variance: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """Mean and biased variance `[R, 1]` over all ranks' channels, from each rank's own."""
     gathered, _ = gather_columns(torch.cat([mean, variance], dim=1), group, Content.DENSE)
     means, variances = gathered.view(-1, group.size, 2).unbind(2)

@@ -82,7 +82,7 @@ class ParallelLinear(WeightedLayer):
         # Bits are in the order of memory, which is that of the rows for a contiguous tensor only.
         if self.options.content.is_bits and x.is_contiguous():
             bits = bits_of(x, self.options.content)
-        y = self.product(images, bits).view(*x.shape[:-1], -1)
+        y = self.apply_weight(images, bits).view(*x.shape[:-1], -1)
         # Style "row" adds the bias after the sum over ranks, so once.
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

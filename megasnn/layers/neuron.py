@@ -72,7 +72,7 @@ class NeuronLayer(nn.Module):
     def is_observed(self) -> bool:
         return self.observer is not None and bool(getattr(self.observer, "is_on", True))
 
-    def observed(self, spikes: Tensor) -> Tensor:
+    def observe(self, spikes: Tensor) -> Tensor:
         # A recomputed forward gives spikes that were observed before.
         if self.observer is not None and not is_replaying():
             self.observer(spikes.detach())
@@ -115,7 +115,7 @@ class ParallelNeuron(NeuronLayer):
         spikes, v = neuron_multi_step(self.at_every_step(x), self.spec, self.v, self.w, self.backend)
         if self.stateful and not x.is_meta:
             self.v = v.detach()
-        return self.observed(spikes)
+        return self.observe(spikes)
 
     def forget(self) -> None:
         self.v = None
@@ -237,7 +237,7 @@ class SpikingNeuron(NeuronLayer):
             raise ValueError(f"neurons give spikes of shape {list(together.shape)} for {list(inputs.shape)}")
         if self.stateful and not x.is_meta:
             self.left = {name: value.detach() for name, value in state.items()}
-        return self.observed(together)
+        return self.observe(together)
 
     def forget(self) -> None:
         self.left = None

@@ -60,13 +60,13 @@ class _ParallelInTime(NeuronLayer):
         if self.weight.ndim > 1 and len(self.weight) != len(inputs):
             raise ValueError(f"this neuron has weights for {len(self.weight)} time steps, got {len(inputs)}")
         if x.is_meta:
-            return self.observed(torch.empty_like(inputs))
+            return self.observe(torch.empty_like(inputs))
         fire = surrogate_function(self.spec.surrogate, self.spec.surrogate_alpha)
         compute = partial(_fire_at_once, matrix=self.matrix, fire=fire)
         # Backward stores the input only.
         (spikes,) = recompute_in_backward(compute, inputs, self.weight, self.bias)
         bits = pack_bits(spikes) if wants_bits(spikes) else None
-        return self.observed(remember_bits(spikes, bits))
+        return self.observe(remember_bits(spikes, bits))
 
     def forget(self) -> None:
         """There is no state."""

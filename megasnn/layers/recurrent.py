@@ -158,7 +158,7 @@ class RecurrentNeuron(NeuronLayer):
             spikes.append(state.s)
         if self.stateful and not x.is_meta:
             self.left = RecurrentState(*[each.detach() for each in state])
-        return self.observed(torch.stack(spikes).to(x.dtype))
+        return self.observe(torch.stack(spikes).to(x.dtype))
 
     def forget(self) -> None:
         self.left = None

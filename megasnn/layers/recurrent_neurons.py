@@ -129,8 +129,8 @@ class SymplecticAdLIF(RecurrentNeuron):
         return {
             "u_decay": _decay(self.u_part, self.tau_u),
             "w_decay": _decay(self.w_part, self.tau_w),
-            "a": _projected(self.a, 1.0),
-            "b": _projected(self.b, 2.0),
+            "a": _project(self.a, 1.0),
+            "b": _project(self.b, 2.0),
         }
 
     def step(self, current: Tensor, state: RecurrentState, constants: Constants) -> RecurrentState:
@@ -145,17 +145,17 @@ class SymplecticAdLIF(RecurrentNeuron):
 
 def _decay(part: Tensor, bounds: Range) -> Tensor:
     low, high = bounds
-    return torch.exp(-1 / (low + (high - low) * _projected(part, 1.0)))
+    return torch.exp(-1 / (low + (high - low) * _project(part, 1.0)))
 
 
-def _projected(x: Tensor, highest: float) -> Tensor:
+def _project(x: Tensor, highest: float) -> Tensor:
     # torch.export follows no autograd functions of Python.
     if x.requires_grad and torch.is_grad_enabled():
-        return _Projected.apply(x, highest)
+        return _Project.apply(x, highest)
     return x.clamp(0, highest)
 
 
-class _Projected(torch.autograd.Function):
+class _Project(torch.autograd.Function):
     """Clamps to 0 ... highest; outside, backward passes only the gradient whose step leads back."""
 
     @staticmethod

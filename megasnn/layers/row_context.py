@@ -24,7 +24,7 @@ from megasnn.parallel.sharding import context_spans
 from megasnn.parallel_state import Group
 
 
-def shared_rows(height: int, ranks: int) -> tuple[range, ...]:
+def divide_rows(height: int, ranks: int) -> tuple[range, ...]:
     """Each rank's rows, divided as evenly as possible. Raises ValueError for fewer rows than ranks."""
     # From the height alone, so residual branches fit each other.
     return context_spans(height, ranks, "row")
@@ -32,7 +32,7 @@ def shared_rows(height: int, ranks: int) -> tuple[range, ...]:
 
 def own_pixel_rows(frames: Tensor, group: Group) -> Tensor:
     """This rank's pixel rows of whole images `[T, N, C, H, W]`."""
-    own = shared_rows(frames.shape[3], group.size)[group.rank]
+    own = divide_rows(frames.shape[3], group.size)[group.rank]
     return frames[:, :, :, own.start : own.stop]
 
 
@@ -71,7 +71,7 @@ class RowMove:
         stop = min(own.stop, needed.stop, self.height)
         return range(first, stop) if stop > first else range(0)
 
-    def exchanged(self, rank: int) -> tuple[list[range], list[range]]:
+    def rows_to_exchange(self, rank: int) -> tuple[list[range], list[range]]:
         """Rows sent to, and received from, each rank."""
         sent = []
         received = []
@@ -99,7 +99,7 @@ def window_rows(outputs: range, kernel: int, stride: int, dilation: int, before:
 def rows_to_pool(height: int, ranks: int) -> tuple[range, ...]:
     """Rows each rank computes for a max pool (3, stride 2, padding 1): its whole windows."""
     # One rank computes a whole window with the same kernels: equal values stay equal, and ties break as on one rank.
-    pooled = shared_rows((height + 1) // 2, ranks)
+    pooled = divide_rows((height + 1) // 2, ranks)
     return tuple(range(max(2 * rows.start - 1, 0), min(2 * rows.stop, height)) for rows in pooled)
 
 
@@ -123,7 +123,7 @@ class _MoveRows(torch.autograd.Function):
         images = x.movedim(2, -1)
         local_rows = move.local_rows[group.rank]
         needed = move.needed[group.rank]
-        sent, received = move.exchanged(group.rank)
+        sent, received = move.rows_to_exchange(group.rank)
         exchange: Exchange | None = None
         if not is_replaying():
             exchange = _start_rows(images, local_rows, sent, received, content, group)
@@ -151,7 +151,7 @@ class _MoveRows(torch.autograd.Function):
         images = grad.movedim(2, -1)
         local_rows = move.local_rows[group.rank]
         needed = move.needed[group.rank]
-        received, sent = move.exchanged(group.rank)
+        received, sent = move.rows_to_exchange(group.rank)
         # Average pooling gives a window's pixels equal gradients: one of them is enough.
         windows = [_one_of_each_window(_rows(images, rows, needed), rows, move.pool).reshape(-1) for rows in sent]
         row_numel = images.shape[:2].numel() * (images.shape[3] // move.pool) * images.shape[4:].numel()
@@ -259,7 +259,7 @@ class WholeImages(nn.Module):
             height = x.shape[3]
             ranks = self._rows.size
             note_height(self, height)
-            self._move = RowMove(shared_rows(height, ranks), (range(height),) * ranks, height, self._pool)
+            self._move = RowMove(divide_rows(height, ranks), (range(height),) * ranks, height, self._pool)
             self._content = content_of(x)
         if x.is_meta or self._move is None:
             return x
@@ -307,7 +307,7 @@ class MaxPool(nn.Module):
             height = x.shape[3]
             ranks = self._rows.size
             note_height(self, height)
-            self._move = RowMove(shared_rows(height, ranks), rows_to_pool(height, ranks), height)
+            self._move = RowMove(divide_rows(height, ranks), rows_to_pool(height, ranks), height)
             self._content = content_of(x)
         elif self._rows is not None and self._move is not None:
             frames = move_rows(x, self._move, self._rows, self._content).flatten(0, 1)

@@ -1,4 +1,8 @@
-"""Sequences of q, k and v in chunks of tokens, and in parts that a CPU's cache holds."""
+"""Rows of q, k and v, divided for causal attention on spikes.
+
+A part is some frames, whose tokens are spans. A span has chunks of tokens. On a CPU one span of a part's frames fits
+the cache; on a GPU a single part with a single span holds everything.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ VALUES_AT_ONCE = 1 << 17
 """Values of q that a CPU computes together: 0.5 MB in float32, and 6 MB with all intermediate results."""
 
 Part = tuple[slice, list[slice]]
-"""Frames that are computed together, and their tokens part by part, in order."""
+"""Frames that are computed together, and the spans of their tokens, in order."""
 
 
 @dataclass(frozen=True)
-class StateOptions:
-    """Sizes in causal attention.
+class CausalAttendOptions:
+    """Sizes in the product of `CausalAttend`.
 
     Attributes:
         heads: on this rank.
@@ -51,14 +55,15 @@ class StateOptions:
         tokens = rows.shape[0] // self.frames
         if rows.device.type != "cpu":
             return [(slice(0, self.frames), [slice(0, tokens)])]
-        # All values of a part stay in the cache, so that a token costs the same at any length.
+        # The values of a span stay in the cache, so that a token costs the same at any length. Short sequences share a
+        # part, and a long one has several spans.
         most = max(VALUES_AT_ONCE // (self.width * self.chunk_tokens), 1) * self.chunk_tokens
         spans = [slice(start, min(start + most, tokens)) for start in range(0, tokens, most)]
         frames = max(most // tokens, 1)
         return [(slice(first, min(first + frames, self.frames)), spans) for first in range(0, self.frames, frames)]
 
     def chunks(self, rows: Tensor, dtype: torch.dtype, frames: slice, span: slice) -> Tensor:
-        """A part of rows `[frames * L, blocks * heads * d]` as `[blocks, frames, heads, chunks, chunk_tokens, d]`.
+        """A span of rows `[frames * L, blocks * heads * d]` as `[blocks, frames, heads, chunks, chunk_tokens, d]`.
 
         Zeros fill the last chunk: they change no sum.
         """

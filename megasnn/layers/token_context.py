@@ -15,14 +15,14 @@ from megasnn.parallel.sharding import context_spans
 from megasnn.parallel_state import Group
 
 
-def shared_tokens(length: int, ranks: int) -> tuple[range, ...]:
+def divide_tokens(length: int, ranks: int) -> tuple[range, ...]:
     """Each rank's tokens, divided as evenly as possible. Raises ValueError for fewer tokens than ranks."""
     return context_spans(length, ranks, "token")
 
 
 def own_tokens(x: Tensor, group: Group) -> Tensor:
     """This rank's tokens of whole sequences `[..., L]`, a view."""
-    own = shared_tokens(x.shape[-1], group.size)[group.rank]
+    own = divide_tokens(x.shape[-1], group.size)[group.rank]
     return x[..., own.start : own.stop]
 
 

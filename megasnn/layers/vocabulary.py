@@ -1,7 +1,7 @@
-"""Output layer of language models, divided by words, with the cross-entropy of the next token.
+"""Output layer of language models, divided by vocabulary, with the cross-entropy of the next token.
 
-No rank holds logits of all tokens at once, or of all words: `[tokens, words / size]` is computed in chunks of tokens,
-in forward and again in backward. Ranks exchange three numbers for each token.
+No rank holds logits of all tokens at once, or of the whole vocabulary: `[tokens, vocab_size / size]` is computed in
+chunks of tokens, in forward and again in backward. Ranks exchange three numbers for each token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megasnn.common.recompute import cached_collective
 from megasnn.kernels.spike_codec import Content
 from megasnn.kernels.torch_backend import REDUCED
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.embedding import among_own, own_words
+from megasnn.layers.embedding import among_own, own_vocabulary
 from megasnn.layers.init import trunc_normal
 from megasnn.layers.tensors import declare
 from megasnn.layers.weight_grad import CastWeights, QueueGradient
@@ -46,17 +46,19 @@ class NextTokenLoss(nn.Module):
     Returns a dict:
         loss: `[1, N]`, the mean over a sample's tokens. Of ranks that divide tokens, each has its own tokens' part.
         top1: `[1, N]`, the share of tokens whose next token has the highest logit; likewise.
-        logits: `[1, N, words]` after the last token.
+        logits: `[1, N, vocab_size]` after the last token.
 
-    With targets `[1, N, L]`, the next tokens, logits are nan; without, in a prediction, loss and top1 are.
+    With targets `[1, N, L]`, the next tokens, `logits` is nan. Without targets (a prediction), `loss` and `top1` are
+    nan.
 
     Args:
         channels: C, global.
         initialise: fills the global weight.
     Raises:
-        ValueError: fewer words than ranks; in the dry run, another number of channels.
+        ValueError: a vocabulary smaller than the number of ranks; in the dry run, another number of channels.
     """
 
+    # By input: a rank takes its own channels of the stream, and the whole targets (layers/plain/by_channel.py).
     takes_cut = (True, False)
     mixes_tokens = False
     weight: Tensor
@@ -64,7 +66,7 @@ class NextTokenLoss(nn.Module):
     def __init__(
         self,
         channels: int,
-        words: int,
+        vocab_size: int,
         context: BuildContext | None = None,
         *,
         initialise: Initialiser = trunc_normal,
@@ -72,15 +74,16 @@ class NextTokenLoss(nn.Module):
         super().__init__()
         context = context_for(context)
         self.channels = channels
-        self.words = words
+        self.vocab_size = vocab_size
         self._group = context.tp
-        self._own = own_words(words, context.tp)
+        self._own = own_vocabulary(vocab_size, context.tp)
         self._compute_dtype = context.numerics.compute_dtype
         self._cast_weights: CastWeights = context.cast_weights
         self._weight_gradients = context.weight_gradients
         self._tokens = context.token_group
         self._length = 0  # of whole sequences
-        declare(self, "weight", context.shard((words, channels), 0, even=False, initialise=initialise), context.dtype)
+        shard = context.shard((vocab_size, channels), 0, even=False, initialise=initialise)
+        declare(self, "weight", shard, context.dtype)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
         samples, channels, length = x.shape[1:]
@@ -90,11 +93,12 @@ class NextTokenLoss(nn.Module):
                 raise ValueError(f"an output layer of {self.channels} channels is given {channels * self._group.size}")
             self._length = length
             one_each = x.new_empty((1, samples), dtype=dtype)
-            return {"loss": one_each, "top1": one_each.clone(), "logits": one_each.new_empty((1, samples, self.words))}
+            logits = one_each.new_empty((1, samples, self.vocab_size))
+            return {"loss": one_each, "top1": one_each.clone(), "logits": logits}
         unknown = x.new_full((1, 1), torch.nan, dtype=dtype)
         if targets is None:
-            of_samples = unknown.expand(1, samples)
-            return {"loss": of_samples, "top1": of_samples, "logits": self._last_logits(x).to(dtype).unsqueeze(0)}
+            unknown_each = unknown.expand(1, samples)
+            return {"loss": unknown_each, "top1": unknown_each, "logits": self._last_logits(x).to(dtype).unsqueeze(0)}
         kernel = self._cast_weights.cast(self.weight, self._compute_dtype)
         anchor, queue_gradient = self._weight_gradients.outside_autograd(self.weight)
         rows = to_matrix(x.mean(0, keepdim=True))
@@ -106,19 +110,19 @@ class NextTokenLoss(nn.Module):
         return {
             "loss": losses.view(1, samples, length).sum(2) / whole_length,
             "top1": hits.view(1, samples, length).sum(2) / whole_length,
-            "logits": unknown.expand(1, samples, self.words),
+            "logits": unknown.expand(1, samples, self.vocab_size),
         }
 
     def _last_logits(self, x: Tensor) -> Tensor:
-        """`[N, words]` after a sample's last token; of ranks that divide tokens, zeros on all but the last."""
+        """`[N, vocab_size]` after a sample's last token; of ranks that divide tokens, zeros on all but the last."""
         if self._tokens is not None and self._tokens.rank < self._tokens.size - 1:
-            return x.new_zeros((x.shape[1], self.words))
+            return x.new_zeros((x.shape[1], self.vocab_size))
         # Predictions need no gradients.
         rows, _ = gather_columns(x.detach()[..., -1].mean(0), self._group, Content.DENSE)
         logits = rows @ self.weight.detach().to(rows.dtype).T
         if self._group.size == 1:
             return logits
-        whole = logits.new_zeros((len(logits), self.words))
+        whole = logits.new_zeros((len(logits), self.vocab_size))
         whole[:, self._own.start : self._own.stop] = logits
         return all_reduce_sum(whole, self._group)
 
@@ -170,7 +174,8 @@ class _CrossEntropy(Function):
             if logits.is_one_chunk:
                 ctx.queue_gradient(partial(_add_product, narrow, whole))
             else:
-                # Chunks that waited for the weight part would be logits of all tokens: their sum waits instead.
+                # Deferring every chunk would keep the logits of all tokens alive: the chunks are summed now and only
+                # the sum is deferred.
                 if grad_weight is None:
                     grad_weight = kernel.new_zeros(kernel.shape, dtype=normaliser.dtype)
                 _add_product(narrow, whole[span], grad_weight)
@@ -197,9 +202,9 @@ class _Chunk:
     """Logits of some tokens.
 
     Attributes:
-        logits: for own words, `[n, words / size]`, in float32 or wider.
-        columns: the targets' columns `[n, 1]`; 0 for a foreign word.
-        is_own: 1 for targets among own words, `[n, 1]`.
+        logits: for this rank's vocabulary, `[n, vocab_size / size]`, in float32 or wider.
+        columns: the targets' columns `[n, 1]`; 0 for a token of another rank.
+        is_own: 1 for targets in this rank's vocabulary, `[n, 1]`.
     """
 
     span: slice
@@ -214,7 +219,7 @@ class _Logits:
 
     Attributes:
         whole: rows of all channels, `[R, C]`.
-        own: this rank's words.
+        own: this rank's part of the vocabulary.
     """
 
     whole: Tensor

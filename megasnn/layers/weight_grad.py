@@ -76,7 +76,7 @@ class WeightGradients:
             self._deferred.append(task)
 
     @contextmanager
-    def collected(self) -> Iterator[list[tuple[Tensor, AddGradient]]]:
+    def collecting(self) -> Iterator[list[tuple[Tensor, AddGradient]]]:
         """Collects (parameter, function that adds its gradient) inside, and adds nothing."""
         self._collected = []
         try:
@@ -85,7 +85,7 @@ class WeightGradients:
             self._collected = None
 
     @contextmanager
-    def deferred(self) -> Iterator[deque[WeightGradientTask]]:
+    def deferring(self) -> Iterator[deque[WeightGradientTask]]:
         """Collects tasks inside, in the order to run them."""
         self._deferred = deque()
         try:

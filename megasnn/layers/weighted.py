@@ -59,7 +59,7 @@ class Communication(Enum):
 
 @dataclass(frozen=True)
 class ProductOptions:
-    """Options for forward and backward.
+    """How to compute a layer's product: by which kernels, with which communication, from which packing.
 
     Attributes:
         products: kernels, with the convolution's geometry.
@@ -134,10 +134,10 @@ class WeightedLayer(nn.Module):
         kernel = torch.ones((1, 1, *sides, *[1] * (2 - len(sides))), dtype=torch.float64)
         geometry = replace(self.options.products.geometry, groups=1)
 
-        def product(image: Tensor) -> Tensor:
+        def outputs(image: Tensor) -> Tensor:
             return self.own_outputs(convolve(self.with_edges(image), kernel, geometry))
 
-        used = times_used(product, space) * (out_channels // self.groups)
+        used = times_used(outputs, space) * (out_channels // self.groups)
         # All ranks observe a whole input, and the counts of the ranks are added.
         return used / self.options.group.size if self.options.communication is Communication.WHOLE_INPUT else used
 
@@ -149,8 +149,8 @@ class WeightedLayer(nn.Module):
         """Without rows that another rank computes too."""
         return images
 
-    def product(self, x: Tensor, bits: Tensor | None) -> Tensor:
-        """Product with `[T, N, C, H, W]`. `bits`: packed spikes of x, if known."""
+    def apply_weight(self, x: Tensor, bits: Tensor | None) -> Tensor:
+        """Multiplies `[T, N, C, H, W]` by the weight, without bias. `bits`: packed spikes of x, if known."""
         if self._traceable:
             # torch.export follows no autograd functions of Python.
             images = average_pool(x.flatten(0, 1), self.options.pool)
@@ -162,8 +162,8 @@ class WeightedLayer(nn.Module):
         assert weight is not None
         anchor, queue_gradient = self.weight_gradients.outside_autograd(weight)
         kernel = self._cast_weights.cast(weight, self.compute_dtype)[self._kernel_index]
-        product: Tensor = _Product.apply(x.to(self.compute_dtype), bits, kernel, anchor, queue_gradient, self.options)
-        return product
+        y: Tensor = _ShardedProduct.apply(x.to(self.compute_dtype), bits, kernel, anchor, queue_gradient, self.options)
+        return y
 
     def operand(self) -> tuple[Tensor, Tensor | None, QueueGradient | None]:
         """The weight in the products' type, without gradient; its anchor for autograd; the queue of its gradient."""
@@ -200,7 +200,9 @@ class WeightedLayer(nn.Module):
         return is_whole
 
 
-class _Product(Function):
+class _ShardedProduct(Function):
+    """A layer's product with the communication of `ProductOptions`: `[T, N, C, H, W]` -> `[T, N, C_out, H', W']`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -212,6 +214,8 @@ class _Product(Function):
         options: ProductOptions,
     ) -> Tensor:
         shape = x.shape
+        # The matrix serves the gather, which adds the other ranks' channels, and the packing. `options.images` is its
+        # inverse, except for pooling: both are views where channels are last in memory.
         rows = to_matrix(x)
         if options.communication is Communication.GATHER:
             rows, payloads = gather_columns(rows, options.group, options.content, bits=bits)
@@ -226,8 +230,8 @@ class _Product(Function):
         ctx.save_for_backward(kernel, *payloads)
         if options.communication in (Communication.SCATTER, Communication.WHOLE_OUTPUT):
             # Ranks have parts of each output's sum.
-            return cached_collective(partial(_summed_output, options, rows, payloads, shape, kernel))
-        images = options.products.output(options.images(rows, payloads, shape), kernel)
+            return cached_collective(partial(_sum_output, options, rows, payloads, shape, kernel))
+        images = options.products.convolve(options.images(rows, payloads, shape), kernel)
         return images.view(*shape[:2], *images.shape[1:])
 
     @staticmethod
@@ -251,15 +255,15 @@ class _Product(Function):
         if finish is not None:
             grad_x = finish()
         if grad_x is not None:
-            grad_x = from_matrix(grad_x, shape) if options.pool == 1 else _unpooled(grad_x, shape, options.pool)
+            grad_x = from_matrix(grad_x, shape) if options.pool == 1 else _unpool(grad_x, shape, options.pool)
         return grad_x, None, None, None, None, None
 
 
-def _summed_output(
+def _sum_output(
     options: ProductOptions, rows: Tensor, payloads: list[Tensor], shape: torch.Size, kernel: Tensor
 ) -> Tensor:
     """The ranks' sum: this rank's channels, or all of them."""
-    images = options.products.output(options.images(rows, payloads, shape), kernel)
+    images = options.products.convolve(options.images(rows, payloads, shape), kernel)
     y = images.view(*shape[:2], *images.shape[1:])
     if options.communication is Communication.SCATTER:
         return from_matrix(sum_and_scatter_columns(to_matrix(y), options.group)(), y.shape)
@@ -270,9 +274,9 @@ def _start_input_gradient(
     grad: Tensor, kernel: Tensor, options: ProductOptions, space: torch.Size
 ) -> tuple[Tensor | None, Callable[[], Tensor] | None]:
     """Input gradient for own channels as a matrix, or a function that waits for its sum over ranks."""
-    # Local here: variables in `_Product.backward` would hold the product's memory until its end.
-    product = convolution_input_gradient(grad, kernel, options.products.geometry, space)
-    rows = product.movedim(1, -1).reshape(-1, product.shape[1])
+    # Local here: variables in `_ShardedProduct.backward` would hold the images' memory until its end.
+    grad_input = convolution_input_gradient(grad, kernel, options.products.geometry, space)
+    rows = grad_input.movedim(1, -1).reshape(-1, grad_input.shape[1])
     if options.communication is Communication.GATHER:
         return None, sum_and_scatter_columns(rows, options.group)
     if options.communication is Communication.WHOLE_INPUT:
@@ -301,6 +305,6 @@ def _add_weight_gradient(
     products.add_weight_gradient(kernel, grad, images)
 
 
-def _unpooled(matrix: Tensor, shape: torch.Size, pool: int) -> Tensor:
+def _unpool(matrix: Tensor, shape: torch.Size, pool: int) -> Tensor:
     images = from_matrix(matrix, (*shape[:3], *pooled_space(shape[3:], pool))).flatten(0, 1)
     return average_pool_gradient(images, pool, shape[3:]).unflatten(0, shape[:2])

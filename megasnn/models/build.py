@@ -25,7 +25,7 @@ from megasnn.layers.plain.refusals import is_plain, refuse_mixing, require_suppo
 from megasnn.layers.plain.replicated import plain_layer
 from megasnn.layers.shape_inference import content_of
 from megasnn.layers.tensors import described_tensors, initialise_further, sharded_tensors
-from megasnn.layers.token_context import shared_tokens
+from megasnn.layers.token_context import divide_tokens
 from megasnn.models.description import (
     DRY_SAMPLES,
     Built,
@@ -50,12 +50,12 @@ def describe_model(model: Model, neuron: NeuronSpec | None = None) -> ModelDescr
     Raises:
         ValueError: a layer cannot be built or does not fit its inputs, or a task function fails; names it.
     """
-    return _described(model, neuron or model.neuron().spec)
+    return _describe(model, neuron or model.neuron().spec)
 
 
 # A run describes its model when flags are checked, before ranks join, and again in its Engine.
 @lru_cache(maxsize=8)
-def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
+def _describe(model: Any, neuron: NeuronSpec) -> ModelDescription:
     layers = build(model, neuron, BuildContext())
     named = [(layer.name, layer.module) for layer in layers]
     neurons: set[NeuronSpec] = set()
@@ -132,7 +132,7 @@ def building_problems(
     try:
         described = describe_model(model, neuron)
         if grid is not None and grid.tp * grid.cp > 1:
-            described.build(BuildContext(ParallelState.without_process_groups(grid), cut=cut))
+            described.build(BuildContext(ParallelState.without_process_groups(grid), context_cut=cut))
     except ValueError as error:
         return [f"{model.name}: {error}"]
     return []
@@ -162,11 +162,11 @@ def build(
     context = replace(context, neuron=neuron, time_steps=model.time_steps)
     task = task_of(model)
     _require_cuttable(task, context)
-    layers, ties = _yielded(model, context)
+    layers, ties = _make_layers(model, context)
     if single_rank_layers is not None:
         _refuse_made_before(single_rank_layers, layers)
     # A layer that cannot be cut is made a second time, for one rank.
-    whole_layers = cache(lambda: _yielded(model, context.replicated())[0])
+    whole_layers = cache(lambda: _make_layers(model, context.replicated())[0])
     outputs: dict[int, _Output] = {}
     for number, name in task.input_names.items():
         spec = task.inputs[name]
@@ -184,7 +184,7 @@ def build(
         whole_output = None if single_rank_layers is None else single_rank_layers[number].output
         built_layer = None
         if context.tp.size > 1:
-            built_layer = _try_to_cut(layer, context, sources, inputs)
+            built_layer = _build_cut_if_valid(layer, context, sources, inputs)
         if built_layer is not None and is_last and any(cuts_by_shape(built_layer.output, whole_output)):
             # The loss takes whole logits.
             built_layer = None
@@ -203,7 +203,7 @@ def build(
 def _require_cuttable(task: Task, context: BuildContext) -> None:
     """Raises ValueError for inputs without the rows or tokens that context-parallel ranks divide."""
     if context.token_group is not None:
-        shared_tokens(task.tokens, context.token_group.size)
+        divide_tokens(task.tokens, context.token_group.size)
     if context.row_group is not None:
         for name, spec in task.inputs.items():
             if len(spec.shape) - spec.over_time < 2:
@@ -213,7 +213,7 @@ def _require_cuttable(task: Task, context: BuildContext) -> None:
                 )
 
 
-def _yielded(model: Model, context: BuildContext) -> tuple[list[Layer], TiedTensors]:
+def _make_layers(model: Model, context: BuildContext) -> tuple[list[Layer], TiedTensors]:
     """The model's layers, each with its own modules, and their ties.
 
     Raises ValueError for no layers, two with one name, and sizes that do not fit.
@@ -282,10 +282,10 @@ def _sources_of(layers: Sequence[Layer], task: Task) -> list[tuple[int, ...]]:
     return sources_of_layers
 
 
-def _try_to_cut(
+def _build_cut_if_valid(
     layer: Layer, context: BuildContext, sources: tuple[int, ...], inputs: Sequence[_Output]
 ) -> Built | None:
-    """A layer for the rank's channels; None if it must be whole."""
+    """The layer, already made with this rank's channels; None if it must be made whole."""
     if layer.is_sharded:
         must_be_whole = bool(why_whole(layer.module))
     else:
@@ -296,7 +296,7 @@ def _try_to_cut(
     bundles = [x.bundle for x in inputs]
     takes_frames = len(sources) == 1 and sources[0] < 0
     try:
-        module = _made(layer, context)
+        module = _build_module(layer, context)
         if not may_be_cut(module, bundles, _cuts(inputs), takes_frames):
             return None
         watch = ChannelWatch(module)
@@ -316,7 +316,7 @@ def _build_whole(
     counts: bool,
 ) -> Built:
     """A layer that every tensor-parallel rank computes whole. `counts`: count its multiply-adds."""
-    module = _made(layer, context.replicated())
+    module = _build_module(layer, context.replicated())
     if context.tp.size > 1:
         make_whole(module, context.tp, _cuts(inputs), is_last)
     counted: list[int] | None = [] if counts else None
@@ -331,7 +331,7 @@ def _cuts(inputs: Sequence[_Output]) -> list[bool]:
     return cuts
 
 
-def _made(layer: Layer, context: BuildContext) -> nn.Module:
+def _build_module(layer: Layer, context: BuildContext) -> nn.Module:
     module = layer.module
     parts: Iterator[Any] = module.modules()
     for part in parts:

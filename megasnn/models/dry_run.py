@@ -156,6 +156,7 @@ def _explained(error: Exception, layer: nn.Module) -> str:
     where = ""
     line = ""
     for frame, number in walk_tb(error.__traceback__):
+        # The last frame wins: it is the innermost.
         where = paths.get(id(frame.f_locals.get("self")), where)
         file = Path(frame.f_code.co_filename)
         if not any(file.is_relative_to(folder) for folder in _LIBRARIES):

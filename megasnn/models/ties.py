@@ -83,17 +83,17 @@ def tie_all(layers: Sequence[Built], ties: TiedTensors) -> None:
     """
     for where, owner in ties.items():
         module = where.module(layers)
-        of_owner = owner.module(layers)
+        owner_module = owner.module(layers)
         owner_name = owner.global_name(layers)
         calls = facts(module).calls
-        owner_calls = facts(of_owner).calls
+        owner_calls = facts(owner_module).calls
         try:
             # Statistics are exchanged call by call.
             if where.name == "running_mean" and calls != owner_calls:
                 raise ValueError(
                     f"a forward calls the tied norms {calls} and {owner_calls} times: make these numbers equal"
                 )
-            tie(module, where.name, owner_name, of_owner, owner.name)
+            tie(module, where.name, owner_name, owner_module, owner.name)
         except ValueError as error:
             raise ValueError(f"{where.global_name(layers)} is tied to {owner_name}: {error}") from None
 

@@ -35,6 +35,7 @@ class Made:
             return tensors[0]
         try:
             return self.make(*tensors)
+        # A file may hold tensors of any shape and type under these names.
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise CheckpointError(f"{', '.join(self.sources)} do not fit together: {error}") from None
 
@@ -111,6 +112,7 @@ def conv_norm_prefixes(conv_norms: Mapping[str, tuple[str, tuple[str, ...]]]) ->
     """
     prefixes = {}
     for conv_norm, (path, names) in conv_norms.items():
+        # Not strict: a block without a neuron has two names.
         for part, name in zip(("conv", "norm", "neuron"), names, strict=False):
             prefixes[f"{conv_norm}.{part}"] = f"{path}.{name}"
     return prefixes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.common.memory import without_waiting
+from megasnn.common.memory import copy_without_waiting
 from megasnn.kernels.layout import flat_in_memory
 
 Norms = Callable[[Mapping[Tensor, Tensor]], Mapping[Tensor, Tensor]]
@@ -99,7 +99,7 @@ class Lamb(torch.optim.Optimizer):
         # The ratios are known on the device only, and no list operator takes a device factor for each tensor.
         flat = [flat_in_memory(updates[each]) for each in adapted]
         counts = [each.numel() for each in flat]
-        repeats = without_waiting(torch.tensor(counts), ratios.device)
+        repeats = copy_without_waiting(torch.tensor(counts), ratios.device)
         factors = ratios.to(flat[0].dtype).repeat_interleave(repeats, output_size=sum(counts))
         torch._foreach_mul_(flat, factors.split(counts))
 

@@ -47,13 +47,13 @@ class GradientNorm:
         found = sums_of_squares([each.grad for each in self._counted], self._nothing.device)
         return self._nothing.index_copy(0, self._slots, found)
 
-    def clip(self, norm: float | Tensor, most: float, is_void: Tensor | None = None) -> None:
+    def clip(self, norm: float | Tensor, most: float, must_skip: Tensor | None = None) -> None:
         """Scales by most / (norm + 1e-6), if below 1, as torch.nn.utils.clip_grad_norm_.
 
         Args:
             norm: a scalar on the device avoids a host wait.
             most: largest norm; 0 disables clipping.
-            is_void: if true, gradients stay as they are, for the search for values that are not finite.
+            must_skip: if true, gradients stay as they are, for the search for values that are not finite.
         """
         gradients = [each.grad for each in self._parameters if each.grad is not None]
         if most <= 0 or not gradients:
@@ -61,8 +61,8 @@ class GradientNorm:
         scale = most / (norm + 1e-6)
         if isinstance(scale, Tensor):
             scale = scale.clamp(max=1)
-            if is_void is not None:
-                scale = torch.where(is_void, 1.0, scale)
+            if must_skip is not None:
+                scale = torch.where(must_skip, 1.0, scale)
             # With a scale of another type, torch would launch one kernel for each gradient.
             scale = scale.to(gradients[0].dtype)
         elif not scale < 1:

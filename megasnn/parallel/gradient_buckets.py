@@ -25,7 +25,7 @@ class Bucket:
 
     Args:
         is_partial: also sum over the tensor parallel group.
-        owners: ranks dividing the optimizer state (ZeRO-1).
+        zero1_group: ranks dividing the optimizer state (ZeRO-1); None without.
 
     Attributes:
         pending: counts the gradients; None for scattered ones.
@@ -42,7 +42,7 @@ class Bucket:
         self,
         parameters: list[Tensor],
         is_partial: bool,
-        owners: Group | None,
+        zero1_group: Group | None,
         weights: GatheredWeights | None,
         scattered: bool,
     ) -> None:
@@ -68,8 +68,8 @@ class Bucket:
             self.local_parts = list(shards)
             gradients = self.fsdp_shards.sums
         # Shards of FSDP are divided once more, among the ranks with the same shards.
-        if owners is not None:
-            self.zero1_shards = ParameterShards(self.local_parts, gradients, owners)
+        if zero1_group is not None:
+            self.zero1_shards = ParameterShards(self.local_parts, gradients, zero1_group)
         self.shards_of_rank = [shards for shards in (self.fsdp_shards, self.zero1_shards) if shards is not None]
         self.reduced_parts: list[Tensor] = self.local_parts
         if self.zero1_shards is not None:
@@ -113,14 +113,15 @@ class Bucket:
 class GradientBuckets:
     """One rank's gradient storage and reduction.
 
-    With ZeRO-1, only owners get sums, and `parameter.grad` stays local. With FSDP, gradients go to the shards' owners,
-    then over the replicas.
+    With ZeRO-1, a rank gets the sums of its own shards alone, and `parameter.grad` stays local. With FSDP, gradients go
+    to the shards' owners, then over the replicas.
 
     Args:
         tensors: by the segment whose REDUCE_GRAD reduces them.
         holders: ranks with identical weight shards.
         tp: ranks summing partial gradients.
         additions: a parameter's gradients in one micro-batch, if not one.
+        zero1: `holders` divide the optimizer state.
         scattered: send gradients at each `scatter`, not when complete.
     """
 
@@ -130,7 +131,7 @@ class GradientBuckets:
         holders: Group,
         tp: Group,
         additions: Mapping[Tensor, int] | None = None,
-        shards_have_owners: bool = False,
+        zero1: bool = False,
         weights: GatheredWeights | None = None,
         scattered: bool = False,
     ) -> None:
@@ -143,12 +144,12 @@ class GradientBuckets:
         self._buckets: list[Bucket] = []
         # Last to first, the order of backward, on every replica: replicas with unequal numbers of micro-batches finish
         # segments in different orders, and their collectives must match.
-        owners = holders if shards_have_owners and holders.size > 1 else None
+        zero1_group = holders if zero1 and holders.size > 1 else None
         late = weights.multiplied if weights is not None and scattered else set[Tensor]()
         for segment, entries in sorted(tensors, key=lambda pair: -pair[0]):
             buckets = []
             for parameters, is_partial in _groups(entries, late):
-                buckets.append(Bucket(parameters, is_partial, owners, weights, scattered))
+                buckets.append(Bucket(parameters, is_partial, zero1_group, weights, scattered))
             self._by_segment[segment] = buckets
             self._buckets += buckets
         # Parameters and this rank's parts of them -> their summed gradients, which the optimizer reads.
@@ -186,6 +187,7 @@ class GradientBuckets:
     def accumulated(self, parameter: Tensor) -> None:
         """Counts a gradient that was added without autograd. Raises ValueError for an unexpected one."""
         if not self._is_scattered:
+            # The bucket's last gradient starts its sum: PendingGradients.count calls _reduce_complete.
             self._counters[parameter](parameter)
 
     def begin(self, segment: int, first_part: bool = False) -> None:
@@ -201,7 +203,10 @@ class GradientBuckets:
             bucket.free()
 
     def reduce(self, segment: int) -> None:
-        """Parameters without a gradient in this step count as zero."""
+        """Starts the remaining sums: of buckets with a parameter that got no gradient in this step.
+
+        Its gradient counts as zero.
+        """
         if self._is_scattered:
             return
         for bucket in self._by_segment.get(segment, ()):
@@ -222,7 +227,7 @@ class GradientBuckets:
             bucket.end()
 
     def owned_part(self, entry: ShardedTensor) -> ShardedTensor:
-        """ZeRO-1's shard of a local part, with its gradient; without owners the local part."""
+        """ZeRO-1's shard of a local part, with its gradient; without ZeRO-1 the local part."""
         shard = self._reduced_of_part.get(entry.tensor, entry.tensor)
         if shard is entry.tensor:
             return entry

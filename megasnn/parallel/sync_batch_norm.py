@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megasnn.common.memory import without_waiting
+from megasnn.common.memory import copy_without_waiting
 from megasnn.parallel.collectives import all_gather_into
 from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
@@ -150,7 +150,7 @@ class _Table:
             self._called += [norm] * calls
             self._channels += [norm.running_mean.numel()] * calls
         self._device = norms[0].num_batches_tracked.device
-        self._repeats = without_waiting(torch.tensor(self._channels), self._device)
+        self._repeats = copy_without_waiting(torch.tensor(self._channels), self._device)
 
     def rows(self, number: int) -> Tensor:
         """This replica's rows, float64 `[number, columns]`. Unused ones have count 0."""
@@ -206,7 +206,7 @@ def _on_device(counts: Sequence[int | Tensor], like: Tensor) -> Tensor:
     for count in counts:
         if isinstance(count, Tensor):
             return torch.stack([each if isinstance(each, Tensor) else like.new_full((), each) for each in counts])
-    return without_waiting(torch.tensor(counts, dtype=torch.float64), like.device)
+    return copy_without_waiting(torch.tensor(counts, dtype=torch.float64), like.device)
 
 
 def _rounds(called: Sequence[RunningNorm]) -> list[_Round]:
@@ -235,9 +235,9 @@ class _Round:
             self._running += [getattr(norm, kind) for norm in norms]
         self._sizes = [buffer.numel() for buffer in self._running]
         device = self._running[0].device
-        self._repeats = without_waiting(torch.tensor(self._sizes), device)
+        self._repeats = copy_without_waiting(torch.tensor(self._sizes), device)
         momentum_of = [math.nan if norm.momentum is None else norm.momentum for norm in norms]
-        self._momentums = without_waiting(torch.tensor(momentum_of, dtype=torch.float64), device)
+        self._momentums = copy_without_waiting(torch.tensor(momentum_of, dtype=torch.float64), device)
         self._averages = self._momentums.isnan()
 
     def update(self, found: Sequence[StepStatistics]) -> None:

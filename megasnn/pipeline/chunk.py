@@ -176,7 +176,7 @@ class PipelineChunk(nn.Module):
                 y = self.graphs.apply(received, samples, micro_batch)
                 received.clear()
                 return y
-        call = self._called_in_trace if is_traced() else self._called
+        call = self._trace_call if is_traced() else self._call_layer
         with self._explained_layer, self._drawing(samples):
             # Most models are chains, which need no table of outputs: the host has fewer calls to make.
             if self._is_chain:
@@ -185,7 +185,7 @@ class PipelineChunk(nn.Module):
                     output = call(each, [output], samples, goes_on)
                 return output if self.is_last else [output]
             targets = received.pop() if len(received) > len(self.receives) else None
-            outputs = _unpacked(self.receives, received)
+            outputs = _unpack(self.receives, received)
             if targets is not None:
                 outputs[self._target] = targets
             received.clear()
@@ -215,7 +215,7 @@ class PipelineChunk(nn.Module):
             found.append(frames)
         return found
 
-    def _called(self, each: _LayerCall, inputs: list[Bundle], samples: range | None, goes_on: bool) -> Bundle:
+    def _call_layer(self, each: _LayerCall, inputs: list[Bundle], samples: range | None, goes_on: bool) -> Bundle:
         """A layer's output in the order of its dry run, with channels last in memory."""
         self._explained_layer.words = each.words
         if each.is_ours:
@@ -229,9 +229,9 @@ class PipelineChunk(nn.Module):
             raise ValueError(f"its output has the entries {[*keys]}, in the dry run {[*each.entries]}")
         return map_entries(to_channels_last, plain_bundle(y))
 
-    def _called_in_trace(self, each: _LayerCall, inputs: list[Bundle], samples: range | None, goes_on: bool) -> Bundle:
+    def _trace_call(self, each: _LayerCall, inputs: list[Bundle], samples: range | None, goes_on: bool) -> Bundle:
         with named(each.name):
-            return self._called(each, inputs, samples, goes_on)
+            return self._call_layer(each, inputs, samples, goes_on)
 
     def forget(self) -> None:
         """Resets stateful neurons and dropout's time steps."""
@@ -267,7 +267,7 @@ class PipelineChunk(nn.Module):
         return sorted(described_tensors(self.named_layers()), key=lambda entry: entry.is_copy)
 
 
-def _unpacked(carried: Sequence[Carried], tensors: Sequence[Tensor]) -> dict[int, Bundle]:
+def _unpack(carried: Sequence[Carried], tensors: Sequence[Tensor]) -> dict[int, Bundle]:
     entries: dict[int, dict[EntryKey, Tensor]] = {}
     for each, tensor in zip(carried, tensors, strict=True):
         entries.setdefault(each.layer, {})[each.key] = tensor

@@ -29,8 +29,8 @@ from megasnn.telemetry.timers import Timers, is_traced, named
 
 LossFunction = Callable[[Bundle, Any, bool], Tensor]
 """(output of the model, targets, is a recomputation) -> this micro-batch's share of the global batch's mean loss."""
-Work = Callable[[], object]
-PreparedOrder = list[tuple[Action, list[Work]]]
+ActionCall = Callable[[], object]
+PreparedOrder = list[tuple[Action, list[ActionCall]]]
 """A rank's actions, each with the calls that perform it."""
 _PHASES = {
     **dict.fromkeys((Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD), "forward"),
@@ -52,7 +52,7 @@ class PipelineExecutor:
     """Errors name rank, stage, action and micro-batch.
 
     Args:
-        segments: this rank's segments by schedule number.
+        segments: the chunk of each of this rank's segments, by the segment's number in the schedule.
         loss: called on the last segment's rank, in each training forward.
         weights: sharded weights, gathered before use (UNSHARD, RESHARD); None for whole weights.
     """
@@ -74,8 +74,8 @@ class PipelineExecutor:
         self._weights = weights
         self._step = StepState(torch.zeros((), device=state.device, requires_grad=True))
         self._neurons: list[NeuronLayer] = []
-        for segment in segments.values():
-            self._neurons += [module for module in segment.modules() if isinstance(module, NeuronLayer)]
+        for chunk in segments.values():
+            self._neurons += [module for module in chunk.modules() if isinstance(module, NeuronLayer)]
         # Micro-batch sizes of the training steps so far: a step with new sizes runs without CUDA graphs. They count the
         # samples of all ranks, so that ranks which share a micro-batch capture and replay the same graphs.
         self._sizes: list[tuple[int, ...]] = []
@@ -99,20 +99,20 @@ class PipelineExecutor:
         step.reset(micro_batches, consume)
         if self._transfers is not None:
             self._transfers.begin(schedule, sizes)
-        graphs = [segment.graphs for segment in self._segments.values() if segment.graphs is not None]
+        graphs = [chunk.graphs for chunk in self._segments.values() if chunk.graphs is not None]
         if graphs and consume is None:
-            self._begin_graphs(graphs, tuple(micro.total_size or micro.size for micro in micro_batches))
+            self._begin_cuda_graphs(graphs, tuple(micro.total_size or micro.size for micro in micro_batches))
         # Only a profiler sees the names of actions, and each costs two calls of Python.
         if is_traced():
-            order = [(action, [partial(_in_trace, action, works)]) for action, works in order]
+            order = [(action, [partial(_in_trace, action, calls)]) for action, calls in order]
         if self._timers is not None:
-            order = [(action, [partial(_timed, self._timers, action, works)]) for action, works in order]
+            order = [(action, [partial(_timed, self._timers, action, calls)]) for action, calls in order]
         with error_context("") as context, nullcontext() if consume is None else torch.no_grad():
-            for action, works in order:
+            for action, calls in order:
                 traffic.phase = _PHASES.get(action.kind, "backward")
                 context.describe = partial(self._describe, action)
-                for work in works:
-                    work()
+                for call in calls:
+                    call()
         traffic.phase = "step"
         # Messages may still be sent from tensors of the step, and buckets reduced.
         if self._transfers is not None:
@@ -145,55 +145,57 @@ class PipelineExecutor:
         scattered = {each.segment for each in actions if each.kind is Kind.REDUCE_SCATTER}
         order: PreparedOrder = []
         for action in actions:
-            segment = action.segment
-            works: list[Work] = []
-            if self._transfers is not None and action.kind in COMPUTE:
+            if action.kind not in COMPUTE:
+                order.append((action, [self._exchange(action)]))
+                continue
+            key = action.key
+            segment, micro_batch = key
+            chunk = self._segments[segment]
+            calls: list[ActionCall] = []
+            if self._transfers is not None:
                 # Receives are posted before a computation, so that messages arrive during it.
-                works.append(partial(self._transfers.announce, action))
+                calls.append(partial(self._transfers.announce, action))
             if self._weights is not None and action.kind in USES_WEIGHTS:
                 # An earlier UNSHARD has started the gather.
-                works.append(partial(self._weights.wait_unshard, segment))
+                calls.append(partial(self._weights.wait_unshard, segment))
             if segment in scattered and action.kind in _BACKWARDS:
                 is_first = action.kind is Kind.INPUT_GRADIENT
-                works.append(partial(self._gradient_buckets.begin, segment, first_part=is_first))
-            if action.kind is Kind.FORWARD and action.key in recomputed:
-                works.append(partial(self._first_forward, self._segments[segment], action.key))
-            else:
-                works.append(self._work(action))
-            graphs = self._segments[segment].graphs if action.kind in FINISHING else None
-            if graphs is not None:
+                calls.append(partial(self._gradient_buckets.begin, segment, first_part=is_first))
+            match action.kind:
+                case Kind.FORWARD if key in recomputed:
+                    calls.append(partial(self._first_forward, chunk, key))
+                case Kind.FORWARD:
+                    calls.append(partial(self._forward, chunk, key))
+                case Kind.RECOMPUTE:
+                    calls.append(partial(self._forward_again, chunk, key))
+                case Kind.BACKWARD:
+                    calls.append(partial(self._step.backward, key))
+                case Kind.INPUT_GRADIENT:
+                    calls.append(partial(self._input_gradient, chunk, key))
+                case Kind.WEIGHT_GRADIENT:
+                    calls.append(partial(self._weight_gradient, key))
+            if action.kind in FINISHING and chunk.graphs is not None:
                 # After the backward another micro-batch may use the slot of this one.
-                _, micro_batch = action.key
-                works.append(partial(graphs.done, micro_batch))
-            order.append((action, works))
+                calls.append(partial(chunk.graphs.done, micro_batch))
+            order.append((action, calls))
         self._prepared[schedule.forward_only] = schedule, order
         return order
 
-    def _work(self, action: Action) -> Work:
-        match action.kind:
-            case Kind.FORWARD:
-                return partial(self._forward, self._segments[action.segment], action.key)
-            case Kind.BACKWARD:
-                return partial(self._step.backward, action.key)
-            case Kind.INPUT_GRADIENT:
-                return partial(self._input_gradient, self._segments[action.segment], action.key)
-            case Kind.WEIGHT_GRADIENT:
-                return partial(self._weight_gradient, action.key)
-            case Kind.RECOMPUTE:
-                return partial(self._forward_again, self._segments[action.segment], action.key)
-            case Kind.REDUCE_GRAD:
-                return partial(self._gradient_buckets.reduce, action.segment)
-            case Kind.REDUCE_SCATTER:
-                return partial(self._gradient_buckets.scatter, action.segment)
+    def _exchange(self, action: Action) -> ActionCall:
+        """The call of an action that only communicates."""
+        if action.kind is Kind.REDUCE_GRAD:
+            return partial(self._gradient_buckets.reduce, action.segment)
+        if action.kind is Kind.REDUCE_SCATTER:
+            return partial(self._gradient_buckets.scatter, action.segment)
         if action.kind in SHARDING:
             assert self._weights is not None, action
             move = self._weights.unshard if action.kind is Kind.UNSHARD else self._weights.reshard
             return partial(move, action.segment)
         assert self._transfers is not None, action
-        exchange = self._send if action.kind in SENDS else self._receive
-        return partial(exchange, self._transfers, action)
+        transfer = self._send if action.kind in SENDS else self._receive
+        return partial(transfer, self._transfers, action)
 
-    def _begin_graphs(self, graphs: Sequence[ChunkGraphs], sizes: tuple[int, ...]) -> None:
+    def _begin_cuda_graphs(self, graphs: Sequence[ChunkGraphs], sizes: tuple[int, ...]) -> None:
         is_observed = any(neuron.is_observed for neuron in self._neurons)
         has_graphs = sizes in self._sizes[:MOST_GRAPHED] and not is_observed
         if sizes not in self._sizes:
@@ -205,21 +207,21 @@ class PipelineExecutor:
         micro = "" if action.micro_batch is None else f", micro-batch {action.micro_batch}"
         return f"rank {self._state.world.rank}, pipeline stage {self._state.pp.rank}, action {action}{micro}"
 
-    def _forward(self, segment: PipelineChunk, key: ActionKey) -> None:
+    def _forward(self, chunk: PipelineChunk, key: ActionKey) -> None:
         step = self._step
-        number, micro_batch = key
+        segment, micro_batch = key
         micro = step.micro_batches[micro_batch]
-        x = step.begin_graph(key)
+        x: Any = micro.inputs if chunk.is_first else step.take_inputs(key)
         targets = None if micro.predicts else micro.targets
-        # `segment.forward`, not `segment`: a call of the module would look for hooks, and a segment has none.
+        # `chunk.forward`, not `chunk`: a call of the module would look for hooks, and a chunk has none.
         if micro.is_padding:
             with not_counting():
-                y = segment.forward(x, micro.samples, micro.goes_on, micro_batch, targets)
+                y = chunk.forward(x, micro.samples, micro.goes_on, micro_batch, targets)
         else:
-            y = segment.forward(x, micro.samples, micro.goes_on, micro_batch, targets)
-        if not segment.is_last:
+            y = chunk.forward(x, micro.samples, micro.goes_on, micro_batch, targets)
+        if not chunk.is_last:
             step.await_gradients(key, y)
-            step.hand_on(key, y, number + 1 in self._segments)
+            step.hand_on(key, y, segment + 1 in self._segments)
         elif step.consume is None:
             loss = self._loss(y, micro.targets, False)
             step.ends[key] = loss
@@ -227,39 +229,41 @@ class PipelineExecutor:
         elif not micro.is_padding:
             step.consume(*micro.counted(y))
 
-    def _first_forward(self, segment: PipelineChunk, key: ActionKey) -> None:
+    def _first_forward(self, chunk: PipelineChunk, key: ActionKey) -> None:
         # A later action recomputes this forward: its graph is freed.
         step = self._step
         # The first segment's input stays in the batch.
-        stashed = PackedInput([], ()) if segment.is_first else PackedInput(step.inputs[key], segment.receives)
+        stashed = PackedInput([], ()) if chunk.is_first else PackedInput(step.inputs[key], chunk.receives)
         step.stashed[key] = stashed
-        number, micro_batch = key
+        segment, micro_batch = key
         micro = step.micro_batches[micro_batch]
+        x: Any = micro.inputs if chunk.is_first else step.take_inputs(key)
         with recording(stashed.collected):
-            y = segment.forward(step.begin_graph(key), micro.samples, micro.goes_on, targets=micro.targets)
-        if segment.is_last:
+            y = chunk.forward(x, micro.samples, micro.goes_on, targets=micro.targets)
+        if chunk.is_last:
             step.losses.append(self._loss(y, micro.targets, False).detach())
         else:
             # The graph was needed to know which outputs require a gradient.
-            step.hand_on(key, y, number + 1 in self._segments)
+            step.hand_on(key, y, segment + 1 in self._segments)
 
-    def _forward_again(self, segment: PipelineChunk, key: ActionKey) -> None:
+    def _forward_again(self, chunk: PipelineChunk, key: ActionKey) -> None:
         step = self._step
         stashed = step.stashed.pop(key)
-        if not segment.is_first:
+        if not chunk.is_first:
             step.inputs[key] = stashed.restored()
         _, micro_batch = key
         micro = step.micro_batches[micro_batch]
-        # The last neurons need not fire: their spikes have left the segment.
-        with segment.explained, segment.without_spikes(), replaying(stashed.collected):
-            y = segment.forward(step.begin_graph(key), micro.samples, micro.goes_on, targets=micro.targets)
-            if segment.is_last:
+        x: Any = micro.inputs if chunk.is_first else step.take_inputs(key)
+        # The last neurons need not fire: their spikes have left the chunk.
+        with chunk.explained, chunk.without_spikes(), replaying(stashed.collected):
+            y = chunk.forward(x, micro.samples, micro.goes_on, targets=micro.targets)
+            if chunk.is_last:
                 step.ends[key] = self._loss(y, micro.targets, True)
             else:
                 step.await_gradients(key, y)
 
-    def _input_gradient(self, segment: PipelineChunk, key: ActionKey) -> None:
-        with segment.weight_gradients.deferred() as tasks:
+    def _input_gradient(self, chunk: PipelineChunk, key: ActionKey) -> None:
+        with chunk.weight_gradients.deferring() as tasks:
             self._step.backward(key)
         self._step.weight_gradients[key] = tasks
 
@@ -288,13 +292,13 @@ class PipelineExecutor:
             self._step.gradients[action.key] = [tensors[index] for index in self._step.needing_grad.pop(action.key)]
 
 
-def _timed(timers: Timers, action: Action, works: Sequence[Work]) -> None:
+def _timed(timers: Timers, action: Action, calls: Sequence[ActionCall]) -> None:
     with timers(_TIMED.get(action.kind, "transfers")):
-        for work in works:
-            work()
+        for call in calls:
+            call()
 
 
-def _in_trace(action: Action, works: Sequence[Work]) -> None:
+def _in_trace(action: Action, calls: Sequence[ActionCall]) -> None:
     with named(action):
-        for work in works:
-            work()
+        for call in calls:
+            call()

@@ -279,7 +279,7 @@ class _SlotGraphs:
                 grads.append(grad)
         learning = [x for x in self._inputs if x.requires_grad]
         wanted = [*learning, *self._leaves.values(), self._owner.weight_gradients.anchor]
-        with self._owner.weight_gradients.collected() as self._tasks:
+        with self._owner.weight_gradients.collecting() as self._tasks:
             # Tensors saved for backward stay: no other graph may use their memory.
             found = torch.autograd.grad(outputs, wanted, grads, retain_graph=True, allow_unused=True)
         input_grads = iter(found)

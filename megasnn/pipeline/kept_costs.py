@@ -138,7 +138,7 @@ def _dependencies(
         "training": {name: training[name] for name in _TRAINING},
         "samples": context.largest_share(config.training.micro_batch_size),
         "grid": asdict(grid),
-        "cut": context.cut,
+        "cut": context.context_cut,
         "layers": hashlib.sha256(layers.encode()).hexdigest(),
         "machines": machines,
         "sources": sources,

@@ -36,7 +36,7 @@ class PackedInput:
 
     def __init__(self, tensors: Sequence[Tensor], carried: Sequence[Carried]) -> None:
         self.collected: Cache = deque()
-        self._packed = [_packed(tensor, each) for tensor, each in zip(tensors, carried, strict=True)]
+        self._packed = [_pack(tensor, each) for tensor, each in zip(tensors, carried, strict=True)]
 
     def restored(self) -> list[Tensor]:
         """The tensors in their memory order. May be called once."""
@@ -52,7 +52,7 @@ class PackedInput:
         return tensors
 
 
-def _packed(tensor: Tensor, carried: Carried) -> Tensor | tuple[TensorSpec, Tensor]:
+def _pack(tensor: Tensor, carried: Carried) -> Tensor | tuple[TensorSpec, Tensor]:
     if carried.content is Content.DENSE or not is_channels_last(tensor):
         return tensor
     spec = TensorSpec(tuple(tensor.shape), tensor.dtype, carried.content, tensor.requires_grad)
@@ -143,11 +143,9 @@ class StepState:
         for by_key in forward + backward:
             by_key.clear()
 
-    def begin_graph(self, key: ActionKey) -> Any:
-        """A segment's inputs, with which its graph begins: the micro-batch's, or a list for a later segment."""
+    def take_inputs(self, key: ActionKey) -> list[Tensor]:
+        """A later segment's inputs, with which its autograd graph begins."""
         segment, micro_batch = key
-        if segment == 0:
-            return self.micro_batches[micro_batch].inputs
         xs = self.inputs.pop(key)
         before = segment - 1, micro_batch
         needing_grad = [index for index, x in enumerate(xs) if x.requires_grad]

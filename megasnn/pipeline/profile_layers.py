@@ -233,7 +233,7 @@ class _Trial:
         with inside("saved"):
             run.await_gradients(key, y)
             y.clear()
-        with inside("input_gradient"), self._chunk.weight_gradients.deferred() as tasks:
+        with inside("input_gradient"), self._chunk.weight_gradients.deferring() as tasks:
             run.gradients[key] = [torch.ones_like(each) for each in self.output if each.requires_grad]
             run.backward(key)
         with inside("deferred"):
@@ -244,7 +244,7 @@ class _Trial:
 
     def _forward(self, run: StepState) -> list[Tensor]:
         chunk = self._chunk
-        x = self._micro.inputs if chunk.is_first else run.begin_graph(self._key)
+        x = self._micro.inputs if chunk.is_first else run.take_inputs(self._key)
         y = chunk(x, self._micro.samples, targets=self._micro.targets)
         if not chunk.is_last:
             return [*y]

@@ -167,7 +167,7 @@ def _exchange(received: Tensor, *_: Any, **__: Any) -> Any:
 
 
 def context_of(state: ParallelState, config: PretrainConfig, cut: ContextCut, on_cpu: bool) -> BuildContext:
-    return replace(one_rank(config, on_cpu), state=state, cut=cut)
+    return replace(one_rank(config, on_cpu), state=state, context_cut=cut)
 
 
 def one_rank(config: PretrainConfig, on_cpu: bool) -> BuildContext:

@@ -13,7 +13,7 @@ from megasnn.common.files import quantity
 from megasnn.common.memory import memory_scalars
 from megasnn.config import PretrainConfig
 from megasnn.config.data import NO_DATASETS, GivenDatasets
-from megasnn.data import GlobalBatch
+from megasnn.data import RankBatch
 from megasnn.engine import Engine
 from megasnn.engine.not_finite import first_not_finite
 from megasnn.parallel.agreement import gather
@@ -25,7 +25,7 @@ from megasnn.telemetry.records import RunOutline
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.data import RunData
 from megasnn.training.loading import load_start
-from megasnn.training.memory import announce, compare, forecast_memory
+from megasnn.training.memory import forecast_memory, log_forecast, log_measured_peak
 from megasnn.training.metrics import Metrics, Pictures, StepTrace
 from megasnn.training.micro_batch import find_micro_batch
 from megasnn.training.operations import Operations
@@ -95,7 +95,7 @@ class TrainingRun:
                 self.pictures = Pictures(config, engine, data.datasets, self.metrics.rasters, reporter)
                 introduce(config, engine, reporter)
                 self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
-                announce(self._memory, reporter)
+                log_forecast(self._memory, reporter)
                 self._introduce_start(loaded.averaged, [size_notice, *start.notices, *loaded.notices, *data.notices])
             undo.pop_all()
 
@@ -144,11 +144,11 @@ class TrainingRun:
                 self.evaluate()
                 return
             # Replicas that start with other weights would stay different: only gradients are summed.
-            self._compare_replicas_if(True)
+            self._compare_replicas()
             # Traffic before the first step belongs to no iteration.
             traffic.reset()
             self.reporter.begin()
-            trace = StepTrace(self.config, self.state, (self.engine.iteration, self.iterations), self.reporter)
+            trace = StepTrace(self.config, self.state, self.reporter, self.engine.iteration, self.iterations)
             with closing(self.data.loader(self.engine).batches(self.engine.consumed_samples)) as batches:
                 while self.engine.iteration < self.iterations:
                     with self.engine.trainer.timers("data"), error_context("while reading a batch"):
@@ -158,7 +158,7 @@ class TrainingRun:
                         break
             self._end()
 
-    def _iterate(self, batch: GlobalBatch, trace: StepTrace) -> None:
+    def _iterate(self, batch: RankBatch, trace: StepTrace) -> None:
         """Takes and logs one step; evaluates, compares replicas and saves if due."""
         number = self.engine.iteration + 1
         is_last = number == self.iterations or _due(number, self.config.training.exit_interval)
@@ -200,10 +200,11 @@ class TrainingRun:
             # The end of the run saves this iteration.
             if self.engine.distributed.stop_votes:
                 return
-        saves = _due(number, self.config.checkpoint.save_interval) or self.saves.is_best(number)
-        # A save compares replicas as well.
-        self._compare_replicas_if(_due(number, self.config.parallel.check_replicas_interval) and not saves)
-        self._save_if(saves)
+        if _due(number, self.config.checkpoint.save_interval) or self.saves.is_best(number):
+            # A save compares replicas as well.
+            self._save()
+        elif _due(number, self.config.parallel.check_replicas_interval):
+            self._compare_replicas()
 
     def _end(self) -> None:
         """Evaluates, saves, and reports why the run ends."""
@@ -218,10 +219,10 @@ class TrainingRun:
             self.evaluate()
         # After divergence the last checkpoint before it must stay the latest.
         if not self.has_diverged:
-            self._save_if(True)
+            self._save()
         self.saves_succeeded = self.saves.finish()
         if not self.has_diverged:
-            compare(self._memory, self.state, self.reporter)
+            log_measured_peak(self._memory, self.state, self.reporter)
             if self.engine.iteration < self.iterations:
                 self.reporter.line(how_to_go_on(self.config.checkpoint, self.saves_succeeded))
 
@@ -269,7 +270,7 @@ class TrainingRun:
         self.saves.consider(engine.iteration, record.metrics.get("top1", 0.0))
         self.reporter.evaluation(replace(record, skipped_samples=skipped), operations)
 
-    def _until_asked_to_stop(self, batches: Iterable[GlobalBatch]) -> Iterator[GlobalBatch]:
+    def _until_asked_to_stop(self, batches: Iterable[RankBatch]) -> Iterator[RankBatch]:
         for batch in batches:
             # A request travels with a batch's sums, so all ranks see it after the same batch.
             yield batch
@@ -277,10 +278,8 @@ class TrainingRun:
                 return
 
     @error_context("while saving")
-    def _save_if(self, due: bool) -> None:
-        if not due:
-            return
-        self._compare_replicas_if(True)
+    def _save(self) -> None:
+        self._compare_replicas()
         self._require_finite()
         with self.reporter.pause():
             self.saves.save(self._skipped_steps)
@@ -297,10 +296,10 @@ class TrainingRun:
             self.saves.finish()
             raise ValueError(f"iteration {self.engine.iteration} is not saved, since it is not finite: {where}")
 
-    def _compare_replicas_if(self, due: bool) -> None:
+    def _compare_replicas(self) -> None:
         # Tensor-parallel ranks share tensors too, such as the optimizer's step counts.
         has_replicas = self.state.world.size > self.state.pp.size
-        if not (due and self.config.parallel.check_replicas_interval and has_replicas):
+        if not (self.config.parallel.check_replicas_interval and has_replicas):
             return
         try:
             with self.engine.trainer.timers("compare_replicas"):

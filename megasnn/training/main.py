@@ -29,7 +29,7 @@ SAVE_FAILED = 3
 DIVERGED = 4
 INTERRUPTED = 130
 SAVING_SECONDS = 5.0
-"""Longest wait of an error, on one of several ranks, for a checkpoint in writing."""
+"""After an error on one of several ranks: longest wait for a save in progress."""
 MISTAKES = (ValueError, OSError, CheckpointError, MissingPackageError, ReplicaError)
 """Errors of flags, data and files. Their message says what to change: no traceback is shown."""
 

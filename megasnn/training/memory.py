@@ -135,7 +135,7 @@ def _trained_bytes(entries: Iterable[ShardedTensor]) -> list[int]:
     return [entry.tensor.nbytes for entry in entries if entry.is_parameter and entry.tensor.requires_grad]
 
 
-def announce(forecasts: Sequence[MemoryForecast], reporter: Reporter) -> None:
+def log_forecast(forecasts: Sequence[MemoryForecast], reporter: Reporter) -> None:
     """Logs the largest forecast in detail before the first step."""
     if not forecasts:
         return
@@ -146,7 +146,7 @@ def announce(forecasts: Sequence[MemoryForecast], reporter: Reporter) -> None:
     reporter.entry("memory_predicted", {"mb": [{**asdict(each), "total": each.total} for each in forecasts]})
 
 
-def compare(forecasts: Sequence[MemoryForecast], state: ParallelState, reporter: Reporter) -> None:
+def log_measured_peak(forecasts: Sequence[MemoryForecast], state: ParallelState, reporter: Reporter) -> None:
     """Logs each rank's measured peak at the end, beside any forecast. Collective."""
     peaks = gather(state.world.handle, peak_memory_mb(state.device))
     rank = max(range(len(peaks)), key=peaks.__getitem__)

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megasnn.common.memory import memory_scalars, peak_memory_mb
 from megasnn.config import PretrainConfig
-from megasnn.data import Datasets, GlobalBatch
+from megasnn.data import Datasets, RankBatch
 from megasnn.engine import Engine
 from megasnn.parallel.agreement import gather, sum_over_ranks
 from megasnn.parallel.traffic import traffic
@@ -77,7 +77,7 @@ class Metrics:
         state = self._state
         tp = state.tp.handle
         # Ranks that cut micro-batches by samples see the same neurons; by rows or tokens, each sees others of a layer.
-        if self._distributed.context.cut == "samples":
+        if self._distributed.context.context_cut == "samples":
             mine = self.spikes.reduce(state.dp_cp.handle, (tp, None))
         else:
             mine = self.spikes.reduce(state.dp.handle, (tp, state.cp.handle))
@@ -113,12 +113,14 @@ class StepTrace:
     A trace error does not end the run.
 
     Args:
-        span: iterations done before, and in the whole run.
+        done: iterations before this run.
+        iterations: the last one's number.
     """
 
-    def __init__(self, config: PretrainConfig, state: ParallelState, span: tuple[int, int], reporter: Reporter) -> None:
+    def __init__(
+        self, config: PretrainConfig, state: ParallelState, reporter: Reporter, done: int, iterations: int
+    ) -> None:
         step = config.logging.profile_step
-        done, iterations = span
         if step is not None and not done < step <= iterations:
             reporter.line(f"WARNING: --profile-step {step}, and the run has iterations {done + 1} to {iterations}")
         self._step = step if state.dp.rank == 0 else None
@@ -164,7 +166,7 @@ class Pictures:
         self._draws = engine.state.dp_cp.rank == 0 and engine.state.tp.rank == 0
         self._shown = False
 
-    def begin(self, batch: GlobalBatch, iteration: int) -> None:
+    def begin(self, batch: RankBatch, iteration: int) -> None:
         """Before a step: draws samples from the run's first batch; observes neurons if rasters are due.
 
         Args:

@@ -67,9 +67,9 @@ class Operations:
         self._counter.observe(name, images, layer.times_used, steps, are_spikes)
 
     def _observe_loss(self, name: str, layer: Any, inputs: tuple[Tensor, ...]) -> None:
-        # Its product takes the mean over time. Each rank has its own channels and tokens, for all words.
+        # Its product takes the mean over time. Each rank has its own channels and tokens, for the whole vocabulary.
         mean = inputs[0].detach().mean(0)
-        self._counter.observe(name, mean, partial(torch.full, fill_value=float(layer.words)))
+        self._counter.observe(name, mean, partial(torch.full, fill_value=float(layer.vocab_size)))
 
     def _observe_torch(self, name: str, module: Any, inputs: tuple[Tensor, ...]) -> None:
         """For torch modules, or SpikingJelly's with an input for all time steps."""

@@ -43,7 +43,7 @@ def introduce(config: PretrainConfig, engine: Engine, reporter: Reporter) -> Non
     reporter.multiply_adds = sum(layer.operations for layer in layers)
     lines = [*_summary(config, engine), *_unused_neuron_flags(config, engine.distributed.description.neurons)]
     if engine.state.cp.size > 1:
-        cut = engine.distributed.context.cut
+        cut = engine.distributed.context.context_cut
         lines.append(f"context parallel: {engine.state.cp.size} ranks share each micro-batch by {cut}")
     lines += _flags(config)
     lines += _model(config, engine.distributed, engine.plan)

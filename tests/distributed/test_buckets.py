@@ -181,7 +181,7 @@ def test_partial_gradients_orders_of_chunks_and_gradients_that_autograd_does_not
 
 def _left_of_exchanges() -> None:
     group, parameters = everybody("dp"), _parameters()
-    buckets = _buckets(65, [(0, list(parameters.values()))], group, Group("tp"), shards_have_owners=True)
+    buckets = _buckets(65, [(0, list(parameters.values()))], group, Group("tp"), zero1=True)
     left = []
 
     def noted(*args: Any) -> Exchange:

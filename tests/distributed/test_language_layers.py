@@ -38,14 +38,14 @@ from tests.distributed.whole import (
 from tests.parts import Part, assemble, gradients
 
 T, N, C, L = 2, 3, 12, 5
-WORDS = 11  # which 2 and 3 ranks do not divide evenly
+VOCAB_SIZE = 11  # which 2 and 3 ranks do not divide evenly
 NORM = {"weight": random(C, seed=1), "bias": random(C, seed=2)}
 # A mean far from 0, where a difference of squares would lose the variance.
 STREAM = 1e3 + random(T, N, C, L, seed=3)
-TABLE = {"weight": random(WORDS, C, seed=4), "positions": random(L + 2, C, seed=5)}
-OUTPUT = {"weight": random(WORDS, C, seed=6)}
-TOKENS = torch.randint(WORDS, (1, N, L), generator=torch.Generator().manual_seed(7))
-TARGETS = torch.randint(WORDS, (1, N, L), generator=torch.Generator().manual_seed(8))
+TABLE = {"weight": random(VOCAB_SIZE, C, seed=4), "positions": random(L + 2, C, seed=5)}
+OUTPUT = {"weight": random(VOCAB_SIZE, C, seed=6)}
+TOKENS = torch.randint(VOCAB_SIZE, (1, N, L), generator=torch.Generator().manual_seed(7))
+TARGETS = torch.randint(VOCAB_SIZE, (1, N, L), generator=torch.Generator().manual_seed(8))
 OF_LOSSES = random(1, N, seed=9)
 
 
@@ -56,7 +56,7 @@ def _norm() -> list[Part]:
 
 def _embedding() -> list[Part]:
     group = everybody()
-    layer = ParallelEmbedding(WORDS, C, context(group), length=L + 2)
+    layer = ParallelEmbedding(VOCAB_SIZE, C, context(group), length=L + 2)
     tensors = build({"layer": layer}, {f"layer.{name}": value for name, value in TABLE.items()})
     layer(TOKENS.to("meta"))
     y = layer(TOKENS)
@@ -67,7 +67,7 @@ def _embedding() -> list[Part]:
 
 def _loss() -> list[Part]:
     group = everybody()
-    layer = NextTokenLoss(C, WORDS, context(group))
+    layer = NextTokenLoss(C, VOCAB_SIZE, context(group))
     tensors = build({"layer": layer}, {f"layer.{name}": value for name, value in OUTPUT.items()})
     x = mine(channels_last(STREAM - 1e3), group).requires_grad_()
     layer(x.detach().to("meta"), TARGETS.to("meta"))
@@ -131,26 +131,26 @@ def _products(work: Callable[[], object]) -> float:
     """Number of products of all rows with all words."""
     with _Products() as counted:
         work()
-    return counted.multiply_adds / (N * L * C * WORDS)
+    return counted.multiply_adds / (N * L * C * VOCAB_SIZE)
 
 
 def _built_loss(group: Group) -> tuple[NextTokenLoss, Tensor, WeightGradients]:
     of_group = context(group)
-    layer = NextTokenLoss(C, WORDS, of_group)
+    layer = NextTokenLoss(C, VOCAB_SIZE, of_group)
     build({"layer": layer}, {f"layer.{name}": value for name, value in OUTPUT.items()})
     x = mine(channels_last(STREAM - 1e3), group).requires_grad_()
     layer(x.detach().to("meta"), TARGETS.to("meta"))
     return layer, x, of_group.weight_gradients
 
 
-@pytest.mark.parametrize("chunk_values", [WORDS * N * L, 40])
+@pytest.mark.parametrize("chunk_values", [VOCAB_SIZE * N * L, 40])
 def test_a_cut_backward_leaves_the_weight_gradient_of_the_loss_for_later(monkeypatch, chunk_values: int) -> None:
     monkeypatch.setattr(vocabulary, "CHUNK_VALUES", chunk_values)
     whole, x, _ = _built_loss(Group("tp"))
     assert _products(whole(x, TARGETS)["loss"].sum().backward) == 3
     layer, x, weight_gradients = _built_loss(Group("tp"))
     loss = layer(x, TARGETS)["loss"].sum()
-    with weight_gradients.deferred() as tasks:
+    with weight_gradients.deferring() as tasks:
         # The logits of one chunk wait; of several only their sum, so that no rank holds logits of all tokens.
         assert _products(loss.backward) == (2 if chunk_values > 40 else 3)
     assert x.grad is not None and layer.weight.grad is None
@@ -192,7 +192,7 @@ def test_a_recomputed_loss_forms_no_logits(ranks, size: int) -> None:
 
 def _last_logits() -> tuple[float, Tensor]:
     group = everybody("cp")
-    layer = NextTokenLoss(C, WORDS, replace(context(group), cut="tokens"))
+    layer = NextTokenLoss(C, VOCAB_SIZE, replace(context(group), context_cut="tokens"))
     build({"layer": layer}, {f"layer.{name}": value for name, value in OUTPUT.items()})
     x = channels_last(STREAM - 1e3)
     layer(x.to("meta"))
@@ -212,12 +212,12 @@ def test_only_the_rank_with_the_last_token_computes_an_answer(ranks) -> None:
     assert torch.equal(zeros + logits, whole(x)["logits"])
 
 
-def _loss_traffic(words: int) -> list[float]:
+def _loss_traffic(vocab_size: int) -> list[float]:
     group = everybody()
-    layer = NextTokenLoss(C, words, context(group))
+    layer = NextTokenLoss(C, vocab_size, context(group))
     build({"layer": layer}, {})
     x = mine(channels_last(STREAM), group).requires_grad_()
-    targets = TARGETS % words
+    targets = TARGETS % vocab_size
     layer(x.detach().to("meta"), targets.to("meta"))
     with traffic.counting():
         before = traffic.total().bytes
@@ -231,18 +231,18 @@ def test_the_bytes_of_the_loss_do_not_grow_with_the_vocabulary(ranks) -> None:
 
 def test_sizes_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="6 tokens have only 5 positions"):
-        ParallelEmbedding(WORDS, C, length=5)(torch.empty(1, 1, 6, dtype=torch.long, device="meta"))
+        ParallelEmbedding(VOCAB_SIZE, C, length=5)(torch.empty(1, 1, 6, dtype=torch.long, device="meta"))
     with pytest.raises(ValueError, match="layer norm of 12 channels is given 8"):
         ParallelLayerNorm(C)(torch.empty(1, 1, 8, 3, device="meta"))
     with pytest.raises(ValueError, match="output layer of 12 channels is given 8"):
-        NextTokenLoss(C, WORDS)(torch.empty(1, 1, 8, 3, device="meta"))
+        NextTokenLoss(C, VOCAB_SIZE)(torch.empty(1, 1, 8, 3, device="meta"))
 
 
-def _few_words() -> str:
+def _small_vocabulary() -> str:
     with pytest.raises(ValueError) as refused:
         NextTokenLoss(C, 1, context(everybody()))
     return str(refused.value)
 
 
-def test_fewer_words_than_ranks_are_refused(ranks) -> None:
-    assert ranks(2, _few_words) == 2 * ["1 words do not divide over --tensor-model-parallel-size 2"]
+def test_a_vocabulary_smaller_than_the_ranks_is_refused(ranks) -> None:
+    assert ranks(2, _small_vocabulary) == 2 * ["a vocabulary of 1 is smaller than --tensor-model-parallel-size 2"]

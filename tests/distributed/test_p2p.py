@@ -233,7 +233,7 @@ def test_what_is_planned_follows_from_the_description_for_any_number_of_samples(
 
 def test_ranks_that_share_out_rows_have_some_of_them_up_to_where_images_are_whole() -> None:
     model = between(lambda: [layer("whole", WholeImages()), layer("own", ConvNormNeuron(4, 4))], image_size=5)
-    context = BuildContext(ParallelState.without_process_groups(Grid(cp=2)), cut="rows")
+    context = BuildContext(ParallelState.without_process_groups(Grid(cp=2)), context_cut="rows")
     assert [each.shape for each in _carried(model, 1, context=context)] == [(2, 3, 4, 3, 5)]
     with pytest.raises(ValueError, match="whole, .*--pipeline-model-parallel-layout"):
         _carried(model, 2, context=context)

@@ -113,7 +113,7 @@ class Delayed(PipelineExecutor):
             time.sleep(0.02 if self.draw.random() < 0.03 else self.draw.random() / 1000)
 
 
-def _loss(logits: Tensor, labels: Tensor, again: bool) -> Tensor:
+def _loss(logits: Tensor, labels: Tensor, is_recomputation: bool) -> Tensor:
     return torch.nn.functional.cross_entropy(logits.mean(0), labels, reduction="sum")
 
 

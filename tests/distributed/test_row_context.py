@@ -33,7 +33,7 @@ from megasnn.layers import (
     apply_layer,
 )
 from megasnn.layers.context import building
-from megasnn.layers.row_context import RowMove, move_rows, shared_rows
+from megasnn.layers.row_context import RowMove, divide_rows, move_rows
 from megasnn.layers.shape_inference import MaxInference, mark_spikes
 from megasnn.layers.tensors import materialise
 from megasnn.parallel.sharding import own_span
@@ -59,16 +59,16 @@ MOVES = {
 def test_rows_are_shared_evenly(height, ranks) -> None:
     if height < ranks:
         with pytest.raises(ValueError, match=f"may be {height} at most"):
-            shared_rows(height, ranks)
+            divide_rows(height, ranks)
         return
-    local_rows = shared_rows(height, ranks)
+    local_rows = divide_rows(height, ranks)
     assert [row for rows in local_rows for row in rows] == list(range(height))
     assert max(map(len, local_rows)) - min(map(len, local_rows)) <= 1
 
 
 def _moved(needed: tuple[range, ...], height: int, content: Content) -> tuple:
     group = everybody("cp")
-    move = RowMove(shared_rows(HEIGHT, group.size), needed, height)
+    move = RowMove(divide_rows(HEIGHT, group.size), needed, height)
     shape = (2, 3, C, HEIGHT, WIDTH)
     images = {
         Content.DENSE: random(*shape, seed=1),
@@ -230,7 +230,7 @@ def computed(case: Case, context: BuildContext) -> dict[str, Tensor]:
 def _run(name: str, backend: str, **options: bool) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """What one rank computes, and this rank's share of it."""
     one = BuildContext(numerics=Numerics(torch.float64, torch.float64, backend, **options))
-    shared = replace(one, state=state_of(everybody("cp")), cut="rows")
+    shared = replace(one, state=state_of(everybody("cp")), context_cut="rows")
     return [(computed(case, one), computed(case, shared)) for case in CASES[name]]
 
 
@@ -281,7 +281,7 @@ def test_a_tie_over_a_border_is_broken_as_on_one_rank_where_neighbours_form_prod
 )
 def test_fewer_rows_than_ranks_are_refused(make: Callable[[], nn.Module], height: int, most: int) -> None:
     """In the dry run, and with what would do."""
-    with building(BuildContext(ParallelState.without_process_groups(Grid(cp=3)), cut="rows")):
+    with building(BuildContext(ParallelState.without_process_groups(Grid(cp=3)), context_cut="rows")):
         layer = make()
     with pytest.raises(ValueError, match=f"--context-parallel-size may be {most} at most"):
         layer(torch.empty(T, N, C, height, 5, device="meta"))

@@ -19,7 +19,7 @@ from megasnn.layers.causal_attention import CausalAttention
 from megasnn.layers.causal_spiking_attention import CausalSpikingAttention
 from megasnn.layers.context import building
 from megasnn.layers.shape_inference import MaxInference, mark_spikes
-from megasnn.layers.token_context import own_tokens, shared_tokens
+from megasnn.layers.token_context import divide_tokens, own_tokens
 from megasnn.parallel.traffic import traffic
 from tests.distributed.whole import channels_last, everybody, mine, random, spikes, state_of
 
@@ -43,9 +43,9 @@ ONE = BuildContext(numerics=Numerics(torch.float64, torch.float64))
 def test_tokens_are_shared_evenly(length: int, ranks: int) -> None:
     if length < ranks:
         with pytest.raises(ValueError, match=f"may be {length} at most"):
-            shared_tokens(length, ranks)
+            divide_tokens(length, ranks)
         return
-    spans = shared_tokens(length, ranks)
+    spans = divide_tokens(length, ranks)
     assert [token for span in spans for token in span] == list(range(length))
     assert max(map(len, spans)) - min(map(len, spans)) <= 1
 
@@ -97,7 +97,7 @@ def _of_one(name: str, length: int = LENGTH) -> Found:
 
 def _of_own_tokens(length: int = LENGTH) -> dict[str, Found]:
     group = everybody("cp")
-    context = replace(ONE, state=state_of(group), cut="tokens")
+    context = replace(ONE, state=state_of(group), context_cut="tokens")
     weights = own_tokens(random(T, N, DIM, length, seed=4), group)
     found = {}
     for name in LAYERS:
@@ -129,7 +129,7 @@ def test_only_states_travel_and_their_bytes_do_not_grow_with_the_length(ranks) -
                 8 * entries * (2 - rank),
             )
             # Keys and values of earlier tokens, twice, and the gradients of the own ones.
-            spans = shared_tokens(length, 3)
+            spans = divide_tokens(length, 3)
             keys = 2 * 8 * T * N * DIM * sum(len(span) for span in spans[:rank])
             returned = 2 * 8 * T * N * DIM * len(spans[rank]) * (2 - rank)
             for name in ("softmax", "torch's softmax"):
@@ -161,7 +161,7 @@ def test_heads_of_what_one_rank_computes(ranks) -> None:
 def _computed_again() -> None:
     """A recomputed forward has the same bits; the spiking one exchanges nothing."""
     group = everybody("cp")
-    context = replace(ONE, state=state_of(group), cut="tokens")
+    context = replace(ONE, state=state_of(group), context_cut="tokens")
     for name in LAYERS:
         layer = made(name, context)
         x = channels_last(own_tokens(given_to(name), group))
@@ -183,7 +183,7 @@ def test_a_recomputed_forward_has_the_same_bits(ranks) -> None:
 
 
 def _with_other_tokens() -> None:
-    context = replace(ONE, state=state_of(everybody("cp")), cut="tokens")
+    context = replace(ONE, state=state_of(everybody("cp")), context_cut="tokens")
     for name in ("softmax", "spiking"):
         with pytest.raises(ValueError, match="of each sequence got 3"):
             made(name, context)(spikes(T, N, 3 * DIM, 3))
@@ -197,7 +197,7 @@ def _in_bfloat16() -> dict[str, tuple[Found, Found]]:
     """One rank's result and this rank's part, of values in bfloat16."""
     group = everybody("cp")
     one = replace(ONE, numerics=Numerics(torch.float32, torch.bfloat16))
-    shared = replace(one, state=state_of(group), cut="tokens")
+    shared = replace(one, state=state_of(group), context_cut="tokens")
     weights = random(T, N, DIM, LENGTH, seed=4, dtype=torch.bfloat16)
     found = {}
     for name in ("softmax", "torch's softmax", "ternary"):

@@ -77,7 +77,7 @@ def _split_and_whole(name: str, dtype: torch.dtype, compute: torch.dtype) -> Non
     left: list[WeightGradientTask] = []
     for micro_batch in range(3):
         whole.backward(micro_batch)
-        with split.context.weight_gradients.deferred() as tasks:
+        with split.context.weight_gradients.deferring() as tasks:
             split.backward(micro_batch)
         left += tasks
     assert seen == [] and all(weight.grad is None for weight in split.weights())
@@ -107,7 +107,7 @@ def test_frozen_weights_leave_nothing(name) -> None:
     model = _Model(name, Group("tp"), torch.float64, torch.float64)
     for weight in model.weights():
         weight.requires_grad_(False)
-    with model.context.weight_gradients.deferred() as tasks:
+    with model.context.weight_gradients.deferring() as tasks:
         model.backward(0)
     assert not tasks and all(weight.grad is None for weight in model.weights())
     assert model.input_gradients[0].any()
@@ -116,7 +116,7 @@ def test_frozen_weights_leave_nothing(name) -> None:
 def test_what_is_kept_is_packed() -> None:
     """A task of a convolution holds its input with a bit a spike, and lets go of it."""
     model = _Model("pointwise", Group("tp"), torch.float32, torch.float32)
-    with model.context.weight_gradients.deferred() as tasks:
+    with model.context.weight_gradients.deferring() as tasks:
         model.backward(0)
     (task,) = tasks
     add = task.args[1]

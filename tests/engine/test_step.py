@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import megasnn
 from megasnn.common import checks
 from megasnn.config import OptimizerConfig
-from megasnn.data import GlobalBatch
+from megasnn.data import RankBatch
 from megasnn.engine import Engine
 from megasnn.engine.model import DistributedModel
 from megasnn.kernels import spike_codec as codec
@@ -44,9 +44,9 @@ STAGES = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}
 FIXED = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b", "pipeline_model_parallel_layout": "2|2"}
 
 
-def batch_of(engine: Engine, number: int = 0) -> GlobalBatch:
+def batch_of(engine: Engine, number: int = 0) -> RankBatch:
     images = torch.rand(4, *engine.config.model.input_shape, generator=torch.Generator().manual_seed(0))
-    return engine.batches.local_batch({"images": images}, torch.arange(4) % CLASSES, 4, 4 * number)
+    return engine.batches.rank_batch({"images": images}, torch.arange(4) % CLASSES, 4, 4 * number)
 
 
 def tensors_of(engine: Engine) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain_spikformer
 from megasnn.checkpoint import save
-from megasnn.data import GlobalBatch
+from megasnn.data import RankBatch
 from megasnn.engine import Engine
 from megasnn.layers.weight_grad import WeightGradients
 from megasnn.parallel import process_group
@@ -66,7 +66,7 @@ def raise_in_weight_gradient() -> None:
     """In the first one of the second step."""
     step = Engine.train_on
 
-    def broken(self: Engine, batch: GlobalBatch) -> StepResult:
+    def broken(self: Engine, batch: RankBatch) -> StepResult:
         if self.iteration == 1:
             mock.patch.object(WeightGradients, "_add", side_effect=RuntimeError("injected fault")).start()
         return step(self, batch)

@@ -109,7 +109,7 @@ def test_any_convolution(sizes, frames, eights, out, share, most, dtype, seed) -
     x, weight = images((frames, 8 * eights, *space), share, dtype, most), kernel(out, 8 * eights, sides, dtype)
     sparse = replace(SPARSE, geometry=geometry)
     with counted() as found:
-        y = sparse.output(x, weight)
+        y = sparse.convolve(x, weight)
         expected = convolve(x.double(), weight.double(), geometry)
         grad = torch.randn_like(y)
         gradients = gradient(sparse, x, weight, grad)
@@ -135,7 +135,7 @@ def test_terms_are_added_in_their_order() -> None:
             for channel in range(16):
                 seen = padded[:, channel, None, row : row + 5, column : column + 6]
                 expected += seen * weight[:, channel, row, column, None, None]
-    y = replace(SPARSE, geometry=Geometry(padding=(1, 1))).output(x, weight)
+    y = replace(SPARSE, geometry=Geometry(padding=(1, 1))).convolve(x, weight)
     assert torch.equal(y, expected) and (expected != 0).any()
 
 
@@ -148,7 +148,7 @@ def test_threads_change_no_bit(sides: tuple[int, int], padding: tuple[int, int],
     found = []
     for threads in (1, 2, 3):
         with torch_threads(threads), counted() as used:
-            found.append((sparse.output(x, weight), gradient(sparse, x, weight, grad)))
+            found.append((sparse.convolve(x, weight), gradient(sparse, x, weight, grad)))
         assert (used.outputs, used.gradients) == (1, 1)
     assert all(torch.equal(a, b) for each in found[1:] for a, b in zip(each, found[0], strict=True))
 
@@ -174,7 +174,7 @@ def test_packed_ternary_spikes_say_where_they_are() -> None:
     assert sorted(x.unique().tolist()) == [-1, 0, 1]
     remember_bits(x, pack_ternary(x, check=True), TERNARY)
     with mock.patch("megasnn.kernels.numba.spike_sums.pack_where_not_zero") as packs, counted() as found:
-        y, of_weight = SPARSE.output(x, weight), gradient(SPARSE, x, weight, grad)
+        y, of_weight = SPARSE.convolve(x, weight), gradient(SPARSE, x, weight, grad)
     assert not packs.called and (found.outputs, found.gradients) == (1, 1)
     torch.testing.assert_close(y, convolve(x, weight, Geometry()), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(of_weight, gradient(Products(), x, weight, grad), rtol=1e-4, atol=1e-4)
@@ -187,7 +187,7 @@ def test_a_product_of_rows() -> None:
     for sparse in (True, False):
         product = Products(sparse)
         with counted() as found:
-            y, of_weight = product.output(x, weight).flatten(1), gradient(product, x, weight, grad).flatten(1)
+            y, of_weight = product.convolve(x, weight).flatten(1), gradient(product, x, weight, grad).flatten(1)
         torch.testing.assert_close(y, rows @ matrix.t(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(of_weight, of_rows.t() @ rows, rtol=1e-12, atol=1e-12)
         assert (found.outputs, found.gradients) == (sparse, sparse)
@@ -209,10 +209,10 @@ def test_where_products_stay_dense(x: Tensor, out: int, geometry: Geometry) -> N
     weight = kernel(out, x.shape[1] // geometry.groups, (1, 1), x.dtype)
     sparse = replace(SPARSE, geometry=geometry)
     with counted() as found:
-        y = sparse.output(x, weight)
+        y = sparse.convolve(x, weight)
         gradients = gradient(sparse, x, weight, torch.ones_like(y))
     dense = replace(sparse, sparse=False)
-    assert torch.equal(y, dense.output(x, weight)) and (found.outputs, found.gradients) == (0, 0)
+    assert torch.equal(y, dense.convolve(x, weight)) and (found.outputs, found.gradients) == (0, 0)
     assert torch.equal(gradients, gradient(dense, x, weight, torch.ones_like(y)))
 
 
@@ -220,7 +220,7 @@ def test_where_products_stay_dense(x: Tensor, out: int, geometry: Geometry) -> N
 def test_what_is_not_finite_is_seen_without_spikes(value: float) -> None:
     x, weight = images((2, 16, 4, 4), 0.0), kernel(16, 16, (1, 1))
     weight[3, 5] = value
-    assert SPARSE.output(x, weight).isnan().sum() == 2 * 4 * 4
+    assert SPARSE.convolve(x, weight).isnan().sum() == 2 * 4 * 4
     for share in (0.0, 0.3):
         x, grad = images((2, 16, 4, 4), share), torch.randn(2, 24, 4, 4, dtype=torch.float64)
         x[:, :, 2, 1], grad[1, 5, 2, 1] = 0, value
@@ -232,11 +232,11 @@ def test_operands_that_do_not_fit_are_refused_as_by_dense_products() -> None:
     x, grad, weight = images((2, 16, 4, 4), 0.2), torch.randn(2, 24, 4, 4, dtype=torch.float64), kernel(24, 16, (1, 1))
     for wrong in (kernel(24, 8, (1, 1)), kernel(24, 24, (1, 1)), weight.float(), kernel(24, 16, (5, 5))):
         with pytest.raises(RuntimeError):
-            SPARSE.output(x, wrong)
+            SPARSE.convolve(x, wrong)
     for wrong in (grad[:1], grad[:, :16], grad[:, :, :3], grad.float()):
         with pytest.raises(RuntimeError):
             SPARSE.add_weight_gradient(torch.zeros_like(weight), wrong, x)
-    assert SPARSE.output(x, weight[:0]).shape == (2, 0, 4, 4)
+    assert SPARSE.convolve(x, weight[:0]).shape == (2, 0, 4, 4)
 
 
 def test_where_sums_take_less_time() -> None:

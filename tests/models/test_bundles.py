@@ -132,7 +132,7 @@ def _bounded(output: dict[str, Tensor], labels: Tensor) -> Tensor:
 def _step_with_a_loss_of_its_own(layout: Layout) -> tuple[float, list[float]]:
     bounds = [range(6)] if layout.pipeline == 1 else [range(4), range(4, 6)]
     with built(describe_model(Bundles()), layout, bounds=bounds) as engine:
-        engine.loss.of_samples = _bounded
+        engine.loss.training_loss = _bounded
         x, labels = images(Bundles())
         micro = inputs_of(engine, x, labels, len(x))
         return forward_backward(engine, micro, len(x)), evaluated(engine, micro)

@@ -78,10 +78,10 @@ def test_softmax_attention_is_that_of_a_mask(base: float | None) -> None:
         torch.testing.assert_close(found, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("weights", [1, 3 * 64 * 150, 1 << 18])
-def test_softmax_attention_in_blocks_is_that_of_a_mask(monkeypatch: pytest.MonkeyPatch, weights: int) -> None:
+@pytest.mark.parametrize("probabilities", [1, 3 * 64 * 150, 1 << 18])
+def test_softmax_attention_in_blocks_is_that_of_a_mask(monkeypatch: pytest.MonkeyPatch, probabilities: int) -> None:
     """Sequences of several blocks of queries, with one head, three heads and all frames at once."""
-    monkeypatch.setattr(causal_softmax, "WEIGHTS_AT_ONCE", weights)
+    monkeypatch.setattr(causal_softmax, "PROBABILITIES_AT_ONCE", probabilities)
     x = channels_last(random(T, N, 3 * DIM, 150, seed=1))
     expected = results(lambda x: softmax_reference(x, 100.0), x)
     for found, each in zip(

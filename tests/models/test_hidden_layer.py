@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasnn.layers import BuildContext, Numerics, ParallelConv, hidden_layer
-from megasnn.layers.hidden_layer import product_gelu_product
+from megasnn.layers.hidden_layer import linear_gelu_linear
 from megasnn.layers.shape_inference import MaxInference, mark_spikes
 from megasnn.layers.tensors import materialise
 from tests.distributed.whole import channels_last, random
@@ -33,14 +33,14 @@ def test_parts_of_the_hidden_layer_are_the_whole(
     first = ParallelConv(C, H, 1, CONTEXT, style="column", bias=True, dims=1)
     second = ParallelConv(H, C, 1, CONTEXT, style="row", bias=True, dims=1)
     with MaxInference():
-        product_gelu_product(first, second, mark_spikes(torch.empty(T, N, C, L, device="meta"), lowest=-1), 1.0)
+        linear_gelu_linear(first, second, mark_spikes(torch.empty(T, N, C, L, device="meta"), lowest=-1), 1.0)
     materialise([("first", first), ("second", second)], torch.device("cpu"), seed=0)
     tensors = [first.weight, first.bias, second.weight, second.bias]
     x = channels_last(random(T, N, C, L, seed=1).clamp(-1, 1).round() + 0.0).requires_grad_()
     weights = random(T, N, C, L, seed=2)
     expected = plain(first, second, x, scale)
     of_expected = torch.autograd.grad((expected * weights).sum(), [x, *tensors])
-    found = product_gelu_product(first, second, x, scale)
+    found = linear_gelu_linear(first, second, x, scale)
     (found * weights).sum().backward()
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     for tensor, gradient in zip([x, *tensors], of_expected, strict=True):

@@ -21,7 +21,7 @@ REFUSED = [
         "--mlp-ratio 1.04 --tensor-model-parallel-size 2",
         "--embed-dim 32 gives 33 hidden channels, which do not divide by --tensor-model-parallel-size 2",
     ),
-    ("--vocab-size 3 --tensor-model-parallel-size 4", "--vocab-size 3 leaves ranks without a word"),
+    ("--vocab-size 3 --tensor-model-parallel-size 4", "--vocab-size 3 is smaller than --tensor-model-parallel-size 4"),
     ("--attention spiking", "--attention spiking has spikes, which do not rotate: give it --positions learned"),
     ("--amplitude first-batch --neuron lif", "--neuron lif has no amplitude: use --amplitude fixed"),
     ("--amplitude first-batch --v-threshold 2", "--v-threshold 2.0 is the amplitude of --amplitude fixed"),

@@ -147,7 +147,7 @@ def built(
     backend: str = "auto",
     seed: int = 0,
     bounds: Sequence[range] | None = None,
-    shards_have_owners: bool = False,
+    zero1: bool = False,
     graphs: Capture | None = None,
 ) -> Iterator[DistributedModel]:
     """A model with keyed initial values.
@@ -169,7 +169,7 @@ def built(
             modules = [each.module for each in layers]
             shared = shared_weights(modules, plan.segment_bounds(bounds), state.dp_shard.size, layout.scatters)
             plan = plan.sharing(shared, [])
-        parallel = ParallelConfig(use_distributed_optimizer=shards_have_owners)
+        parallel = ParallelConfig(use_distributed_optimizer=zero1)
         config = PretrainConfig(model_config(), training=TrainingConfig(seed=seed), parallel=parallel)
         pipeline = PipelinePlan(tuple(bounds), plan, 1)
         made = build_replica(config, model, layers, context, pipeline, lambda: False)
@@ -210,7 +210,7 @@ def evaluated(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput]
     totals = torch.zeros(4, dtype=torch.float64)
 
     def count(output: Bundle, labels: Tensor) -> None:
-        totals[0] += engine.loss.of_samples(output, labels)
+        totals[0] += engine.loss.training_loss(output, labels)
         totals[1] += len(labels)
         totals[2:] += correct_predictions(logits_of(output), labels)
 
@@ -268,16 +268,16 @@ def record_step(
         if isinstance(node, (neuron.BaseNode, neuron.SimpleBaseNode)) and node not in repeated
     ]
     logits: list[Tensor] = []
-    inner = engine.loss.of_samples
+    inner = engine.loss.training_loss
 
     def keeping(y: Bundle, target: Tensor) -> Tensor:
         if counts:
             logits.append(logits_of(y).detach().clone())
         return inner(y, target)
 
-    engine.loss.of_samples = keeping
+    engine.loss.training_loss = keeping
     found = forward_backward(engine, batches, len(labels))
-    engine.loss.of_samples = inner
+    engine.loss.training_loss = inner
     for hook in hooks:
         hook.remove()
     engine.running_statistics.merge(micro_batch_counts(len(labels), micro_batch_size, state.dp.size).most)
@@ -314,7 +314,7 @@ def take_steps(
     """
     steps = list[RankStep]()
     with built(describe_model(model, spec), layout, batch[0].dtype, **build) as engine:
-        engine.loss.of_samples = loss or engine.loss.of_samples
+        engine.loss.training_loss = loss or engine.loss.training_loss
         if weights is not None:
             values = torch.load(weights, mmap=True, weights_only=True)
             load_globals_into(engine.tensors, values, engine.state.world.handle)

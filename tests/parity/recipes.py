@@ -25,7 +25,7 @@ from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
 
 from megasnn.config import PretrainConfig, validate
-from megasnn.data import GlobalBatch
+from megasnn.data import RankBatch
 from megasnn.engine.trainer import Trainer
 from megasnn.models.registry import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
@@ -201,7 +201,7 @@ def train_recipe(name: str, *flags: str) -> tuple[Batches, list[float], dict[str
     config, step = recipe(name, *flags), Trainer.take_step
     batches, losses = list[list[Any]](), list[float]()
 
-    def watched(self: Trainer, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
+    def watched(self: Trainer, micro_batches: Sequence[MicroBatchInput], batch: RankBatch) -> StepResult:
         batches.append([(micro.inputs["images"], micro.targets) for micro in micro_batches])
         result = step(self, micro_batches, batch)
         losses.append(result.loss)

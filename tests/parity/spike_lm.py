@@ -73,7 +73,7 @@ def attention(qkv: Tensor, model: SpikeLM) -> Tensor:
 
 
 def stream(given: Given, tokens: Tensor) -> Tensor:
-    """Logits of every step, `[T, N, L, words]`, from tokens `[N, L]`."""
+    """Logits of every step, `[T, N, L, vocab_size]`, from tokens `[N, L]`."""
     model, weights = given.model, given.weights
 
     def norm(name: str, x: Tensor) -> Tensor:

@@ -83,13 +83,13 @@ CHOSEN += [
 
 
 def _name(case: Any) -> str:
-    return name_of(case) if isinstance(case, Layout) else "owners" * case if isinstance(case, bool) else case
+    return name_of(case) if isinstance(case, Layout) else "zero1" * case if isinstance(case, bool) else case
 
 
-@pytest.mark.parametrize(("optimizer", "layout", "shards_have_owners"), CHOSEN, ids=_name)
-def test_three_clipped_steps_equal_torch(ranks, optimizer: str, layout: Layout, shards_have_owners: bool) -> None:
+@pytest.mark.parametrize(("optimizer", "layout", "zero1"), CHOSEN, ids=_name)
+def test_three_clipped_steps_equal_torch(ranks, optimizer: str, layout: Layout, zero1: bool) -> None:
     """Also where replicas own rows of the weights, or share them, and where ranks share micro-batches."""
-    assert_equal_to_truth(CASES[optimizer], ranks, layout, shards_have_owners=shards_have_owners)
+    assert_equal_to_truth(CASES[optimizer], ranks, layout, zero1=zero1)
 
 
 def test_adamw_on_photographs(ranks, tmp_path) -> None:

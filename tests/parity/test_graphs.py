@@ -140,7 +140,7 @@ def test_random_networks() -> None:
 
 def test_what_is_taken_from_the_host_is_refused() -> None:
     """A number that goes to keys while a graph is made; the error names the layer."""
-    with mock.patch("megasnn.layers.dropout.without_waiting", lambda keys, device: keys + torch.tensor(1)):
+    with mock.patch("megasnn.layers.dropout.copy_without_waiting", lambda keys, device: keys + torch.tensor(1)):
         with pytest.raises(RuntimeError, match="cannot be captured .*not permitted when stream is capturing"):
             with_and_without("vgg_dvs", "--global-batch-size 4")
 

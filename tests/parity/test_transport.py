@@ -85,7 +85,7 @@ def test_every_schedule_ends(ranks, loss, world: World, schedules: Schedules) ->
 
 def _finer(layout: Layout) -> list[float]:
     """Of which weights are gathered, micro-batches shared, or rows of weights sent by those that own them."""
-    with nccl_like() as device, built(describe_model(model_config()), layout, shards_have_owners=True) as engine:
+    with nccl_like() as device, built(describe_model(model_config()), layout, zero1=True) as engine:
         optimizer = build_optimizer(engine.owned, OptimizerConfig(lr=1e-15))
 
         def between() -> None:

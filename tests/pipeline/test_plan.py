@@ -47,7 +47,7 @@ def _plan(micro_batches: int, searches: bool, flags: dict[str, Any]) -> Pipeline
             for name in ("find_best", "named_schedule"):
                 patch.setattr(f"megasnn.schedule.plan.{name}", _no_search)
         try:
-            context = BuildContext(state, cut="rows")
+            context = BuildContext(state, context_cut="rows")
             plan = plan_pipeline(config, MODEL, context, MODEL.build(context))
             for schedule in plan.schedules.decided:
                 assert plan.schedules.training(schedule.micro_batches) is schedule, "what was decided is what runs"

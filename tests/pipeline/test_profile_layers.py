@@ -59,7 +59,7 @@ def test_bytes_of_many_samples_are_counted_with_few() -> None:
 def _profiled_in_a_group(tensor: int, context: int) -> list[LayerCost]:
     state = initialize_model_parallel(tp=tensor, cp=context)
     try:
-        built = BuildContext(state, cut="rows")
+        built = BuildContext(state, context_cut="rows")
         return profile_layers.profile_layers(MODEL, 4, built, CPU, 1)
     finally:
         destroy_model_parallel()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.config import parse
 from megasnn.config.training import Length
-from megasnn.data import GlobalBatch
+from megasnn.data import RankBatch
 from megasnn.engine import Engine
 from megasnn.kernels.layout import flat_in_memory
 from megasnn.models.model import run_config
@@ -196,7 +196,7 @@ def train_with_flip(faulty: int, name: str, cache: str, *flags: str) -> str:
     step = Engine.train_on
     here = torch.distributed.get_rank() == faulty
 
-    def flipped(self: Engine, batch: GlobalBatch) -> StepResult:
+    def flipped(self: Engine, batch: RankBatch) -> StepResult:
         if self.iteration == 3 and here:
             (entry,) = [entry for entry in self.checkpoints.whole_entries() if entry.name == name]
             flat_in_memory(entry.tensor).view(torch.int32)[-1] ^= 1 << 22

@@ -10,9 +10,9 @@ from megasnn.models.spike_lm.model import SpikeLM
 
 
 class PlainSpikeLM(nn.Module):
-    """Tokens `[N, L]` -> logits of every step `[T, N, L, words]`, with softmax attention. Weights have SpikeLM's names.
+    """Tokens `[N, L]` -> logits of every step `[T, N, L, vocab_size]`, with softmax attention.
 
-    Raises ValueError for other dimensions of the model than these.
+    Weights have SpikeLM's names. Raises ValueError for other dimensions of the model than these.
     """
 
     def __init__(self, model: SpikeLM) -> None:

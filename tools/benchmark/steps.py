@@ -278,7 +278,7 @@ class _SpikingJellyStep(_Step):
         # As an Engine does, the plain model keeps its gradients' memory.
         self._optimizer.zero_grad(set_to_none=not isinstance(self._model, PlainSpikeLM))
         with self._timers("forward"), torch.autocast(self._type, torch.bfloat16) if self._type else nullcontext():
-            # Of a language model, `[N, L, words]`: each token is a row.
+            # Of a language model, `[N, L, vocab_size]`: each token is a row.
             logits = self._forward(self._images).mean(0)
             loss = F.cross_entropy(logits.flatten(0, -2), self._labels.flatten())
         with self._timers("backward"):

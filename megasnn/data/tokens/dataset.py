@@ -111,6 +111,7 @@ def open_token_datasets(config: DataConfig, shape: TokenShape, evaluates: bool =
     """
     require_token_flags(config)
     tokenizer = open_tokenizer(config.tokenizer)
+    # The sample text has a part for validation.
     valid_path = config.valid_data_path or (SAMPLE if config.data_path == SAMPLE else None)
     found: dict[str, PreparedTokens] = {}
     if not (evaluates and config.valid_data_path):

@@ -203,6 +203,7 @@ class IndexedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._data.close()
+        # Without an index nobody reads what an interrupted writer left.
         if error is not None:
             return
         lengths = np.array(self._lengths, "<i4")

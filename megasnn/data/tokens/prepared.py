@@ -111,6 +111,7 @@ def write_tokens(prefix: Path, texts: Iterable[str], tokenizer: Tokenizer) -> To
             count += len(tokens)
             largest = max(largest, int(tokens.max()))
             size += len(text.encode())
+        # Document ends alone are no text.
         if not size:
             raise ValueError("there is no text")
     return TokenFacts(count, largest, tokenizer.vocab_size, size, tokenizer.identity)
@@ -179,6 +180,7 @@ def _from_files(files: Sequence[Path], tokenizer: Tokenizer) -> Path:
 
 
 def _sample(tokenizer: Tokenizer, is_held_out: bool) -> Path:
+    # Each version of Python has its own help texts.
     split = "valid" if is_held_out else "train"
     name = name_in_cache(f"python-{split}", "", platform.python_version(), tokenizer.identity, split, _VERSION)
     return _built(name, texts_of_part(sample_documents, _HELD_OUT, is_held_out), tokenizer)

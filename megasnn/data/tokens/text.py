@@ -59,6 +59,7 @@ def _lines_of(file: Path) -> Iterator[str]:
             where = f"{file}, line {number}"
             try:
                 value = json.loads(_decoded(line, where))
+            # No ValueError: deep nesting exhausts the stack of the parser.
             except RecursionError:
                 raise ValueError(f"{where} is no JSON that can be read: it is nested too deeply") from None
             except ValueError as error:

@@ -49,9 +49,11 @@ class ByteTokenizer(Tokenizer):
     end_of_document = 256
 
     def encode(self, text: str) -> NDArray[Any]:
+        # The document end, 256, does not fit in a byte.
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
 
     def decode(self, tokens: Sequence[int]) -> str:
+        # Special tokens have no text.
         content = bytes(int(token) for token in tokens if token < self.end_of_document)
         return content.decode(errors="replace")
 
@@ -102,6 +104,7 @@ class FileTokenizer(Tokenizer):
         )
 
     def encode(self, text: str) -> NDArray[Any]:
+        # `write_tokens` adds the document end itself.
         return np.array(self._loaded.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, tokens: Sequence[int]) -> str:

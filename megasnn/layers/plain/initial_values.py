@@ -42,32 +42,32 @@ def without_memory() -> Iterator[None]:
 @contextmanager
 def _other_draws(seed: int) -> Iterator[None]:
     # Constructors draw from NumPy's and Python's global generators, too: alike on all ranks.
-    of_numpy = np.random.get_state()
-    of_python = random.getstate()
+    numpy_state = np.random.get_state()
+    python_state = random.getstate()
     np.random.seed(seed % 2**32)
     random.seed(seed)
     try:
         yield
     finally:
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
 
 
 def _note_constructor(frame: FrameType | None) -> None:
     """Notes the arguments of the module's constructor that is running in a frame or its callers, if any."""
-    while frame is not None and _made_in(frame) is None:
+    while frame is not None and _module_of_constructor(frame) is None:
         frame = frame.f_back
     if frame is None:
         return
-    module = _made_in(frame)
+    module = _module_of_constructor(frame)
     # A constructor calls those of its base classes.
-    while frame.f_back is not None and _made_in(frame.f_back) is module:
+    while frame.f_back is not None and _module_of_constructor(frame.f_back) is module:
         frame = frame.f_back
     if module is not None and frame.f_code is getattr(type(module).__init__, "__code__", None):
         facts(module).constructor = facts(module).constructor or _arguments(frame)
 
 
-def _made_in(frame: FrameType) -> nn.Module | None:
+def _module_of_constructor(frame: FrameType) -> nn.Module | None:
     """The module whose constructor a frame runs."""
     if frame.f_code.co_name != "__init__":
         return None
@@ -139,7 +139,7 @@ def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | N
             # A change of tensor.data leaves the version as it is.
             is_set = not values.isnan().any()
         if not is_set:
-            constructed = _constructed(module, generator).get(name)
+            constructed = _construct_again(module, generator).get(name)
             if constructed is None:
                 raise ValueError(
                     f"nothing initialises {name!r} of {type(module).__name__}: its constructor leaves it unset, or it "
@@ -169,7 +169,7 @@ def _draw(module: Any, initialise: ModuleInitialiser | None, generator: torch.Ge
                 initialise(each, path)
 
 
-def _constructed(module: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
+def _construct_again(module: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
     """A module's tensors as its constructor sets them, with draws from a generator; empty if it is not called again."""
     arguments = facts(module).constructor
     # With other modules in it, a whole network would be made for each of its tensors.

@@ -20,7 +20,7 @@ from megasnn.layers.plain.refusals import (
     problem_of,
     require_supported,
 )
-from megasnn.layers.plain.replicated import as_layer, folds_time, plain_layer, swapped
+from megasnn.layers.plain.replicated import as_layer, folds_time, plain_layer, replace_parts
 from megasnn.layers.plain.table import Conversion, class_name, convert, in_table, is_multi_step, spec_of
 from megasnn.layers.plain_call import PlainCall
 
@@ -132,16 +132,16 @@ def convert_network(each: Layer, context: BuildContext) -> nn.Module:
     note_stepped(network)
     call = PlainCall(context.time_steps, folds_time(network))
     ours: dict[nn.Module, nn.Module] = {}
-    for path, part, conversion in _reached(network):
+    for path, part, conversion in _walk(network):
         problem = problem_of(part, "kept" if conversion is None else "cut")
         if problem:
             raise ValueError(f"{module_label(path, part)} {problem}")
         if conversion is not None and part not in ours:
             ours[part] = convert(part, conversion, context, below(_join(each.name, path), each.initialise))
-    return as_layer(swapped(network, ours), each.name, call)
+    return as_layer(replace_parts(network, ours), each.name, call)
 
 
-def _reached(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, Conversion | None]]:
+def _walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, Conversion | None]]:
     """A module and its parts, down to converted ones; None for a module that is kept."""
     conversion = in_table(module)
     if hasattr(module, "surrogate_function") and (not is_multi_step(module) or spec_of(module) is None):
@@ -150,7 +150,7 @@ def _reached(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module
     yield path, module, conversion
     if conversion is None and not _is_leaf(module):
         for name, child in module.named_children():
-            yield from _reached(child, _join(path, name))
+            yield from _walk(child, _join(path, name))
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -160,7 +160,7 @@ def _is_leaf(module: nn.Module) -> bool:
 
 def why_whole(network: nn.Module) -> str | None:
     """Why every rank computes a whole network; None if sizes and its own code decide."""
-    for path, part, conversion in _reached(network):
+    for path, part, conversion in _walk(network):
         # One module that has tensors outside the table, or may mix channels, makes the whole network whole.
         why = _why_not_cut(part, conversion)
         if why:

@@ -40,7 +40,7 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
         conversion = in_table(each)
         if conversion in (sharded_batch_norm, ConvertedDropout):
             ours[each] = convert(each, conversion, context, below(path, initialise))
-    module = swapped(module, ours)
+    module = replace_parts(module, ours)
     for path, each in module.named_modules(prefix=name):
         if not isinstance(each, ParallelBatchNorm):
             _describe_tensors(each, context, below(path, initialise))
@@ -70,7 +70,7 @@ def folds_time(module: nn.Module) -> bool:
     return True
 
 
-def swapped(module: nn.Module, ours: Mapping[nn.Module, nn.Module]) -> nn.Module:
+def replace_parts(module: nn.Module, ours: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """The module, or its replacement, with parts replaced wherever they stand."""
     for each in [*module.modules()]:
         for name, child in each._modules.items():

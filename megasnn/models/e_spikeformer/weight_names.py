@@ -25,6 +25,7 @@ def _conv_norms() -> dict[str, tuple[str, tuple[str, ...]]]:
         for conv, path in _PATHS.items():
             found[f"{ours}.separable.{conv}"] = f"{theirs}.Conv.{path}", ("0", "1")
         for number in (1, 2):
+            # Theirs has no module for this MLP.
             found[f"{ours}.mlp.fc{number}"] = theirs, (f"conv{number}", f"bn{number}")
     for ours, theirs in _BLOCKS.items():
         for conv, path in _PATHS.items():

@@ -29,6 +29,7 @@ class SewBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.second(self.first(x))
         beside = x if self.shortcut is None else self.shortcut(x)
+        # Of spikes 0 and 1 the product is AND, and 1 - spikes is NOT.
         if self.connect == "add":
             return beside + spikes
         return beside * (spikes if self.connect == "and" else 1.0 - spikes)

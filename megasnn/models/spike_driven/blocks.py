@@ -20,6 +20,7 @@ class Potential(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, pools: bool) -> None:
         super().__init__()
+        # `pooled_behind`: equal values stay equal over a border between ranks, and ties break as on one rank.
         self.conv = ParallelConv(inputs, outputs, 3, padding=1, bias=True, pooled_behind=pools)
         self.norm = ParallelBatchNorm(outputs)
         self.pool = MaxPool() if pools else nn.Identity()

@@ -52,6 +52,7 @@ class SpikeDrivenTransformer(Model):
         dim = self.embed_dim
         stem = "patch_embed"
         channels = [self.in_channels, *(dim // 2 ** (STEM_STAGES - 1 - stage) for stage in range(STEM_STAGES))]
+        # The last stage is another layer: it ends in potentials.
         *first, last = (pooled == "1" for pooled in self.pooled_stages)
         for stage, pools in enumerate(first):
             conv_norm_neuron = ConvNormNeuron(channels[stage], channels[stage + 1], 3, bias=True)

@@ -8,7 +8,7 @@ from megasnn.layers import CausalAttention, CausalSpikingAttention, NeuronLayer,
 from megasnn.layers.bispike import ParallelBiSpike
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import Style
-from megasnn.layers.hidden_layer import product_gelu_product
+from megasnn.layers.hidden_layer import linear_gelu_linear
 from megasnn.layers.init import trunc_normal, zeros
 from megasnn.layers.layer_norm import ParallelLayerNorm
 from megasnn.layers.neuron import make_neuron
@@ -32,12 +32,13 @@ class AttentionHalf(nn.Module):
         context = context_for(context)
         self.norm = ParallelLayerNorm(dim, context)
         self.neuron = _neuron(calibrated, context)
-        self.qkv = _product(dim, 3 * dim, "column", context, blocks=3)
+        # Style column, then row: in between each rank has whole heads.
+        self.qkv = _token_linear(dim, 3 * dim, "column", context, blocks=3)
         self.attention = CausalAttention(dim, num_heads, context, rotary_base=10000.0 if rotary else None)
-        self.projection = _product(dim, dim, "row", context)
+        self.projection = _token_linear(dim, dim, "row", context)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = _product_of_spikes(self.neuron, self.qkv, self.norm(x))
+        qkv = _linear_of_spikes(self.neuron, self.qkv, self.norm(x))
         return x + self.projection(self.attention(qkv))
 
 
@@ -59,19 +60,20 @@ class SpikingAttentionHalf(nn.Module):
         context = context_for(context)
         self.norm = ParallelLayerNorm(dim, context)
         self.neuron = _neuron(calibrated, context)
-        self.qkv = _product(dim, 3 * dim, "column", context, blocks=3)
+        # Style column, then row: in between each rank has whole heads.
+        self.qkv = _token_linear(dim, 3 * dim, "column", context, blocks=3)
         self.qkv_norm = ParallelLayerNorm(3 * dim, context, blocks=3)
         self.qkv_neuron = _neuron(calibrated, context)
         self.attention = CausalSpikingAttention(dim, num_heads, context)
         self.output_norm = ParallelLayerNorm(dim, context)
         self.output_neuron = _neuron(calibrated, context)
-        self.projection = _product(dim, dim, "row", context)
+        self.projection = _token_linear(dim, dim, "row", context)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = _product_of_spikes(self.neuron, self.qkv, self.norm(x))
+        qkv = _linear_of_spikes(self.neuron, self.qkv, self.norm(x))
         # The spikes of q, k and v stay without amplitudes, which the norm behind the attention would cancel.
         attended = self.attention(self.qkv_neuron(self.qkv_norm(qkv)))
-        return x + _product_of_spikes(self.output_neuron, self.projection, self.output_norm(attended))
+        return x + _linear_of_spikes(self.output_neuron, self.projection, self.output_norm(attended))
 
 
 class MLPHalf(nn.Module):
@@ -89,14 +91,15 @@ class MLPHalf(nn.Module):
         context = context_for(context)
         self.norm = ParallelLayerNorm(dim, context)
         self.neuron = _neuron(calibrated, context)
-        self.fc1 = _product(dim, hidden, "column", context)
-        self.fc2 = _product(hidden, dim, "row", context)
+        # Style column, then row: hidden channels stay on their rank.
+        self.fc1 = _token_linear(dim, hidden, "column", context)
+        self.fc2 = _token_linear(hidden, dim, "row", context)
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.neuron(self.norm(x))
-        # As in `_product_of_spikes`, the amplitude follows the first product.
+        # As in `_linear_of_spikes`, the amplitude follows the first product.
         amplitude = self.neuron.scale if isinstance(self.neuron, ParallelBiSpike) else 1.0
-        return x + product_gelu_product(self.fc1, self.fc2, spikes, amplitude)
+        return x + linear_gelu_linear(self.fc1, self.fc2, spikes, amplitude)
 
 
 def _neuron(calibrated: bool, context: BuildContext) -> NeuronLayer:
@@ -113,7 +116,7 @@ def _neuron(calibrated: bool, context: BuildContext) -> NeuronLayer:
     return ParallelBiSpike(None, context, calibrated=True)
 
 
-def _product(inputs: int, outputs: int, style: Style, context: BuildContext, blocks: int = 1) -> ParallelConv:
+def _token_linear(inputs: int, outputs: int, style: Style, context: BuildContext, blocks: int = 1) -> ParallelConv:
     """A linear layer for each token."""
     return ParallelConv(
         inputs,
@@ -129,12 +132,12 @@ def _product(inputs: int, outputs: int, style: Style, context: BuildContext, blo
     )
 
 
-def _product_of_spikes(neuron: NeuronLayer, product: ParallelConv, x: Tensor) -> Tensor:
-    """product(amplitude * neuron(x)), with the bias."""
+def _linear_of_spikes(neuron: NeuronLayer, linear: ParallelConv, x: Tensor) -> Tensor:
+    """linear(amplitude * neuron(x)), with the bias."""
     spikes = neuron(x)
     if not isinstance(neuron, ParallelBiSpike):
-        return product(spikes)
+        return linear(spikes)
     # Unit spikes travel as two bits, so the amplitude follows the product.
-    y = neuron.scaled(product(spikes, add_bias=False))
-    assert product.bias is not None
-    return y + product.bias.to(y.dtype).view(-1, 1)
+    y = neuron.apply_amplitude(linear(spikes, add_bias=False))
+    assert linear.bias is not None
+    return y + linear.bias.to(y.dtype).view(-1, 1)

@@ -61,7 +61,7 @@ class SpikeLM(Model):
     attention: Literal["softmax", "spiking"] = "softmax"
     """Softmax attention; or attention on spikes without softmax, whose cost is linear in the length."""
     positions: Literal["rotary", "learned"] = "rotary"
-    """Positions of tokens: rotary embeddings in the attention, or a learned vector for each, added to the words."""
+    """Positions of tokens: rotary embeddings in the attention, or a learned vector for each, added to the embedding."""
 
     @property
     def inputs(self) -> Mapping[str, ArraySpec]:
@@ -102,7 +102,7 @@ class SpikeLM(Model):
         if self.num_heads % tensor_parallel:
             wrong.append(f"--num-heads {self.num_heads} does not divide by {ranks}")
         if self.vocab_size < tensor_parallel:
-            wrong.append(f"--vocab-size {self.vocab_size} leaves ranks without a word: {ranks}")
+            wrong.append(f"--vocab-size {self.vocab_size} is smaller than {ranks}: each rank needs a token of its own")
         hidden = f"--mlp-ratio {self.mlp_ratio} of --embed-dim {self.embed_dim} gives {self.hidden} hidden channels"
         if self.hidden < 1:
             wrong.append(f"{hidden}: raise it")
@@ -133,6 +133,8 @@ class SpikeLM(Model):
             yield layer(f"{name}.mlp", MLPHalf(dim, self.hidden, calibrated), layer_group=name)
         yield layer("norm", ParallelLayerNorm(dim), layer_group="head")
         head = NextTokenLoss(dim, self.vocab_size)
+        # An assigned parameter is shared, also between pipeline stages.
         if self.tied:
             head.weight = embedding.weight
+        # The layer takes the target: it forms the loss chunk by chunk, and logits of all tokens never exist at once.
         yield layer("head", head, takes=("norm", "target"))
