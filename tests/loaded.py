@@ -1,4 +1,4 @@
-"""What a server imports and loads once for all processes that are forked from it (tests/forking.py).
+"""Imports and libraries that a server loads once for all processes forked from it (tests/forking.py).
 
 A rank that imports numba and loads the machine code of the kernels by itself is busy for a second with that.
 """

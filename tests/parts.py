@@ -14,7 +14,7 @@ Part = tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]
 
 
 def parts(entries: Iterable[ShardedTensor], of: Callable[[Tensor], Tensor | None] = lambda x: x) -> list[Part]:
-    """What this rank holds of some tensors, or of something that belongs to each, where there is such a thing."""
+    """This rank's parts of some tensors, or of a state that belongs to each of them."""
     found = [(each, of(each.tensor)) for each in entries]
     return [
         (

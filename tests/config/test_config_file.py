@@ -148,7 +148,7 @@ def test_help_shows_recipes_and_the_values_of_the_file(tmp_path, capsys) -> None
 
 
 def test_an_evaluation_takes_nothing_of_a_file_about_checkpoints_and_logs(tmp_path) -> None:
-    """What a run was given need not be taken back; what a flag gives is refused."""
+    """Values for training may stay in the file of a run that is only evaluated."""
     values = {
         "checkpoint": {"save": "a", "save_interval": 2, "keep_best": True, "load": "b", "ckpt_step": 3},
         "logging": {"eval_iters": 0, "profile_step": 3, "tensorboard_dir": "t"},

@@ -1,4 +1,4 @@
-"""What contradicts itself within or between the parts is refused, with value and flag, one sentence for a mistake."""
+"""Contradictions within and between the parts are refused with value and flag, one sentence for a mistake."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def network(case: Case) -> tuple[nn.Module, Tensor]:
 
 
 def counts(case: Case) -> dict[str, Any]:
-    """What NeuroBench counts for a sample, in all and layer by layer. The samples are one batch, of all time steps."""
+    """NeuroBench's counts for a sample, in all and layer by layer. The samples are one batch of all time steps."""
     from neurobench.metrics.utils.layers import single_layer_MACs
     from neurobench.metrics.workload import SynapticOperations
     from neurobench.models import TorchModel

@@ -65,7 +65,7 @@ def test_neurobench_counts_the_same(name: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_counts_the_same(name: str, layout: str, ranks: Any) -> None:
-    """Of 7 samples one replica has a micro-batch more; replicas that share weights are kept in step by zeros."""
+    """One replica has a micro-batch more of 7 samples; zeros keep replicas that share weights in step."""
     net, x = network(CASES[name])
     x = x[:7]
     values = CASES[name].ours(net.state_dict())
@@ -122,7 +122,7 @@ def test_modules_of_torch_are_counted_once(ranks: Any) -> None:
 
 
 def test_silent_neurons_need_no_operations() -> None:
-    """Of a network that is silent in the evaluation the first layer has operations, whatever happened in training."""
+    """The first layer of a network that is silent in the evaluation has operations, whatever happened in training."""
     net, x = network(CASES["vgg on event frames"])
     values = CASES["vgg on event frames"].ours(net.state_dict())
     silent = {name: torch.zeros_like(value) if "norm" in name else value for name, value in values.items()}

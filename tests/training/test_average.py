@@ -261,7 +261,7 @@ def test_the_best_checkpoint_stays(cache, tmp_path, monkeypatch) -> None:
 
 
 def test_the_best_after_going_back_is_the_best_until_there(cache, tmp_path, monkeypatch) -> None:
-    """What was given up is neither named nor kept, and what is better than the best until there is the best."""
+    """After going back, the best is that until there; checkpoints given up are neither named nor kept."""
     common = ("--eval-interval", "1", "--save-interval", "1", "--save", str(tmp_path), "--load", str(tmp_path))
     common = (*common, "--train-iters", "9", "--keep-best")
     accuracies(monkeypatch, 0.2, 0.5, 0.4, 0.9)

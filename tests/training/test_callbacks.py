@@ -1,4 +1,4 @@
-"""What a run tells callbacks, and traces of some iterations: errors of neither end it."""
+"""Events that a run gives to callbacks, and traces of some iterations: errors of neither end it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What any layout has saved, in the middle of a run, any other continues, to the same end.
+"""A checkpoint that any layout saves in the middle of a run is continued by any other, to the same end.
 
 Each layout trains three steps without a stop and saves after two. Each goes on from what it and the next one saved: to
 the very bits of its own uninterrupted run where it is the same layout, and otherwise to what float64 promises. The
