@@ -1,3 +1,5 @@
+"""Checks of a global batch, and its micro-batches for this rank."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping

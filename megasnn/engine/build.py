@@ -1,3 +1,5 @@
+"""A run's configuration, checked, and the model built from it on this rank."""
+
 from __future__ import annotations
 
 import os

@@ -1,3 +1,5 @@
+"""Amplitudes of spikes from the first batch, before the first step."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

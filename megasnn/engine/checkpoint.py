@@ -1,3 +1,5 @@
+"""Save and load for an Engine: its model, optimizer, position and counters."""
+
 from __future__ import annotations
 
 import os

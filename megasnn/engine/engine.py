@@ -1,3 +1,10 @@
+"""The Python interface of a training.
+
+A step goes from here to the layers: Engine.train_step -> Batches.checked, rank_batch, micro_batches (batch.py) ->
+Trainer.take_step (trainer.py) -> DistributedModel.run (model.py) -> PipelineExecutor.run, _forward
+(pipeline/executor.py) -> PipelineChunk.forward (pipeline/chunk.py).
+"""
+
 from __future__ import annotations
 
 import os

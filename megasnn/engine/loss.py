@@ -1,3 +1,5 @@
+"""The loss of a micro-batch, as a share of the global batch's mean."""
+
 from __future__ import annotations
 
 from functools import partial

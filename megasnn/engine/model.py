@@ -1,3 +1,5 @@
+"""This rank's part of the model: runs a schedule, and gives its tensors to optimizer and checkpoint."""
+
 from __future__ import annotations
 
 import math

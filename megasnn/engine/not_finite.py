@@ -1,3 +1,5 @@
+"""Names the first layer or gradient with values that are not finite."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence

@@ -1,3 +1,5 @@
+"""Builds one replica's part on this rank: chunks, gradient buckets, executor."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence

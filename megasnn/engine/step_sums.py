@@ -1,3 +1,5 @@
+"""Sums over all ranks that a step needs, in one all-reduce."""
+
 from __future__ import annotations
 
 import math

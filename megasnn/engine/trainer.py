@@ -1,3 +1,5 @@
+"""Optimizer steps: forward and backward of all micro-batches, clip, update, average."""
+
 from __future__ import annotations
 
 import math

@@ -46,7 +46,8 @@ class ParallelConv(WeightedLayer):
     Args:
         kernel_size, stride, padding, dilation, padding_mode: as in torch.
         dims: 2 for frames; 1 for signals, with a weight `[out, in, k]`. With kernel_size 1, dims=1 also accepts frames.
-        style: "column" or "row" (see above); None for the cheaper one.
+        style: "column" computes own output channels from the whole input, "row" sums over ranks what each computes from
+            own input channels; None for the cheaper one.
         blocks: equal output parts, each sharded separately (3 for fused q, k, v).
         groups: as in torch. With several, each rank has whole ones, without communication.
         pool: side of average-pooling windows on the input.

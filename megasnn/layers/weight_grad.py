@@ -86,7 +86,7 @@ class WeightGradients:
 
     @contextmanager
     def deferring(self) -> Iterator[deque[WeightGradientTask]]:
-        """Collects tasks inside, in the order to run them."""
+        """Defers tasks inside, and yields them in the order to run them."""
         self._deferred = deque()
         try:
             yield self._deferred
@@ -118,7 +118,7 @@ class CastWeights:
         return self
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Without gradient."""
+        """The weight in a type, without a gradient."""
         found = self._given.get(id(weight))
         if found is None and self._is_caching:
             found = self._copies.get(id(weight))

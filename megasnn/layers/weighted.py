@@ -146,7 +146,7 @@ class WeightedLayer(nn.Module):
         return images
 
     def own_outputs(self, images: Tensor) -> Tensor:
-        """Without rows that another rank computes too."""
+        """Outputs without the rows that another rank computes too."""
         return images
 
     def apply_weight(self, x: Tensor, bits: Tensor | None) -> Tensor:

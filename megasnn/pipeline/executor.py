@@ -49,7 +49,9 @@ MOST_GRAPHED = 2
 
 
 class PipelineExecutor:
-    """Errors name rank, stage, action and micro-batch.
+    """Runs this rank's actions of a schedule. Errors name rank, stage, action and micro-batch.
+
+    The calls of a schedule's actions are prepared in its first run, so that a step decides nothing again.
 
     Args:
         segments: the chunk of each of this rank's segments, by the segment's number in the schedule.
