@@ -53,7 +53,7 @@ class Batches:
         self._takes_soft = self._task.loss is None and LOSSES[config.training.loss].mixes and mixing is None
         self._samples = samples = distributed.context.sample_group
         self._tokens = distributed.context.token_group
-        self.evaluated_share = BatchShare(
+        self.evaluated_layout = BatchShare(
             config.training.global_batch_size,
             config.training.micro_batch_size,
             dp_size=distributed.state.dp.size,
@@ -63,10 +63,10 @@ class Batches:
             inputs=self._takes_images,
             targets=self._takes_labels,
         )
-        self.trained_share = self.evaluated_share
+        self.trained_layout = self.evaluated_layout
         if mixing is not None:
             # Mixing needs the whole micro-batch.
-            self.trained_share = replace(self.evaluated_share, cp_size=1, cp_rank=0)
+            self.trained_layout = replace(self.evaluated_layout, cp_size=1, cp_rank=0)
         # A norm without running statistics uses the batch's own in evaluation too, and padding would change them.
         without_running = sum(norm.running_mean is None for norm in distributed.norms)
         world = distributed.state.world.handle
@@ -78,14 +78,14 @@ class Batches:
         inputs: Any,
         targets: Any = None,
         problem: str | None = None,
-        own: SampleShare | None = None,
+        share: SampleShare | None = None,
     ) -> tuple[Mapping[str, Tensor], Tensor, int]:
         """Returns a valid batch's inputs by name, targets, and number of samples. Collective.
 
         Args:
             call: "predict" takes no targets.
             problem: the caller's own error on this rank.
-            own: the batch has this rank's samples only.
+            share: the batch has this rank's samples only.
         Raises:
             BatchError: on every rank, for a problem on any, or different sample numbers.
         """
@@ -93,14 +93,14 @@ class Batches:
         named = inputs
         if len(names) == 1 and not isinstance(inputs, Mapping):
             named = {names[0]: inputs}
-        if own is not None:
-            problem = problem or share_problem(own, trains=call == "train_step")
-        has_values = not problem and (own is None or bool(own.indices))
+        if share is not None:
+            problem = problem or share_problem(share, trains=call == "train_step")
+        has_values = not problem and (share is None or bool(share.indices))
         if has_values:
-            problem = self._problem(call, named, targets, own)
+            problem = self._problem(call, named, targets, share)
         samples = 0
         if not problem:
-            samples = len(named[names[0]]) if own is None else own.samples
+            samples = len(named[names[0]]) if share is None else share.samples
         self._agree(call, problem or samples)
         if isinstance(self._task.target, str) and has_values:
             targets = named[self._task.target]
@@ -123,12 +123,12 @@ class Batches:
         if len(set(of_ranks)) > 1:
             raise BatchError(f"ranks have different numbers of samples (0 after the last batch): {of_ranks}")
 
-    def _problem(self, call: Call, inputs: Any, targets: Any, own: SampleShare | None) -> str | None:
+    def _problem(self, call: Call, inputs: Any, targets: Any, share: SampleShare | None) -> str | None:
         task = self._task
         if not isinstance(inputs, Mapping) or inputs.keys() != task.inputs.keys():
             got = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
             return f"the model takes a dict of its inputs, {', '.join(task.inputs)}, and got {got}"
-        samples = 0 if own is None else len(own.indices)
+        samples = 0 if share is None else len(share.indices)
         for name, spec in task.inputs.items():
             uses_values = self._takes_images or (name == task.target and self._takes_labels)
             problem = spec.problem(name, inputs[name], samples or None, uses_values)
@@ -144,7 +144,7 @@ class Batches:
             return self._input_not_finite(inputs)
         if not torch.is_grad_enabled():
             return "a step needs gradients: call it outside of torch.no_grad() and torch.inference_mode()"
-        return self._size_problem(samples if own is None else own.samples)
+        return self._size_problem(samples if share is None else share.samples)
 
     def _target_problem(self, call: Call, targets: Any, samples: int) -> str | None:
         task = self._task
@@ -191,15 +191,15 @@ class Batches:
         samples: int,
         position: int,
         evaluates: bool = False,
-        own: SampleShare | None = None,
+        share: SampleShare | None = None,
     ) -> RankBatch:
         """This rank's micro-batches of a checked batch; there may be none in evaluation.
 
         Args:
             position: the first sample's index in the training.
-            own: the values are this rank's only.
+            share: the values are this rank's only.
         """
-        if own is not None and not own.indices:
+        if share is not None and not share.indices:
             return RankBatch([], samples, position + samples)
         # Autograd cannot save tensors made under torch.inference_mode() for backward, but it can save copies.
         inputs = {name: x.clone() if x.is_inference() else x for name, x in inputs.items()}
@@ -209,10 +209,10 @@ class Batches:
             order = torch.channels_last
             inputs = {name: x.contiguous(memory_format=order) if x.ndim == 4 else x for name, x in inputs.items()}
         micro_batches = []
-        share = self.evaluated_share if evaluates else self.trained_share
+        layout = self.evaluated_layout if evaluates else self.trained_layout
         taken = 0
-        for start, size in share.spans(samples):
-            first = start if own is None else taken
+        for start, size in layout.spans(samples):
+            first = start if share is None else taken
             taken += size
             span = slice(first, first + size)
             own_inputs = None
@@ -240,16 +240,16 @@ class Batches:
         for pair in pairs:
             inputs = pair
             targets = None
-            own: SampleShare | None = None
+            share: SampleShare | None = None
             if isinstance(pair, (tuple, list)) and len(pair) == 2:
                 inputs, targets = pair
             elif isinstance(pair, (tuple, list)) and len(pair) == 3:
-                inputs, targets, own = pair
-            checked = self.checked("evaluate", inputs, targets, own=own)
-            if own is None:
+                inputs, targets, share = pair
+            checked = self.checked("evaluate", inputs, targets, share=share)
+            if share is None:
                 yield from self.for_evaluation(*checked)
             else:
-                yield self.rank_batch(*checked, 0, evaluates=True, own=own)
+                yield self.rank_batch(*checked, 0, evaluates=True, share=share)
         # Ranks whose iterables end early meet the others here instead of leaving them in the next batch.
         self._agree("evaluate", 0)
 

@@ -153,7 +153,7 @@ class Engine:
         Raises:
             ValueError: no samples, or too many.
         """
-        layout = self.batches.evaluated_share if evaluates else self.batches.trained_share
+        layout = self.batches.evaluated_layout if evaluates else self.batches.trained_layout
         return share_of(batch, layout, evaluates)
 
     def train_step(
@@ -177,8 +177,8 @@ class Engine:
             RuntimeError: an error has ended the Engine.
         """
         with self._running():
-            checked = self.batches.checked("train_step", inputs, targets, problem=self.trainer.problem(), own=share)
-            batch = self.batches.rank_batch(*checked, self.trainer.consumed_samples, own=share)
+            checked = self.batches.checked("train_step", inputs, targets, problem=self.trainer.problem(), share=share)
+            batch = self.batches.rank_batch(*checked, self.trainer.consumed_samples, share=share)
             return self.trainer.take_step(self.batches.micro_batches(batch, trains=True), batch)
 
     def train_on(self, batch: RankBatch) -> StepResult:

@@ -44,11 +44,11 @@ def share_of(batch: Sequence[int] | Tensor, layout: BatchShare, evaluates: bool)
     return SampleShare(own, len(numbers), evaluates)
 
 
-def share_problem(own: object, trains: bool) -> str:
+def share_problem(share: object, trains: bool) -> str:
     """Why a share does not fit the call; empty if it does."""
-    if not isinstance(own, SampleShare):
-        return f"share must come from engine.share, not be a {type(own).__name__}"
-    if own.evaluates == trains:
+    if not isinstance(share, SampleShare):
+        return f"share must come from engine.share, not be a {type(share).__name__}"
+    if share.evaluates == trains:
         wanted = "engine.share(batch)" if trains else "engine.share(batch, evaluates=True)"
         return f"the share is for {'an evaluation' if trains else 'a training step'}: take {wanted}"
     return ""

@@ -77,12 +77,12 @@ class Trainer:
         if self.iteration >= self.iterations:
             raise BatchError(f"all {self.iterations} steps are done (train_iters); make an Engine with more")
         distributed = self.distributed
-        done = self.iteration
+        schedule_step = self.iteration
         training = self._config.training
         if training.train_samples is not None or training.train_epochs is not None:
             # Earlier steps may have had another batch size.
-            done = self.consumed_samples // training.global_batch_size
-        rate = self._rate(done)
+            schedule_step = self.consumed_samples // training.global_batch_size
+        rate = self._rate(schedule_step)
         if not 0 <= rate < math.inf:
             raise ValueError(f"the learning rate of step {self.iteration} is {rate}: lr_schedule must give 0 or more")
         # On a GPU the optimizer is launched before the host has read the sums: the device never waits for the host, and

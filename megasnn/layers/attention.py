@@ -93,14 +93,14 @@ class SpikingSelfAttention(_HeadAttention):
         frames = qkv.shape[0] * qkv.shape[1]
         # All sums are integers, so the product is exact in float32 in any order.
         # k^T v comes first: L d^2 operations in place of L^2 d.
-        options = AttendOptions(self.local_heads, frames, tokens, group)
+        options = SpikingAttendOptions(self.local_heads, frames, tokens, group)
         if self._traceable:
-            # `Attend` in torch functions alone, for one rank.
+            # `SpikingAttend` in torch functions alone, for one rank.
             order = "(f l) (part h d) -> part f h l d"
             q, k, v = rearrange(to_matrix(qkv), order, f=frames, part=3, h=self.local_heads)
             out = rearrange(q @ (k.transpose(-2, -1) @ v * SCALE), "f h l d -> (f l) (h d)")
         else:
-            out = Attend.apply(to_matrix(qkv), bits_of(qkv), options)
+            out = SpikingAttend.apply(to_matrix(qkv), bits_of(qkv), options)
         return self.projection(self.neuron(from_matrix(out, qkv.shape)))
 
 
@@ -175,7 +175,7 @@ def sums_type(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class AttendOptions:
+class SpikingAttendOptions:
     """Sizes in the attention product.
 
     Attributes:
@@ -208,14 +208,14 @@ class AttendOptions:
         return rows.view(self.frames, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).reshape(-1)
 
 
-class Attend(Function):
+class SpikingAttend(Function):
     """Attention product: spikes of q, k, v `[frames * L, 3 * heads * d]` -> `[frames * L, heads * d]`.
 
     `bits`: the packed rows, if known.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, bits: Tensor | None, options: AttendOptions) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, bits: Tensor | None, options: SpikingAttendOptions) -> Tensor:
         ctx.options = options
         ctx.shape = rows.shape
         ctx.dtype = rows.dtype
@@ -240,7 +240,7 @@ class Attend(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Computes in float32 or wider; on a GPU in bfloat16 if `grad` is bfloat16."""
         packed, sums = ctx.saved_tensors
-        options: AttendOptions = ctx.options
+        options: SpikingAttendOptions = ctx.options
         exact = exact_type(grad, options.tokens)
         dtype = exact if grad.dtype == exact else sums_type(grad.dtype)
         spikes = options.split(packed, ctx.shape, exact)

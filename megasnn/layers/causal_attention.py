@@ -64,10 +64,13 @@ class CausalAttention(nn.Module):
 
     def forward(self, qkv: Tensor) -> Tensor:
         if qkv.is_meta:
-            self._learn_input(qkv)
+            self._note_input(qkv)
+        is_divided = bool(self._spans) and not qkv.is_meta
+        blockwise = self.blockwise and not qkv.is_meta
         tokens = qkv.shape[3]
         first = 0
-        if self._spans and not qkv.is_meta and self._group is not None:
+        if is_divided:
+            assert self._group is not None
             own = self._spans[self._group.rank]
             check_own_tokens(tokens, own)
             first = own.start
@@ -78,17 +81,16 @@ class CausalAttention(nn.Module):
             # torch.export computes without values, and a table without values must not be cached.
             table = rotary_table.__wrapped__ if torch.compiler.is_exporting() else rotary_table
             cos, sin = table(first, tokens, self.head_dim, self.rotary_base, rows.dtype, rows.device)
-            rows = _Rotate.apply(rows, cos, sin, shape, self.blockwise and not qkv.is_meta)
-        is_divided = bool(self._spans) and not qkv.is_meta
-        if is_divided or (self.blockwise and not qkv.is_meta):
+            rows = _Rotate.apply(rows, cos, sin, shape, blockwise)
+        if is_divided or blockwise:
             parts = TokenParts(shape, self._spans, self._group if is_divided else None, self.blockwise)
-            out = _Attend.apply(rows, parts)
+            out = _CausalSoftmaxAttend.apply(rows, parts)
         else:
             q, k, v = rows.view(shape).permute(2, 0, 3, 1, 4).unbind()
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return from_matrix(out.transpose(1, 2).reshape(-1, self.local_heads * self.head_dim), qkv.shape)
 
-    def _learn_input(self, qkv: Tensor) -> None:
+    def _note_input(self, qkv: Tensor) -> None:
         channels = 3 * self.local_heads * self.head_dim
         if qkv.ndim != 4 or qkv.shape[2] != channels:
             raise ValueError(f"causal attention takes q, k and v [T, N, {channels}, L], got {[*qkv.shape]}")
@@ -203,7 +205,7 @@ class TokenParts:
                 grad_own += part.view(grad_own.shape)
 
 
-class _Attend(Function):
+class _CausalSoftmaxAttend(Function):
     """Rotated rows of q, k, v -> `[frames, heads, tokens, d]`, with the keys and values of earlier ranks.
 
     Backward keeps the rows, and computes the attention again.

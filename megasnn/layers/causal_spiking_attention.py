@@ -21,7 +21,7 @@ from megasnn.kernels.spike_codec import bits_of, decode_into, encode
 from megasnn.layers.attention import SCALE, heads_per_rank, sums_type
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.shape_inference import content_of
-from megasnn.layers.token_chunks import CausalAttendOptions, Part
+from megasnn.layers.token_chunks import CausalSpikingAttendOptions, Part
 from megasnn.layers.token_context import check_own_tokens, divide_tokens, start_to_others
 from megasnn.parallel.collectives import from_matrix, to_matrix
 from megasnn.parallel_state import Group
@@ -68,11 +68,11 @@ class CausalSpikingAttention(nn.Module):
         self._traceable = context.numerics.traceable
         # The dry run and each call fill in the rest.
         width = self.local_heads * self.head_dim
-        self._options = CausalAttendOptions(self.local_heads, width, frames=0, scale=scale, chunk_tokens=chunk)
+        self._options = CausalSpikingAttendOptions(self.local_heads, width, frames=0, scale=scale, chunk_tokens=chunk)
 
     def forward(self, qkv: Tensor) -> Tensor:
         if qkv.is_meta:
-            self._learn_input(qkv)
+            self._note_input(qkv)
         elif self._group is not None:
             check_own_tokens(qkv.shape[3], divide_tokens(self._options.length, self._group.size)[self._group.rank])
         elif qkv.shape[3] > self._options.length:
@@ -81,12 +81,12 @@ class CausalSpikingAttention(nn.Module):
         options = replace(self._options, frames=qkv.shape[0] * qkv.shape[1])
         rows = to_matrix(qkv)
         if qkv.is_meta or self._traceable:
-            out = attend_causally(rows, options)
+            out = causal_spiking_attend(rows, options)
         else:
-            out = CausalAttend.apply(rows, bits_of(qkv, options.content), options)
+            out = CausalSpikingAttend.apply(rows, bits_of(qkv, options.content), options)
         return from_matrix(out, qkv.shape)
 
-    def _learn_input(self, qkv: Tensor) -> None:
+    def _note_input(self, qkv: Tensor) -> None:
         channels = 3 * self.local_heads * self.head_dim
         if qkv.ndim != 4 or qkv.shape[2] != channels:
             raise ValueError(f"causal attention takes q, k and v [T, N, {channels}, L], got {[*qkv.shape]}")
@@ -117,8 +117,8 @@ def exact_up_to(dtype: torch.dtype) -> int:
     return round(2 / torch.finfo(dtype).eps)
 
 
-def attend_causally(rows: Tensor, options: CausalAttendOptions) -> Tensor:
-    """`CausalAttend` in torch functions alone, for one rank."""
+def causal_spiking_attend(rows: Tensor, options: CausalSpikingAttendOptions) -> Tensor:
+    """`CausalSpikingAttend` in torch functions alone, for one rank."""
     everything = slice(None)
     q, k, v = options.chunks(rows, sums_type(rows.dtype), everything, everything).unbind()
     states = k.transpose(-2, -1) @ v
@@ -128,14 +128,14 @@ def attend_causally(rows: Tensor, options: CausalAttendOptions) -> Tensor:
     return by_head.transpose(1, 2).reshape(len(rows), -1).to(rows.dtype)
 
 
-class CausalAttend(Function):
+class CausalSpikingAttend(Function):
     """Causal attention product: q, k, v `[frames * L, 3 * heads * d]` -> `[frames * L, heads * d]`.
 
     `bits`: the packed rows, if known.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, bits: Tensor | None, options: CausalAttendOptions) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, bits: Tensor | None, options: CausalSpikingAttendOptions) -> Tensor:
         ctx.options = options
         ctx.shape = rows.shape
         ctx.dtype = rows.dtype
@@ -163,7 +163,7 @@ class CausalAttend(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Computes in float32 or wider."""
         packed, kept = ctx.saved_tensors
-        options: CausalAttendOptions = ctx.options
+        options: CausalSpikingAttendOptions = ctx.options
         dtype = sums_type(grad.dtype)
         # On a CPU whole numbers of a byte: they are converted span by span.
         spikes = empty(ctx.shape, torch.int8 if grad.device.type == "cpu" else dtype, grad.device)
@@ -218,7 +218,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     total.flatten(0, 2).baddbmm_(a.flatten(0, 2), b.flatten(0, 2))
 
 
-def _sum_of_products(a: Tensor, b: Tensor, options: CausalAttendOptions, dtype: torch.dtype, part: Part) -> Tensor:
+def _sum_of_products(
+    a: Tensor, b: Tensor, options: CausalSpikingAttendOptions, dtype: torch.dtype, part: Part
+) -> Tensor:
     """Sum over tokens of a^T b for rows `[frames * L, heads * d]`: `[F, heads, d, d]` for the part's frames."""
     frames, spans = part
     sums = []
@@ -229,13 +231,13 @@ def _sum_of_products(a: Tensor, b: Tensor, options: CausalAttendOptions, dtype: 
     return torch.stack(sums).sum(0)
 
 
-def _state(rows: Tensor, options: CausalAttendOptions, dtype: torch.dtype, part: Part) -> Tensor:
+def _state(rows: Tensor, options: CausalSpikingAttendOptions, dtype: torch.dtype, part: Part) -> Tensor:
     """State after all own tokens, from rows of q, k and v."""
     _, k, v = rows.split(options.width, dim=1)
     return _sum_of_products(k, v, options, dtype, part)
 
 
-def _state_of_earlier_ranks(rows: Tensor, options: CausalAttendOptions) -> Tensor | None:
+def _state_of_earlier_ranks(rows: Tensor, options: CausalSpikingAttendOptions) -> Tensor | None:
     """State `[frames, heads, d, d]` after the earlier ranks' tokens, from own rows; None if ranks divide no tokens."""
     group = options.group
     if group is None:
@@ -251,7 +253,7 @@ def _state_of_earlier_ranks(rows: Tensor, options: CausalAttendOptions) -> Tenso
     return _sum_of_states(received, options.state_type, options, rows.new_empty(0, dtype=dtype))
 
 
-def _grad_of_later_ranks(q: Tensor, grad: Tensor, options: CausalAttendOptions) -> Tensor | None:
+def _grad_of_later_ranks(q: Tensor, grad: Tensor, options: CausalSpikingAttendOptions) -> Tensor | None:
     """Gradient `[frames, heads, d, d]` of the state after own tokens, from the later ranks' outputs."""
     if options.group is None:
         return None
@@ -269,7 +271,7 @@ def _exchange_states(own: Tensor, group: Group, to_later: bool) -> list[Tensor]:
 
 
 def _sum_of_states(
-    received: Sequence[Tensor], sent_type: torch.dtype, options: CausalAttendOptions, like: Tensor
+    received: Sequence[Tensor], sent_type: torch.dtype, options: CausalSpikingAttendOptions, like: Tensor
 ) -> Tensor:
     """Sum of the ranks' states `[frames, heads, d, d]`, in rank order and the type of `like`."""
     d = options.width // options.heads

@@ -183,7 +183,7 @@ class ParallelConv(WeightedLayer):
         if x.ndim != 5 or not fits:
             wanted = "signals [T, N, C, L]" if self.dims == 1 else "frames [T, N, C, H, W]"
             raise ValueError(f"a convolution with dims={self.dims} takes {wanted}, got {x.ndim} dimensions")
-        is_whole = self.learn_input(x, 2, self.in_channels)
+        is_whole = self.note_input(x, 2, self.in_channels)
         if is_whole and self.options.communication is not Communication.WHOLE_INPUT:
             raise ValueError(
                 f"a convolution of an unsharded input needs style='column' and groups=1: {self.in_channels} input and "
@@ -195,11 +195,11 @@ class ParallelConv(WeightedLayer):
         if min(space) < 1:
             raise ValueError(f"an image of {[*x.shape[3:]]} pixels is too small for kernel_size {[*self._kernel]}")
         if self._rows is not None:
-            self._learn_rows(self._rows, x.shape[3], space[0])
+            self._note_rows(self._rows, x.shape[3], space[0])
         channels = self.out_channels // self.options.group.size
         return x.new_empty((*x.shape[:2], channels, *space), dtype=self.compute_dtype)
 
-    def _learn_rows(self, rows: Group, height: int, output_height: int) -> None:
+    def _note_rows(self, rows: Group, height: int, output_height: int) -> None:
         note_height(self, height)
         geometry = self._geometry
         pool = self.options.pool

@@ -36,7 +36,7 @@ class ParallelEmbedding(nn.Module):
     """
 
     # By input: whether a rank takes its own channels of it, or the whole input (layers/plain/by_channel.py).
-    takes_cut = (False,)
+    cut_inputs = (False,)
     mixes_tokens = False
     weight: Tensor
     positions: Tensor | None

@@ -87,7 +87,7 @@ class ParallelLinear(WeightedLayer):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _dry_run(self, x: Tensor) -> Tensor:
-        is_whole = self.learn_input(x, -1, self.in_features)
+        is_whole = self.note_input(x, -1, self.in_features)
         if is_whole and x.ndim != 3:
             raise ValueError(f"an input that every tensor parallel rank has whole is [T, N, C] here, got {[*x.shape]}")
         features = self.out_features

@@ -22,8 +22,8 @@ Part = tuple[slice, list[slice]]
 
 
 @dataclass(frozen=True)
-class CausalAttendOptions:
-    """Sizes in the product of `CausalAttend`.
+class CausalSpikingAttendOptions:
+    """Sizes in the product of `CausalSpikingAttend`.
 
     Attributes:
         heads: on this rank.

@@ -59,7 +59,7 @@ class NextTokenLoss(nn.Module):
     """
 
     # By input: a rank takes its own channels of the stream, and the whole targets (layers/plain/by_channel.py).
-    takes_cut = (True, False)
+    cut_inputs = (True, False)
     mixes_tokens = False
     weight: Tensor
 

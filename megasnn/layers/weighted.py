@@ -170,7 +170,7 @@ class WeightedLayer(nn.Module):
         anchor, queue_gradient = self.weight_gradients.outside_autograd(self.weight)
         return self._cast_weights.cast(self.weight, self.compute_dtype), anchor, queue_gradient
 
-    def learn_input(self, x: Tensor, dim: int, channels: int) -> bool:
+    def note_input(self, x: Tensor, dim: int, channels: int) -> bool:
         """Records an input's content in the dry run. True if it is whole on every rank.
 
         Raises ValueError for other channels, or one whole and one sharded input in one forward.

@@ -43,16 +43,16 @@ _STOCK = (_OURS, "torch.nn.", "spikingjelly.")
 def may_be_cut(layer: nn.Module, inputs: Sequence[Bundle], cuts: Sequence[bool], is_first: bool) -> bool:
     """Whether own channels suffice, judged by a layer's modules. `ChannelWatch` judges the code.
 
-    A layer's `takes_cut` says itself which of its inputs a rank has its own channels of.
+    A layer's `cut_inputs` says itself which of its inputs a rank has its own channels of.
 
     Args:
         inputs: on the meta device.
         cuts: for each input tensor, True if a rank has only its own channels.
         is_first: the only input is the model's, whole on every rank.
     """
-    takes_cut = getattr(layer, "takes_cut", None)
-    if takes_cut is not None:
-        return tuple(cuts) == takes_cut
+    cut_inputs = getattr(layer, "cut_inputs", None)
+    if cut_inputs is not None:
+        return tuple(cuts) == cut_inputs
     dims: set[int] = set()
     for bundle in inputs:
         dims.update(x.ndim for x in entries_of(bundle).values())
