@@ -85,7 +85,7 @@ def model_of(*makers: Callable[[], nn.Module]) -> Model:
 
 def built(model: Model, cut: str) -> None:
     """On a rank that shares micro-batches with another."""
-    describe_model(model).build(BuildContext(ParallelState.without_process_groups(Grid(cp=2)), cut=cut))
+    describe_model(model).build(BuildContext(ParallelState.without_process_groups(Grid(cp=2)), context_cut=cut))
 
 
 REFUSED: dict[str, tuple[str, Callable[[], nn.Module], str]] = {
