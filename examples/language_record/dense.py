@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megasnn
-from megasnn import ArraySpec, CausalAttention, ParallelConv, layer
-from megasnn.layers.conv import Style
+from megasnn import ArraySpec, CausalAttention, layer
 from megasnn.layers.embedding import ParallelEmbedding
-from megasnn.layers.init import trunc_normal, zeros
 from megasnn.layers.layer import Layer
 from megasnn.layers.layer_norm import ParallelLayerNorm
 from megasnn.layers.vocabulary import NextTokenLoss
+from megasnn.models.spike_lm.blocks import token_linear
 
 
 class AttentionHalf(nn.Module):
@@ -56,21 +55,6 @@ class MLPHalf(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.fc2(F.gelu(self.fc1(self.norm(x))))
         return out
-
-
-def token_linear(inputs: int, outputs: int, style: Style, blocks: int = 1) -> ParallelConv:
-    """A linear layer for each token."""
-    return ParallelConv(
-        inputs,
-        outputs,
-        1,
-        initialise=trunc_normal,
-        style=style,
-        bias=True,
-        dims=1,
-        blocks=blocks,
-        initialise_bias=zeros,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,9 +33,9 @@ class AttentionHalf(nn.Module):
         self.norm = ParallelLayerNorm(dim, context)
         self.neuron = _neuron(calibrated, context)
         # Style column, then row: in between each rank has whole heads.
-        self.qkv = _token_linear(dim, 3 * dim, "column", context, blocks=3)
+        self.qkv = token_linear(dim, 3 * dim, "column", context, blocks=3)
         self.attention = CausalAttention(dim, num_heads, context, rotary_base=10000.0 if rotary else None)
-        self.projection = _token_linear(dim, dim, "row", context)
+        self.projection = token_linear(dim, dim, "row", context)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = _linear_of_spikes(self.neuron, self.qkv, self.norm(x))
@@ -61,13 +61,13 @@ class SpikingAttentionHalf(nn.Module):
         self.norm = ParallelLayerNorm(dim, context)
         self.neuron = _neuron(calibrated, context)
         # Style column, then row: in between each rank has whole heads.
-        self.qkv = _token_linear(dim, 3 * dim, "column", context, blocks=3)
+        self.qkv = token_linear(dim, 3 * dim, "column", context, blocks=3)
         self.qkv_norm = ParallelLayerNorm(3 * dim, context, blocks=3)
         self.qkv_neuron = _neuron(calibrated, context)
         self.attention = CausalSpikingAttention(dim, num_heads, context)
         self.output_norm = ParallelLayerNorm(dim, context)
         self.output_neuron = _neuron(calibrated, context)
-        self.projection = _token_linear(dim, dim, "row", context)
+        self.projection = token_linear(dim, dim, "row", context)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = _linear_of_spikes(self.neuron, self.qkv, self.norm(x))
@@ -92,8 +92,8 @@ class MLPHalf(nn.Module):
         self.norm = ParallelLayerNorm(dim, context)
         self.neuron = _neuron(calibrated, context)
         # Style column, then row: hidden channels stay on their rank.
-        self.fc1 = _token_linear(dim, hidden, "column", context)
-        self.fc2 = _token_linear(hidden, dim, "row", context)
+        self.fc1 = token_linear(dim, hidden, "column", context)
+        self.fc2 = token_linear(hidden, dim, "row", context)
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.neuron(self.norm(x))
@@ -116,7 +116,9 @@ def _neuron(calibrated: bool, context: BuildContext) -> NeuronLayer:
     return ParallelBiSpike(None, context, calibrated=True)
 
 
-def _token_linear(inputs: int, outputs: int, style: Style, context: BuildContext, blocks: int = 1) -> ParallelConv:
+def token_linear(
+    inputs: int, outputs: int, style: Style, context: BuildContext | None = None, blocks: int = 1
+) -> ParallelConv:
     """A linear layer for each token."""
     return ParallelConv(
         inputs,
