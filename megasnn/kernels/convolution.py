@@ -83,12 +83,12 @@ def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: G
     if is_pointwise and geometry.stride != (1, 1) and total.shape[1] < NARROW and images.device.type == "cpu":
         images, geometry = _at_stride_one(images, geometry, grad.shape[2:])
     if _is_matrix_product(images, total, geometry, FEW_SUMMED_ROWS):
-        of_output = grad.movedim(1, -1).reshape(-1, grad.shape[1])
+        grad_rows = grad.movedim(1, -1).reshape(-1, grad.shape[1])
         rows = images.movedim(1, -1).reshape(-1, images.shape[1])
-        if total.dtype == of_output.dtype:
-            total.flatten(1).addmm_(of_output.t(), rows)
+        if total.dtype == grad_rows.dtype:
+            total.flatten(1).addmm_(grad_rows.t(), rows)
         else:
-            total.flatten(1).add_(of_output.t() @ rows)
+            total.flatten(1).add_(grad_rows.t() @ rows)
         return
     # Where images are narrower than the stride, oneDNN leaves parts of a bfloat16 weight gradient unwritten: with
     # AVX-512 it skips columns of the kernel over padding alone (seen in torch 2.13 to 2.15). In float32 it writes them.

@@ -77,8 +77,8 @@ def norm_pool_neuron(
     if own_values == 1 and norm.running is None and norm.shared is None:
         raise ValueError(f"batch statistics need more than one value per channel, got input {tuple(own.shape)}")
     if x.is_meta:
-        of_channels = x.new_empty(x.shape[2:3])
-        return NormNeuronOutput(x.new_empty(norm_neuron.shape_of_spikes(x)), of_channels, of_channels, own_values)
+        moment = x.new_empty(x.shape[2:3])
+        return NormNeuronOutput(x.new_empty(norm_neuron.shape_of_spikes(x)), moment, moment, own_values)
     x = channels_last(x)
     kernels = norm_neuron_kernels(backend, x, norm_neuron)
     kernels_of_own = kernels
@@ -178,12 +178,12 @@ class _NormNeuronFunction(Function):
         own_values = kernels.values
         if own_values:
             count = own_values if ctx.values is not None and ctx.shared is None else None
-            sums, intermediate, of_weight, of_bias = kernels.backward_sums(inputs, g_spikes, need_w, count)
+            sums, intermediate, g_weight, g_bias = kernels.backward_sums(inputs, g_spikes, need_w, count)
         else:
             # A rank without values still takes part in the exchange below.
             sums = x.new_zeros((3, kernels.channels), dtype=torch.float64)
             intermediate = None
-            of_weight, of_bias = parameter_gradients(sums, inputs, kernels.norm_neuron.eps)
+            g_weight, g_bias = parameter_gradients(sums, inputs, kernels.norm_neuron.eps)
         g_x = None
         if need_x:
             all_sums = None if ctx.values is None else sums
@@ -201,7 +201,7 @@ class _NormNeuronFunction(Function):
         if need_w:
             assert inputs.w is not None
             g_w = gradient_of_w(sums[2].sum(), inputs.w, kernels.norm_neuron.spec)
-        return g_x, of_weight, of_bias, g_w, None
+        return g_x, g_weight, g_bias, g_w, None
 
 
 def _subtracted_means(inputs: NormNeuronInput, eps: float, x: Tensor, means: Tensor) -> Tensor:

@@ -133,13 +133,13 @@ class BackwardSums(NamedTuple, Generic[Intermediate]):
     Attributes:
         sums: `[3, C]` in double precision: g, the normalised input's gradient; g (x - mean); the sum for
             `gradient_of_w`, which may be missing where nothing is learned.
-        of_weight, of_bias: gradients `[C]` for the norm's scale and shift, in their types; None for an absent one.
+        g_weight, g_bias: gradients `[C]` for the norm's scale and shift, in their types; None for an absent one.
     """
 
     sums: Tensor
     intermediate: Intermediate
-    of_weight: Tensor | None
-    of_bias: Tensor | None
+    g_weight: Tensor | None
+    g_bias: Tensor | None
 
 
 class NormNeuronKernels(ABC, Generic[Intermediate]):
@@ -207,13 +207,13 @@ class NeuronKernels(ABC):
 
 def parameter_gradients(sums: Tensor, inputs: NormNeuronInput, eps: float) -> tuple[Tensor | None, Tensor | None]:
     """Gradients for the norm's scale and shift, from `BackwardSums.sums`."""
-    of_weight = None
-    of_bias = None
+    g_weight = None
+    g_bias = None
     if inputs.weight is not None:
-        of_weight = (sums[1] * (inputs.variance + eps).rsqrt()).to(inputs.weight.dtype)
+        g_weight = (sums[1] * (inputs.variance + eps).rsqrt()).to(inputs.weight.dtype)
     if inputs.bias is not None:
-        of_bias = sums[0].to(inputs.bias.dtype)
-    return of_weight, of_bias
+        g_bias = sums[0].to(inputs.bias.dtype)
+    return g_weight, g_bias
 
 
 def gradient_of_w(total: Tensor, w: Tensor, spec: NeuronSpec) -> Tensor:

@@ -207,8 +207,8 @@ class _Recomputed(torch.autograd.Function):
         with_gradient = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
         if not with_gradient:
             return (None, *(None for _ in needed))
-        results, of_results = zip(*with_gradient, strict=True)
-        found = iter(torch.autograd.grad(results, wanted, of_results, allow_unused=True))
+        results, result_gradients = zip(*with_gradient, strict=True)
+        found = iter(torch.autograd.grad(results, wanted, result_gradients, allow_unused=True))
         return (None, *(next(found) if needs else None for needs in needed))
 
 
@@ -258,13 +258,13 @@ class TorchNormNeuron(NormNeuronKernels[Tensor]):
         with torch.enable_grad():
             spikes = _spikes(y, q, norm_neuron)
         wanted = [y] if q is None or not learn else [y, q]
-        g, *of_q = torch.autograd.grad(spikes, wanted, g_spikes.to(y.dtype))
+        g, *g_q = torch.autograd.grad(spikes, wanted, g_spikes.to(y.dtype))
         sums = g.new_zeros((3, x.shape[2]), dtype=torch.float64)
         over = [dim for dim in range(g.ndim) if dim != 2]
         sums[0] = g.sum(over, dtype=torch.float64)
-        sums[1] = (g * (x.to(g.dtype) - _of_channels(inputs.mean, g))).sum(over, dtype=torch.float64)
-        if q is not None and of_q:
-            total = of_q[0].sum()
+        sums[1] = (g * (x.to(g.dtype) - _channel_values(inputs.mean, g))).sum(over, dtype=torch.float64)
+        if q is not None and g_q:
+            total = g_q[0].sum()
             if norm_neuron.spec.decay_input:
                 # `gradient_of_w` then multiplies by (1 - q) / q in place of q (1 - q).
                 total = total * q.detach() ** 2
@@ -278,13 +278,13 @@ class TorchNormNeuron(NormNeuronKernels[Tensor]):
         g = intermediate
         precision = (inputs.variance.double() + self.norm_neuron.eps).reciprocal()
         if sums is not None:
-            mean_g = _of_channels(sums[0] / count, g)
-            of_deviations = _of_channels(sums[1] * precision / count, g)
-            g = g - mean_g - (x.to(g.dtype) - _of_channels(inputs.mean, g)) * of_deviations
+            mean_g = _channel_values(sums[0] / count, g)
+            g_per_deviation = _channel_values(sums[1] * precision / count, g)
+            g = g - mean_g - (x.to(g.dtype) - _channel_values(inputs.mean, g)) * g_per_deviation
         scale = precision.sqrt()
         if inputs.weight is not None:
             scale = scale * inputs.weight.detach()
-        return (g * _of_channels(scale, g)).to(x.dtype)
+        return (g * _channel_values(scale, g)).to(x.dtype)
 
 
 class TorchNeuron(NeuronKernels):
@@ -327,7 +327,7 @@ def _spikes(y: Tensor, q: Tensor | None, norm_neuron: NormNeuron) -> Tensor:
     return spikes
 
 
-def _of_channels(values: Tensor, like: Tensor) -> Tensor:
+def _channel_values(values: Tensor, like: Tensor) -> Tensor:
     """Values `[C]` in a shape and type that broadcast with `[T, N, C, ...]`."""
     return values.detach().to(like.dtype).view(-1, *[1] * (like.ndim - 3))
 

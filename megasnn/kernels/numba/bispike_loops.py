@@ -86,14 +86,14 @@ def back_ternary_lanes(like, first, last, g_spikes, g_last, g_x, places, inside,
     past = large(g_x)
     zero = one - one
     for j in range(first, last, count_of(like)):
-        of_v = filled(zero, like)
+        g_potential = filled(zero, like)
         if g_last is not None:
-            of_v = load(g_last, 0, j, like)
+            g_potential = load(g_last, 0, j, like)
         for t in range(steps - 1, -1, -1):
             prefetch(g_spikes, t, j + AHEAD, like)
             above = load_bits(places, t * row, j, like)
             below = load_bits(places, (steps + t) * row, j, like)
             within = load_bits(inside, t * row, j, like)
-            of_spike = where(within, load(g_spikes, t, j, like) * scales[3, t], zero)
-            of_v = of_spike + of_v * where(above, zero, where(below, scales[1, t], scales[2, t]))
-            stream(g_x, t, j, of_v, past)
+            g_spike = where(within, load(g_spikes, t, j, like) * scales[3, t], zero)
+            g_potential = g_spike + g_potential * where(above, zero, where(below, scales[1, t], scales[2, t]))
+            stream(g_x, t, j, g_potential, past)

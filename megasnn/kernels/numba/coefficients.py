@@ -27,7 +27,7 @@ def norm_coefficients(mean, variance, weight, bias, eps, coefficients):
 
 
 @kernel
-def fold_slices(slices, coefficients, total, of_weight, of_bias):
+def fold_slices(slices, coefficients, total, g_weight, g_bias):
     """Sums a backward's `slices [n, 3, C]` to `total [3, C]`, and gives the norm's parameter gradients `[C]`."""
     # From the first slice to the last: slices depend only on sizes, and so the order does on no number of threads.
     total[:] = slices[0]
@@ -36,8 +36,8 @@ def fold_slices(slices, coefficients, total, of_weight, of_bias):
             for c in range(total.shape[1]):
                 total[k, c] += slices[index, k, c]
     for c in range(total.shape[1]):
-        of_weight[c] = total[1, c] * coefficients[3, c]
-        of_bias[c] = total[0, c]
+        g_weight[c] = total[1, c] * coefficients[3, c]
+        g_bias[c] = total[0, c]
 
 
 def repeated(coefficients, rows, length, like):
@@ -62,7 +62,7 @@ def _repeated(coefficients, rows, length, like):
 
 
 @part
-def of_input_gradient(coefficients, sums, count):
+def input_gradient_coefficients(coefficients, sums, count):
     """`[4, C]`: scale, mean, mean gradient, mean gradient per deviation of the input; `sums [3, C]`."""
     found = np.empty(coefficients.shape)
     for c in range(coefficients.shape[1]):

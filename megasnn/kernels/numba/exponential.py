@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from megasnn.kernels.numba.lanes import constant_lanes, multiply_add, of_lanes, where
+from megasnn.kernels.numba.lanes import call_intrinsic, constant_lanes, multiply_add, where
 
 
 class _Format(NamedTuple):
@@ -57,7 +57,7 @@ def _exponential_series(context, r):
         # Horner's scheme: a term takes one multiply-add, rounded once.
         for k in range(c.degree - 1, -1, -1):
             term = constant_lanes(vector, float(c.number(1.0 / math.factorial(k))))
-            result = of_lanes(builder, "llvm.fma", result, args[0], term)
+            result = call_intrinsic(builder, "llvm.fma", result, args[0], term)
         return result
 
     return r(r), generate

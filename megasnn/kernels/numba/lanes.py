@@ -163,8 +163,8 @@ def _prefetch(context, array, row, column, like):
         for start in range(0, size, _LINE):
             line = builder.gep(place, [ir.IntType(64)(start)])
             for_reading = ir.IntType(32)(0)
-            of_data = ir.IntType(32)(1)
-            builder.call(prefetch, [line, for_reading, ir.IntType(32)(_L2), of_data])
+            data_cache = ir.IntType(32)(1)
+            builder.call(prefetch, [line, for_reading, ir.IntType(32)(_L2), data_cache])
 
     return types.void(array, types.intp, types.intp, like), generate
 
@@ -237,7 +237,7 @@ def _where(context, flags, a, b):
     return kind(flags, a, b), generate
 
 
-def of_lanes(builder: Any, name: str, *vectors: Any) -> Any:
+def call_intrinsic(builder: Any, name: str, *vectors: Any) -> Any:
     kind = vectors[0].type
     function = ir.FunctionType(kind, [kind] * len(vectors))
     # The names of LLVM's intrinsics end in the type, as llvm.fma.v8f32.
@@ -252,7 +252,7 @@ def _multiply_add(context, a, b, c):
 
     def generate(context, builder, signature, args):
         lanes = [_as_lanes(builder, each, of, kind.count) for each, of in zip(args, kinds, strict=True)]
-        return of_lanes(builder, "llvm.fma", *lanes)
+        return call_intrinsic(builder, "llvm.fma", *lanes)
 
     return kind(a, b, c), generate
 
@@ -311,7 +311,7 @@ _define(operator.sub, 2, _same, ir.IRBuilder.fsub)
 _define(operator.mul, 2, _same, ir.IRBuilder.fmul)
 _define(operator.truediv, 2, _same, ir.IRBuilder.fdiv)
 _define(operator.neg, 1, _same, ir.IRBuilder.fneg)
-_define(abs, 1, _same, lambda builder, a: of_lanes(builder, "llvm.fabs", a))
+_define(abs, 1, _same, lambda builder, a: call_intrinsic(builder, "llvm.fabs", a))
 # Ordered comparisons are false for a NaN, as torch's are.
 _define(operator.ge, 2, _flags, lambda builder, a, b: builder.fcmp_ordered(">=", a, b))
 _define(operator.lt, 2, _flags, lambda builder, a, b: builder.fcmp_ordered("<", a, b))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megasnn.kernels.numba.coefficients import of_input_gradient, repeated
+from megasnn.kernels.numba.coefficients import input_gradient_coefficients, repeated
 from megasnn.kernels.numba.jit import kernel, part
 from megasnn.kernels.numba.lanes import count_of, lane_of, lanes_of, load, store
 from megasnn.kernels.numba.time_loop import LANES, back, fire_run
@@ -155,7 +155,7 @@ def norm_input_gradient(x, g, coefficients, sums, count, period, width, first, l
 
     `sums [3, C]` over `count` values; `period`: length of the repeated coefficients.
     """
-    wide = repeated(of_input_gradient(coefficients, sums, count), 4, period, x)
+    wide = repeated(input_gradient_coefficients(coefficients, sums, count), 4, period, x)
     many = lanes_of(x[0, 0])
     one = lane_of(x[0, 0])
     for index in range(first, last):

@@ -121,11 +121,11 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
                 rows, coefficients, None, flat, None, g_rows, sums, channels, length, blocks, p,
             )  # fmt: skip
         total = np.empty((3, channels))
-        of_weight = np.empty(channels)
-        of_bias = np.empty(channels)
-        fold_slices(sums, coefficients, total, of_weight, of_bias)
-        g_weight = None if inputs.weight is None else torch.from_numpy(of_weight).to(inputs.weight.dtype)
-        g_bias = None if inputs.bias is None else torch.from_numpy(of_bias).to(inputs.bias.dtype)
+        weight_gradient = np.empty(channels)
+        bias_gradient = np.empty(channels)
+        fold_slices(sums, coefficients, total, weight_gradient, bias_gradient)
+        g_weight = None if inputs.weight is None else torch.from_numpy(weight_gradient).to(inputs.weight.dtype)
+        g_bias = None if inputs.bias is None else torch.from_numpy(bias_gradient).to(inputs.bias.dtype)
         return BackwardSums(torch.from_numpy(total), g, g_weight, g_bias)
 
     def input_gradient(

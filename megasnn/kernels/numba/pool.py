@@ -110,24 +110,24 @@ def route_lanes(like, first, last, g, place, t, width, middle, column, places, g
     for c in range(first, last, count_of(like)):
         at = column * channels + c
         winner = load(place, t, at, like)
-        of_winner = load(g, t, at, like)
+        g_winner = load(g, t, at, like)
         right = filled(-places[1], like)  # nobody
-        of_right = of_winner
+        g_right = g_winner
         if has_right:
             right = load(place, t, at + channels, like)
-            of_right = load(g, t, at + channels, like)
+            g_right = load(g, t, at + channels, like)
         for line in range(max(middle - 1, 0), min(middle + 2, height)):
             number = 3 * (line - middle + 1)
             row = line * width + 2 * column
             # An earlier output row has reached this line.
             has_earlier = line < middle and line > 0
-            even = where(winner == places[number + 1], of_winner, zero)
+            even = where(winner == places[number + 1], g_winner, zero)
             if has_earlier:
                 even = load(g_image, row, c, like) + even
             store(g_image, row, c, even)
             if has_odd:
-                odd = where(winner == places[number + 2], of_winner, zero)
-                odd = odd + where(right == places[number], of_right, zero)
+                odd = where(winner == places[number + 2], g_winner, zero)
+                odd = odd + where(right == places[number], g_right, zero)
                 if has_earlier:
                     odd = load(g_image, row + 1, c, like) + odd
                 store(g_image, row + 1, c, odd)

@@ -55,8 +55,8 @@ def sum_rows(like, rest, spikes, weight, out, column, band, sizes, steps, offset
                         at_y = y * down + offsets[place, 0]
                         at_x = x * right + offsets[place, 1]
                         if 0 <= at_y < height and 0 <= at_x < width:
-                            of_pixel = ((at_y - top) * width + at_x) * all_words
-                            for k in range(starts[of_pixel + word], starts[of_pixel + last_word]):
+                            first_word = ((at_y - top) * width + at_x) * all_words
+                            for k in range(starts[first_word + word], starts[first_word + last_word]):
                                 row = place * channels + channels_of[k]
                                 value = values[k]
                                 a = multiply_add(load(weight, row, column, like), value, a)

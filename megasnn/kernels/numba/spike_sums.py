@@ -269,9 +269,9 @@ class Work:
             share: the input's nonzero fraction.
             threads: for a weight gradient; 1 for an output.
         """
-        of_pixel = self.columns * self.places
+        products_per_value = self.columns * self.places
         adding = _ADDING * max(1.0, _LONG / (self.columns * self.itemsize))
-        per_value = share * (adding + _LISTING / of_pixel) + _PACKING / of_pixel
-        once = _TURNING / self.pixels + _CALLING / (2 * self.pixels * self.channels * of_pixel)
+        per_value = share * (adding + _LISTING / products_per_value) + _PACKING / products_per_value
+        once = _TURNING / self.pixels + _CALLING / (2 * self.pixels * self.channels * products_per_value)
         time = per_value + once + _STARTING / (self.channels * self.columns) + _SHARING * (threads - 1)
         return time <= LIMIT

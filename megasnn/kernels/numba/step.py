@@ -162,12 +162,12 @@ def _fired(h, reset):
     return {Hard: lambda h, reset: reset.by, Soft: lambda h, reset: h - reset.by}[reset.instance_class]
 
 
-def of_potential(g_v, h, threshold, zero, reset):
+def potential_gradient(g_v, h, threshold, zero, reset):
     """Direct part of h's gradient, from the gradient of the potential after firing."""
 
 
-@scalar(of_potential)
-def _of_potential(g_v, h, threshold, zero, reset):
+@scalar(potential_gradient)
+def _potential_gradient(g_v, h, threshold, zero, reset):
     # A hard reset sets the potential to a constant, which cuts the direct path at a spike.
     def hard(g_v, h, threshold, zero, reset):
         return where(h >= threshold, zero, g_v)
@@ -175,12 +175,12 @@ def _of_potential(g_v, h, threshold, zero, reset):
     return hard if reset.instance_class is Hard else lambda g_v, h, threshold, zero, reset: g_v
 
 
-def of_spike(g_spike, g_v, h, path):
+def spike_gradient(g_spike, g_v, h, path):
     """A spike's gradient, with the part through the reset."""
 
 
-@scalar(of_spike)
-def _of_spike(g_spike, g_v, h, path):
+@scalar(spike_gradient)
+def _spike_gradient(g_spike, g_v, h, path):
     if path.instance_class is Detached:
         return lambda g_spike, g_v, h, path: g_spike
     return lambda g_spike, g_v, h, path: g_spike + g_v * (path.jump - path.slide * h)
@@ -203,12 +203,12 @@ def _surrogate_gradient(above, surrogate, one):
     return {Sigmoid: sigmoid, ATan: atan}[surrogate.instance_class]
 
 
-def of_factor(h, v, g_x, charge):
+def factor_gradient(h, v, g_x, charge):
     """The charging factor's gradient term, for `gradient_of_w`; v is the potential before the step."""
 
 
-@scalar(of_factor)
-def _of_factor(h, v, g_x, charge):
+@scalar(factor_gradient)
+def _factor_gradient(h, v, g_x, charge):
     # With decaying input h - v = q (x - (v - rest)) and g_x = q g_h; otherwise g_x = g_h.
     if charge.instance_class is DecayScaled:
         return lambda h, v, g_x, charge: g_x * (h - v)

@@ -23,7 +23,14 @@ from megasnn.kernels.numba.lanes import (
     stream,
     where,
 )
-from megasnn.kernels.numba.step import charged, fired, of_factor, of_potential, of_spike, surrogate_gradient
+from megasnn.kernels.numba.step import (
+    charged,
+    factor_gradient,
+    fired,
+    potential_gradient,
+    spike_gradient,
+    surrogate_gradient,
+)
 
 # Lanes run all steps before the next lanes start, so that potentials, their gradients, sums and coefficients stay in
 # registers. The next values lie in as many rows of memory as there are steps. Hardware prefetchers cannot track so many
@@ -102,7 +109,7 @@ def back(x, from_x, norm, v_first, g_spikes, low, n, g_v, g_x, sums, p, scratch)
     """Runs `n` neurons backward: `g_spikes` from column `low` on; x, potentials, g_x from `from_x` on.
 
     `g_v` holds the last potential's gradient, and afterwards the first's. `sums [3, >= n]` grows by g_x and
-    g_x (x - mean) with a norm, and by `of_factor` with a learned factor. `scratch [2 T, LANES]`.
+    g_x (x - mean) with a norm, and by `factor_gradient` with a learned factor. `scratch [2 T, LANES]`.
     """
     many = lanes_of(p.rest)
     one = lane_of(p.rest)
@@ -123,7 +130,7 @@ def lanes_back(like, first, last, x, at_x, norm, v_first, g_spikes, at, g_v, g_x
         shift = like
         mean = like
         first_v = like
-        of_v = filled(p.zero, like)
+        g_potential = filled(p.zero, like)
         sum_g = filled(p.zero, like)
         sum_gx = filled(p.zero, like)
         if norm is not None:
@@ -135,7 +142,7 @@ def lanes_back(like, first, last, x, at_x, norm, v_first, g_spikes, at, g_v, g_x
         if v_first is not None:
             first_v = load(v_first, 0, at_x + j, like)
         if g_v is not None:
-            of_v = load(g_v, 0, at_x + j, like)
+            g_potential = load(g_v, 0, at_x + j, like)
         v = first_v
         # Potentials before firing, computed again, go to row t of `scratch`.
         for t in range(steps):
@@ -155,17 +162,17 @@ def lanes_back(like, first, last, x, at_x, norm, v_first, g_spikes, at, g_v, g_x
         for t in range(steps - 1, -1, -1):
             row = min(t, input_steps - 1)
             h = load(scratch, t, 0, like)
-            direct = of_potential(of_v, h, p.threshold, p.zero, p.reset)
-            upstream = of_spike(load(g_spikes, t, at + j, like), of_v, h, p.path)
+            direct = potential_gradient(g_potential, h, p.threshold, p.zero, p.reset)
+            upstream = spike_gradient(load(g_spikes, t, at + j, like), g_potential, h, p.path)
             g_h = multiply_add(upstream, load(scratch, steps + t, 0, like), direct)
             g = g_h * p.into
-            of_v = g_h * p.through
+            g_potential = g_h * p.through
             if norm is not None:
                 sum_g = sum_g + g
                 sum_gx = sum_gx + g * (load(x, row, at_x + j, like) - mean)
             if p.learn:
                 before = after(load(scratch, t - 1, 0, like), p) if t > 0 else first_v
-                store(sums, 2, j, load(sums, 2, j, like) + of_factor(h, before, g, p.charge))
+                store(sums, 2, j, load(sums, 2, j, like) + factor_gradient(h, before, g, p.charge))
             if input_steps < steps and t < steps - 1:
                 g = load(g_x, row, at_x + j, like) + g
             stream(g_x, row, at_x + j, g, past)
@@ -173,7 +180,7 @@ def lanes_back(like, first, last, x, at_x, norm, v_first, g_spikes, at, g_v, g_x
             store(sums, 0, j, sum_g)
             store(sums, 1, j, sum_gx)
         if g_v is not None:
-            store(g_v, 0, at_x + j, of_v)
+            store(g_v, 0, at_x + j, g_potential)
 
 
 @part

@@ -79,9 +79,9 @@ def ternary_gradient_kernel(g_spikes, g_last, g_x, g_first, places, within, scal
     """Input gradient; `g_first` gets that of the first potential."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
-    of_v = tl.zeros(place.shape, D)
+    g_potential = tl.zeros(place.shape, D)
     if g_last is not None:
-        of_v = tl.load(g_last + place, mask=inside, other=0)
+        g_potential = tl.load(g_last + place, mask=inside, other=0)
     # From the last time step on.
     last = tl.full((), T - 1, tl.int64)
     g_spikes += last * size
@@ -94,14 +94,14 @@ def ternary_gradient_kernel(g_spikes, g_last, g_x, g_first, places, within, scal
         below = bits_at(places + T * row, place, inside)
         near = bits_at(within, place, inside)
         g = tl.load(g_spikes + place, mask=inside, other=0).to(D) * tl.load(scales + 3 * T)
-        of_v = tl.where(near, g, 0.0) + of_v * carried(above, below, scales, T, D)
-        tl.store(g_x + place, of_v.to(g_x.dtype.element_ty), mask=inside)
+        g_potential = tl.where(near, g, 0.0) + g_potential * carried(above, below, scales, T, D)
+        tl.store(g_x + place, g_potential.to(g_x.dtype.element_ty), mask=inside)
         g_spikes -= size
         g_x -= size
         places -= row
         within -= row
         scales -= 1
-    tl.store(g_first + place, of_v, mask=inside)
+    tl.store(g_first + place, g_potential, mask=inside)
 
 
 class TritonBiSpike(CompiledBiSpike):

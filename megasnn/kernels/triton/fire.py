@@ -12,15 +12,15 @@ import triton.language as tl
 from megasnn.kernels.triton.pool import pooled
 from megasnn.kernels.triton.step import (
     at_step,
+    channel_values,
     charge,
     charging_factor,
-    factor_backward,
+    factor_gradient,
     fed,
     fires,
     first_potential,
     keep_chunk_starts,
     norm_backward,
-    of_channel,
     recomputed,
     reset,
     step_backward,
@@ -43,8 +43,8 @@ def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channe
     v = first_potential(v_first, place, inside, N, D)
     scale, shift = None, None
     if norm is not None:
-        scale = of_channel(norm, 0, place, inside, channels)
-        shift = of_channel(norm, 1, place, inside, channels)
+        scale = channel_values(norm, 0, place, inside, channels)
+        shift = channel_values(norm, 1, place, inside, channels)
     for _ in range(T // AT_ONCE):
         for t in tl.static_range(AT_ONCE):
             if t == 0 or not REPEATED:
@@ -84,7 +84,7 @@ def gradient_of_chunk(x, g_spikes, g_x, place, inside, scale, shift, mean, mean_
         g, g_v = step_backward(h[i], g_spike.to(D), g_v, q, N)
         if LEARN:
             before = reset(h[i - 1], N) if i > 0 else start
-            total += factor_backward(h[i], before, g, N)
+            total += factor_gradient(h[i], before, g, N)
         if REPEATED:
             summed += g
         else:
@@ -120,15 +120,15 @@ def gradient_kernel(x, g_spikes, g_x, norm, mean_gradients, v_first, g_last, g_f
     scale, shift = None, None
     mean, mean_g, mean_gx = None, None, None
     if norm is not None:
-        scale = of_channel(norm, 0, place, inside, channels)
-        shift = of_channel(norm, 1, place, inside, channels)
+        scale = channel_values(norm, 0, place, inside, channels)
+        shift = channel_values(norm, 1, place, inside, channels)
     last = first
     if kept is not None:
         last = keep_chunk_starts(x, place, inside, scale, shift, first, q, size, kept, T, CHUNK, REPEATED, N, D)
     if mean_gradients is not None:
-        mean = of_channel(norm, 2, place, inside, channels)
-        mean_g = of_channel(mean_gradients, 0, place, inside, channels)
-        mean_gx = of_channel(mean_gradients, 1, place, inside, channels)
+        mean = channel_values(norm, 2, place, inside, channels)
+        mean_g = channel_values(mean_gradients, 0, place, inside, channels)
+        mean_gx = channel_values(mean_gradients, 1, place, inside, channels)
     g_v = tl.zeros(place.shape, D)
     if g_last is not None:
         g_v = tl.load(g_last + place, mask=inside, other=0).to(D)

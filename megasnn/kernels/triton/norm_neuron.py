@@ -41,11 +41,11 @@ class TritonIntermediate(NamedTuple):
 class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
     def __init__(self, shape: torch.Size, dtype: torch.dtype, norm_neuron: NormNeuron) -> None:
         super().__init__(shape, dtype, norm_neuron)
-        self._of_statistics = StatisticsLaunches(shape, dtype, norm_neuron.eps)
+        self._statistics_launches = StatisticsLaunches(shape, dtype, norm_neuron.eps)
         self._launches = NormNeuronLaunches(shape, dtype, norm_neuron)
 
     def statistics(self, x: Tensor, norm: BatchNorm | None = None) -> Statistics:
-        launches = self._of_statistics
+        launches = self._statistics_launches
         partial = x.new_empty(launches.partial_shape, dtype=launches.number)
         launches.sums(x, partial)
         values = x.new_empty((2, self.channels), dtype=torch.float64)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megasnn.kernels.triton.step import norm_backward, of_channel
+from megasnn.kernels.triton.step import channel_values, norm_backward
 
 # A forward pools in the kernel that fires. A backward finds the winners again in the kernel of sums; another kernel
 # brings their gradients, rounded to the type of the input, back to their places.
@@ -90,12 +90,12 @@ def pooled_gradient_kernel(x, g_pooled, taps, g_x, norm, mean_gradients,
     step = (tl.program_id(0) // blocks).to(tl.int64)
     place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = place < in_size
-    scale = of_channel(norm, 0, place, inside, channels)
+    scale = channel_values(norm, 0, place, inside, channels)
     mean, mean_g, mean_gx = None, None, None
     if mean_gradients is not None:
-        mean = of_channel(norm, 2, place, inside, channels)
-        mean_g = of_channel(mean_gradients, 0, place, inside, channels)
-        mean_gx = of_channel(mean_gradients, 1, place, inside, channels)
+        mean = channel_values(norm, 2, place, inside, channels)
+        mean_g = channel_values(mean_gradients, 0, place, inside, channels)
+        mean_gx = channel_values(mean_gradients, 1, place, inside, channels)
     g_pooled += step * size
     taps += step * size
     g = gradient_of_windows(g_pooled, taps, place, inside, channels, height, width, above, D)

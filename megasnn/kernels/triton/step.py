@@ -117,7 +117,7 @@ def step_backward(h, g_spike, g_v, q, N: tl.constexpr):
 
 
 @triton.jit
-def factor_backward(h, v, g_x, N: tl.constexpr):
+def factor_gradient(h, v, g_x, N: tl.constexpr):
     """A learned factor's gradient term, for `gradient_of_w`; v is the potential before the step."""
     # With decaying input h - v = q (x - (v - rest)) and g_x = q g_h; otherwise g_x = g_h.
     if N.charge == "CHARGE_SCALE":
@@ -128,7 +128,7 @@ def factor_backward(h, v, g_x, N: tl.constexpr):
 
 
 @triton.jit
-def of_channel(norm, row: tl.constexpr, place, inside, channels):
+def channel_values(norm, row: tl.constexpr, place, inside, channels):
     """For each place, its channel's number in a row of `norm`."""
     # Kernels call this once before all time steps: between stores the compiler would load the numbers again.
     return tl.load(norm + row * channels + place % channels, mask=inside, other=0)

@@ -13,11 +13,11 @@ import triton.language as tl
 from megasnn.kernels.triton.pool import pooled
 from megasnn.kernels.triton.step import (
     at_step,
+    channel_values,
     charging_factor,
-    factor_backward,
+    factor_gradient,
     first_potential,
     keep_chunk_starts,
-    of_channel,
     recomputed,
     reset,
     step_backward,
@@ -208,7 +208,7 @@ def sums_of_chunk(source, g_spikes, place, inside, scale, shift, mean, start, g_
         g, g_v = step_backward(h[i], g_spike.to(D), g_v, q, N)
         if LEARN:
             before = reset(h[i - 1], N) if i > 0 else start
-            total += factor_backward(h[i], before, g, N)
+            total += factor_gradient(h[i], before, g, N)
         if REPEATED:
             summed += g
         else:
@@ -232,7 +232,7 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
                          T: tl.constexpr, CHUNK: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr,
                          LEARN: tl.constexpr, N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
                          COLUMNS: tl.constexpr):  # fmt: skip
-    """`partial [3, programs, row]`: sums of g, g (x - mean), and `factor_backward`.
+    """`partial [3, programs, row]`: sums of g, g (x - mean), and `factor_gradient`.
 
     g is the normalised input's gradient.
 
@@ -244,9 +244,9 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
     program = tl.program_id(0) // blocks
     q = charging_factor(q, N, D)
-    scale = of_channel(norm, 0, column, column < row, channels)[None, :]
-    shift = of_channel(norm, 1, column, column < row, channels)[None, :]
-    mean = of_channel(norm, 2, column, column < row, channels)[None, :]
+    scale = channel_values(norm, 0, column, column < row, channels)[None, :]
+    shift = channel_values(norm, 1, column, column < row, channels)[None, :]
+    mean = channel_values(norm, 2, column, column < row, channels)[None, :]
     done = program * (tiles * ROWS) * row
     place = tl.arange(0, ROWS)[:, None] * row + column[None, :]
     sum_g = tl.zeros(place.shape, D)
