@@ -25,7 +25,7 @@ def _load_kernels(dtype: torch.dtype) -> None:
         x, of_channels = torch.ones(1, 1, 2, 2, 2, dtype=dtype), torch.ones(2, dtype=dtype)
         x, neuron = x.movedim(2, -1).contiguous().movedim(-1, 2), NormNeuron(NeuronSpec(), 1e-5, pool, 1)
         kernels = NumbaNormNeuron(x.shape, dtype, neuron)
-        norm = (*kernels.statistics(x).values, of_channels, of_channels)
+        norm = (*kernels.statistics(x).moments, of_channels, of_channels)
         inputs = NormNeuronInput(x, *norm)
         spikes, _ = kernels.fire(inputs)
         backward = kernels.backward_sums(inputs, spikes, False)

@@ -28,17 +28,18 @@ from megasnn.kernels.spike_codec import remember_bits
 
 
 class NormNeuronOutput(NamedTuple):
-    """
+    """Spikes, and the statistics of the norm before them.
+
     Attributes:
         spikes: `[time_steps, N, C, ...]` in the input's type.
         mean, variance: `[C]` in double precision, without gradient.
-        values: number of values per channel in the statistics; a scalar on the device where ranks share them.
+        values_per_channel: in the statistics; a scalar on the device where ranks share them.
     """
 
     spikes: Tensor
     mean: Tensor
     variance: Tensor
-    values: int | Tensor
+    values_per_channel: int | Tensor
 
 
 def norm_pool_neuron(
@@ -48,7 +49,7 @@ def norm_pool_neuron(
     w: Tensor | None = None,
     *,
     backend: str = AUTO_BACKEND,
-    fires: bool = True,
+    without_spikes: bool = False,
 ) -> NormNeuronOutput:
     """Batch norm, then optionally ``MaxPool2d(3, stride=2, padding=1)``, then a layer of neurons at rest.
 
@@ -57,7 +58,7 @@ def norm_pool_neuron(
     Args:
         x: ``[T, N, C, H, W]`` or ``[T, N, C, L]``, with ``time_steps`` steps or 1. On the meta device only shapes are
             computed. With ``norm_neuron.above`` it begins with another rank's row, which is not in the statistics.
-        fires: False skips the spikes and returns zeros without memory; recomputation needs only the graph.
+        without_spikes: returns zeros without memory; a recomputation needs only the graph for backward.
 
     Raises:
         ValueError: an unknown or unusable backend, time steps that do not fit, or statistics over a single value.
@@ -86,20 +87,20 @@ def norm_pool_neuron(
         # Kernels for statistics take dense memory. This copy is the only one that the foreign row costs.
         own = channels_last(own)
         kernels_of_own = norm_neuron_kernels(backend, own, norm_neuron)
-    (values, coefficients), count = _statistics(kernels_of_own, own.detach(), norm)
+    (moments, coefficients), count = _statistics(kernels_of_own, own.detach(), norm)
     call = _Call(
         kernels,
-        values,
+        moments,
         coefficients,
-        values=count if norm.running is None else None,
+        values_per_channel=count if norm.running is None else None,
         shared=norm.shared,
-        fires=fires,
+        without_spikes=without_spikes,
         # Writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
         packed=torch.is_grad_enabled() and kernels.largest == 1,
     )
     # For backward only the input and the statistics are stored; the kernels compute everything else again.
     spikes, bits = _NormNeuronFunction.apply(x, norm.weight, norm.bias, w, call)
-    mean, variance = values.unbind()
+    mean, variance = moments.unbind()
     return NormNeuronOutput(remember_bits(spikes, bits), mean, variance, count)
 
 
@@ -108,33 +109,33 @@ def _statistics(kernels: NormNeuronKernels[Any], x: Tensor, norm: BatchNorm) -> 
     shared = norm.shared
     if norm.running is not None:
         running = torch.stack([each.detach().double() for each in norm.running])
-        return _with_coefficients(kernels, running, norm), kernels.values
+        return _with_coefficients(kernels, running, norm), kernels.values_per_channel
     if shared is None:
-        return cached_collective(partial(kernels.statistics, x, norm)), kernels.values
+        return cached_collective(partial(kernels.statistics, x, norm)), kernels.values_per_channel
 
     def over_ranks() -> tuple[Tensor, int | Tensor]:
-        if kernels.values:
-            own = kernels.statistics(x).values
+        if kernels.values_per_channel:
+            own = kernels.statistics(x).moments
         else:
             own = x.new_zeros((2, kernels.channels), dtype=torch.float64)
-        return shared.statistics(own, kernels.values)
+        return shared.statistics(own, kernels.values_per_channel)
 
-    values, count = cached_collective(over_ranks)
-    return _with_coefficients(kernels, values, norm), count
+    moments, count = cached_collective(over_ranks)
+    return _with_coefficients(kernels, moments, norm), count
 
 
-def _with_coefficients(kernels: NormNeuronKernels[Any], values: Tensor, norm: BatchNorm) -> Statistics:
-    mean, variance = values.unbind()
-    return Statistics(values, kernels.coefficients(mean, variance, norm))
+def _with_coefficients(kernels: NormNeuronKernels[Any], moments: Tensor, norm: BatchNorm) -> Statistics:
+    mean, variance = moments.unbind()
+    return Statistics(moments, kernels.coefficients(mean, variance, norm))
 
 
 class _Call(NamedTuple):
     kernels: NormNeuronKernels[Any]
     moments: Tensor  # mean and variance, `[2, C]`
     coefficients: Tensor | None
-    values: int | Tensor | None  # values per channel behind the statistics; None where they do not depend on the input
+    values_per_channel: int | Tensor | None  # in the statistics; None where these do not depend on the input
     shared: Shared | None
-    fires: bool  # compute spikes
+    without_spikes: bool
     packed: bool  # also pack them into bits
 
 
@@ -151,7 +152,7 @@ class _NormNeuronFunction(Function):
         kernels = call.kernels
         mean, variance = call.moments.unbind()
         bits = None
-        if call.fires and x.numel():
+        if x.numel() and not call.without_spikes:
             inputs = NormNeuronInput(x, mean, variance, weight, bias, w, call.coefficients)
             spikes, bits = kernels.fire(inputs, call.packed)
         else:
@@ -159,7 +160,7 @@ class _NormNeuronFunction(Function):
         # A missing gradient stays None, so that backward computes nothing for it.
         ctx.set_materialize_grads(False)
         ctx.kernels = kernels
-        ctx.values = call.values
+        ctx.values_per_channel = call.values_per_channel
         ctx.shared = call.shared
         ctx.save_for_backward(x, mean, variance, weight, bias, w, call.coefficients)
         return spikes, bits
@@ -175,9 +176,9 @@ class _NormNeuronFunction(Function):
         x = inputs.x
         need_x, _, _, need_w, _ = ctx.needs_input_grad
         g_spikes = channels_last(g_spikes)
-        own_values = kernels.values
+        own_values = kernels.values_per_channel
         if own_values:
-            count = own_values if ctx.values is not None and ctx.shared is None else None
+            count = own_values if ctx.values_per_channel is not None and ctx.shared is None else None
             sums, intermediate, g_weight, g_bias = kernels.backward_sums(inputs, g_spikes, need_w, count)
         else:
             # A rank without values still takes part in the exchange below.
@@ -186,10 +187,10 @@ class _NormNeuronFunction(Function):
             g_weight, g_bias = parameter_gradients(sums, inputs, kernels.norm_neuron.eps)
         g_x = None
         if need_x:
-            all_sums = None if ctx.values is None else sums
+            all_sums = None if ctx.values_per_channel is None else sums
             if all_sums is not None and ctx.shared is not None:
                 # Scaled, because the kernels divide by this rank's number of values to get a mean over all ranks.
-                all_sums = ctx.shared.total(sums) * (own_values / ctx.values)
+                all_sums = ctx.shared.total(sums) * (own_values / ctx.values_per_channel)
             g_x = x
             if own_values:
                 g_x = kernels.input_gradient(inputs, g_spikes, all_sums, own_values, intermediate)

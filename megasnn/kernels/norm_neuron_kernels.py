@@ -85,18 +85,20 @@ class BatchNorm(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """
+    """A micro-batch's statistics, which the norm normalises with.
+
     Attributes:
-        values: each channel's mean and biased variance, `[2, C]` in double precision.
+        moments: each channel's mean and biased variance, `[2, C]` in double precision.
         coefficients: see `NormNeuronInput`; None where they were not asked for, or the backend has none.
     """
 
-    values: Tensor
+    moments: Tensor
     coefficients: Tensor | None = None
 
 
 class NormNeuronInput(NamedTuple):
-    """
+    """Input of norm and neurons, with statistics to normalise with.
+
     Attributes:
         x: `[X, N, C, ...]` with X = T or 1, channels-last in memory.
         mean, variance: `[C]`, the biased variance, in double precision.
@@ -154,7 +156,7 @@ class NormNeuronKernels(ABC, Generic[Intermediate]):
         self.dtype = dtype
         self.norm_neuron = norm_neuron
         self.channels = shape[2]
-        self.values = shape.numel() // self.channels
+        self.values_per_channel = shape.numel() // self.channels
         self.largest = norm_neuron.spec.largest
 
     @abstractmethod

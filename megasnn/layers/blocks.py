@@ -64,7 +64,7 @@ class ConvNormNeuron(nn.Module):
             and not context.stateful
             and not context.numerics.traceable
         )
-        self._fires = True
+        self._without_spikes = False
         self._norm_neurons: dict[tuple[int, float, int], NormNeuron] = {}  # by time steps, the norm's eps, rows above
         # In the order of computation, which is the order of the parameters.
         self.conv = ParallelConv(
@@ -84,14 +84,24 @@ class ConvNormNeuron(nn.Module):
         self.max_pool = MaxPool(context) if max_pool else None
 
     def forward(self, x: Tensor) -> Tensor:
-        # Parts and parameters from their tables: nn.Module finds an attribute by a call of Python.
-        parts = self._modules
-        conv = parts["conv"]
-        norm = parts["norm"]
-        neuron = parts["neuron"]
+        # From their table: nn.Module finds an attribute by a call of Python.
+        norm = self._modules["norm"]
+        neuron = self._modules["neuron"]
+        # A part may be replaced after construction.
+        if self.is_fused and isinstance(norm, ParallelBatchNorm) and isinstance(neuron, ParallelNeuron):
+            return self._fused(x, norm, neuron)
+        return self._one_by_one(x)
+
+    def _one_by_one(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x))
+        if self.max_pool is not None:
+            y = self.max_pool(y)
+        return self.neuron(y)
+
+    def _fused(self, x: Tensor, norm: ParallelBatchNorm, neuron: ParallelNeuron) -> Tensor:
+        # Parameters, too, come from their tables.
+        conv = self._modules["conv"]
         assert isinstance(conv, ParallelConv)
-        if not (self.is_fused and isinstance(norm, ParallelBatchNorm) and isinstance(neuron, ParallelNeuron)):
-            return self._one_by_one(x)
         fixed = norm.fixed_statistics
         weight = norm._parameters["weight"]
         bias: Tensor | None = norm._parameters["bias"]
@@ -114,7 +124,7 @@ class ConvNormNeuron(nn.Module):
             norm_neuron,
             neuron._parameters["w"],
             backend=neuron.backend,
-            fires=self._fires,
+            without_spikes=self._without_spikes,
         )
         if fixed is None:
             if cancelled_bias is not None:
@@ -123,20 +133,14 @@ class ConvNormNeuron(nn.Module):
             norm.record(mean, variance, steps // y.shape[0] * count)
         return neuron.observe(spikes)
 
-    def _one_by_one(self, x: Tensor) -> Tensor:
-        y = self.norm(self.conv(x))
-        if self.max_pool is not None:
-            y = self.max_pool(y)
-        return self.neuron(y)
-
     @contextmanager
-    def graph_only(self) -> Iterator[None]:
-        """Replaces spikes by zeros in fused forwards inside; recomputation needs only the graph for backward."""
-        self._fires = False
+    def without_spikes(self) -> Iterator[None]:
+        """Fused forwards inside return zeros: a recomputation needs only the graph for backward."""
+        self._without_spikes = True
         try:
             yield
         finally:
-            self._fires = True
+            self._without_spikes = False
 
 
 def neuron_uses(layers: Iterable[nn.Module]) -> set[NeuronUse]:

@@ -125,7 +125,7 @@ class PipelineChunk(nn.Module):
         last = layers[-1] if layers else None
         # A derived class may use the spikes in a forward of its own.
         if isinstance(last, ConvNormNeuron) and type(last).forward is ConvNormNeuron.forward and not self.is_last:
-            self.without_spikes = last.graph_only
+            self.without_spikes = last.without_spikes
         self._context = context
         self._rows = context.row_group
         self._tokens = context.token_group

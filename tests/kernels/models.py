@@ -166,7 +166,7 @@ def two_ranks_equal_one(backend: str) -> None:
     parts = [(in_order(x[:, part]), in_order(g[:, part])) for part in (slice(1), slice(1, None))]
     counts = [part.numel() // 6 for part, _ in parts]
     kernels = [norm_neuron_kernels(backend, part, norm_neuron) for part, _ in parts]
-    found = [each.statistics(part).values for each, (part, _) in zip(kernels, parts, strict=True)]
+    found = [each.statistics(part).moments for each, (part, _) in zip(kernels, parts, strict=True)]
     mean = sum(n * each[0] for n, each in zip(counts, found, strict=True)) / sum(counts)
     moments = [n * (each[1] + (each[0] - mean) ** 2) for n, each in zip(counts, found, strict=True)]
     norm = (mean, sum(moments) / sum(counts), weight, bias)

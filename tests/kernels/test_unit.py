@@ -194,7 +194,7 @@ def test_large_results_equal_those_of_their_samples(channels) -> None:
     x, g = channels_last(4, 6, channels, 29, 25), channels_last(4, 6, channels, 29, 25, seed=3)
     assert x.nbytes >= 4 * 2**20 > x.nbytes / 6
     kernels, of_whole = (norm_neuron_kernels("fused", each, norm_neuron) for each in (x[:, :1], x))
-    norm = (*of_whole.statistics(x).values, None, None)
+    norm = (*of_whole.statistics(x).moments, None, None)
     given = [NormNeuronInput(in_order(x[:, n : n + 1]), *norm) for n in range(6)]
     whole_input = NormNeuronInput(x, *norm)
     spikes = torch.cat([kernels.fire(each)[0] for each in given], dim=1)

@@ -50,17 +50,17 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
         data = pixels_of(x)
         channels = self.channels
         slice_pixels = _ROWS * self._width // channels
-        slices = -(-self.values // slice_pixels)
+        slices = -(-self.values_per_channel // slice_pixels)
         means = np.empty((slices, channels))
         squares = np.empty((slices, channels))
         run_kernel(loops.slice_statistics, slices, data.reshape(-1), channels, self._width, _ROWS, means, squares)
         merged = np.empty((2, channels))
-        run_kernel(loops.merge, 1, means, squares, slice_pixels, self.values, merged)
-        values = torch.from_numpy(merged)
+        run_kernel(loops.merge, 1, means, squares, slice_pixels, self.values_per_channel, merged)
+        moments = torch.from_numpy(merged)
         if norm is None:
-            return Statistics(values)
-        mean, variance = values.unbind()
-        return Statistics(values, self.coefficients(mean, variance, norm))
+            return Statistics(moments)
+        mean, variance = moments.unbind()
+        return Statistics(moments, self.coefficients(mean, variance, norm))
 
     def coefficients(self, mean: Tensor, variance: Tensor, norm: BatchNorm) -> Tensor:
         weight = np.ones(self.channels) if norm.weight is None else _copied(norm.weight)

@@ -48,14 +48,14 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
         launches = self._statistics_launches
         partial = x.new_empty(launches.partial_shape, dtype=launches.number)
         launches.sums(x, partial)
-        values = x.new_empty((2, self.channels), dtype=torch.float64)
+        moments = x.new_empty((2, self.channels), dtype=torch.float64)
         if norm is None:
-            launches.fold(partial, values, None, None, None)
-            return Statistics(values)
+            launches.fold(partial, moments, None, None, None)
+            return Statistics(moments)
         # The same launch gives the coefficients, because no other rank adds to the statistics.
         coefficients = x.new_empty((3, self.channels), dtype=launches.number)
-        launches.fold(partial, values, norm.weight, norm.bias, coefficients)
-        return Statistics(values, coefficients)
+        launches.fold(partial, moments, norm.weight, norm.bias, coefficients)
+        return Statistics(moments, coefficients)
 
     def coefficients(self, mean: Tensor, variance: Tensor, norm: BatchNorm) -> Tensor:
         out = mean.new_empty((3, self.channels), dtype=self._launches.number)
