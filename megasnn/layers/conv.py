@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ from megasnn.layers.row_context import (
     window_rows,
 )
 from megasnn.layers.weighted import Communication, ProductOptions, WeightedLayer
-from megasnn.parallel.sharding import Initialiser
+from megasnn.parallel.sharding import Initialiser, Shard
 from megasnn.parallel_state import Group
 
 Style = Literal["column", "row"]
@@ -44,12 +44,12 @@ class ParallelConv(WeightedLayer):
     The dry run finds the input's content, packing (`megasnn.layers.shape_inference`) and sharding.
 
     Args:
-        kernel_size, stride, padding, dilation, padding_mode: as in torch.
+        kernel_size, stride, padding, dilation, groups, padding_mode: as in torch. With several groups, each rank has
+            whole ones, without communication.
         dims: 2 for frames; 1 for signals, with a weight `[out, in, k]`. With kernel_size 1, dims=1 also accepts frames.
         style: "column" computes own output channels from the whole input, "row" sums over ranks what each computes from
             own input channels; None for the cheaper one.
         blocks: equal output parts, each sharded separately (3 for fused q, k, v).
-        groups: as in torch. With several, each rank has whole ones, without communication.
         pool: side of average-pooling windows on the input.
         pooled_behind: a `MaxPool` follows.
         row_above: compute all rows for own max-pooled rows.
@@ -71,8 +71,6 @@ class ParallelConv(WeightedLayer):
         kernel_size: _Size,
         context: BuildContext | None = None,
         *,
-        initialise: Initialiser | None = None,
-        style: Style | None = None,
         stride: _Size = 1,
         padding: _Size | str = 0,
         dilation: _Size = 1,
@@ -80,52 +78,33 @@ class ParallelConv(WeightedLayer):
         bias: bool = False,
         padding_mode: str = "zeros",
         dims: int = 2,
+        style: Style | None = None,
         blocks: int = 1,
         pool: int = 1,
         pooled_behind: bool = False,
         row_above: bool = False,
+        initialise: Initialiser | None = None,
         initialise_bias: Initialiser | None = None,
     ) -> None:
         # A model's layers are made without the argument: they find the context of the build at work.
         context = context_for(context)
         group = context.tp
-        if style is None:
-            # The style that sends fewer bytes: column sends the input gradient once, row the output forward and
-            # backward, and a gather of spikes is nearly free. Megatron-LM pairs the styles: its activations are dense.
-            style = "row" if in_channels > 2 * out_channels else "column"
-        if style not in ("column", "row"):
-            raise ValueError(f"style must be 'column' or 'row', got {style!r}")
+        style = _checked_style(style, in_channels, out_channels)
         _check_channels(in_channels, out_channels, groups, group.size)
+        window = _window(kernel_size, stride, padding, dilation, dims)
+        edges = _edges_to_add(padding_mode, window.sides, pool, context.row_group)
+        left, _, above, _ = window.sides if edges is None else (0, 0, 0, 0)
+        local_groups = groups if groups == 1 else groups // group.size
+        geometry = Geometry(window.stride, (above, left), window.dilation, local_groups)
+        # Several groups are cut by their outputs in either style.
+        is_row = style == "row" and groups == 1
+        shape = (out_channels, in_channels // groups, *window.kernel[:dims])
+        default = uniform(torch.Size(shape[1:]).numel())
+        fill_bias = (initialise_bias or default) if bias else None
+        weight_shard, bias_shard = _shards(context, shape, is_row, blocks, initialise or default, fill_bias)
         communication = Communication.NONE
         if groups == 1 < group.size:
-            communication = Communication.GATHER if style == "column" else Communication.SCATTER
-        kernel = along_each("kernel_size", kernel_size, dims)
-        shape = (out_channels, in_channels // groups, *kernel[:dims])
-        default = uniform(torch.Size(shape[1:]).numel())
-        local_groups = groups if groups == 1 else groups // group.size
-        dilations = along_each("dilation", dilation, dims)
-        sides = _padded_sides(padding, kernel, dilations, dims)
-        self.edges: list[int] | None = None
-        is_even = sides[0] == sides[1] and sides[2] == sides[3]
-        if padding_mode != "zeros" or not is_even:
-            # The product's kernels pad with zeros, equally on both sides. Other edges are added to the input.
-            _check_edges(padding_mode, sides, pool, context.row_group)
-            self.edges = sides
-            sides = [0, 0, 0, 0]
-        geometry = Geometry(
-            stride=along_each("stride", stride, dims),
-            padding=(sides[2], sides[0]),
-            dilation=dilations,
-            groups=local_groups,
-        )
-        # `context.shard` finds the part of a rank from its coordinates: `group` gives sizes and communicates.
-        if style == "row" and groups == 1:
-            weight_shard = context.shard(shape, dim=1, initialise=initialise or default)
-        else:
-            weight_shard = context.shard(shape, dim=0, blocks=blocks, initialise=initialise or default)
-        bias_shard = None
-        if bias:
-            bias_shard = context.shard((out_channels,), 0, blocks, initialise=initialise_bias or default)
+            communication = Communication.SCATTER if is_row else Communication.GATHER
         # The unpooled input is sent and stored, because spikes pack into bits; the input gradient is sent pooled.
         options = ProductOptions(group, communication, Products(geometry=geometry), pool=pool)
         super().__init__(context, weight_shard, bias_shard, options)
@@ -134,9 +113,11 @@ class ParallelConv(WeightedLayer):
         self.dims = dims
         self.groups = groups
         self.padding_mode = padding_mode
-        self._kernel = torch.Size(kernel)
-        takes_each_pixel = max(*kernel, *geometry.stride, pool) == 1 and self.edges is None
-        self.mixes_tokens = not takes_each_pixel or any(geometry.padding)
+        self.edges = edges
+        self._kernel = torch.Size(window.kernel)
+        takes_each_pixel = max(*window.kernel, *window.stride, pool) == 1
+        pads = edges is not None or any(geometry.padding)
+        self.mixes_tokens = pads or not takes_each_pixel
         # `options.products` may have another geometry, without padding rows.
         self._geometry = geometry
         self._rows = context.row_group
@@ -223,6 +204,17 @@ class ParallelConv(WeightedLayer):
         return images[:, :, 1:] if self.has_row_above else images
 
 
+def _checked_style(style: Style | None, in_channels: int, out_channels: int) -> Style:
+    """The style, by default the one that sends fewer bytes. Raises ValueError for an unknown one."""
+    if style is None:
+        # Column sends the input gradient once, row the output forward and backward, and a gather of spikes is nearly
+        # free. Megatron-LM pairs the styles: its activations are dense.
+        return "row" if in_channels > 2 * out_channels else "column"
+    if style not in ("column", "row"):
+        raise ValueError(f"style must be 'column' or 'row', got {style!r}")
+    return style
+
+
 def _check_channels(in_channels: int, out_channels: int, groups: int, size: int) -> None:
     fits = min(in_channels, out_channels, groups) > 0 and in_channels % groups == out_channels % groups == 0
     if not fits or (groups > 1 and groups % size):
@@ -234,19 +226,65 @@ def _check_channels(in_channels: int, out_channels: int, groups: int, size: int)
         raise ValueError(f"out_channels {out_channels} does not divide by --tensor-model-parallel-size {size}")
 
 
-def _padded_sides(padding: _Size | str, kernel: Sequence[int], dilation: Sequence[int], dims: int) -> list[int]:
-    """Padding left, right, above and below, in the order of `torch.nn.functional.pad`."""
-    if isinstance(padding, str):
-        if padding != "same":
-            raise ValueError(f"padding must be numbers or 'same', got {padding!r}")
-        height, width = (step * (size - 1) for size, step in zip(kernel, dilation, strict=True))
-        # As in torch, an even kernel has one more row and column behind.
-        return [width // 2, width - width // 2, height // 2, height - height // 2]
-    height, width = along_each("padding", padding, dims)
-    return [width, width, height, height]
+def _shards(
+    context: BuildContext,
+    shape: tuple[int, ...],
+    is_row: bool,
+    blocks: int,
+    initialise: Initialiser,
+    initialise_bias: Initialiser | None,
+) -> tuple[Shard, Shard | None]:
+    """Weight and bias, cut by outputs; with `is_row` the weight by inputs. `initialise_bias`: None for no bias."""
+    # `context.shard` finds the part of a rank from its coordinates: the product's group gives sizes and communicates.
+    if is_row:
+        weight = context.shard(shape, dim=1, initialise=initialise)
+    else:
+        weight = context.shard(shape, dim=0, blocks=blocks, initialise=initialise)
+    if initialise_bias is None:
+        return weight, None
+    return weight, context.shard(shape[:1], 0, blocks, initialise=initialise_bias)
 
 
-def _check_edges(mode: str, sides: Sequence[int], pool: int, rows: Group | None) -> None:
+class _Window(NamedTuple):
+    """A convolution's window, each pair along height and width.
+
+    Attributes:
+        sides: padding left, right, above and below, in the order of `torch.nn.functional.pad`.
+    """
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    dilation: tuple[int, int]
+    sides: tuple[int, int, int, int]
+
+
+def _window(kernel_size: _Size, stride: _Size, padding: _Size | str, dilation: _Size, dims: int) -> _Window:
+    """Raises ValueError for sizes that do not fit `dims`, and another text than 'same' for padding."""
+    kernel = along_each("kernel_size", kernel_size, dims)
+    strides = along_each("stride", stride, dims)
+    dilations = along_each("dilation", dilation, dims)
+    if not isinstance(padding, str):
+        height, width = along_each("padding", padding, dims)
+        return _Window(kernel, strides, dilations, (width, width, height, height))
+    if padding != "same":
+        raise ValueError(f"padding must be numbers or 'same', got {padding!r}")
+    height, width = (step * (size - 1) for size, step in zip(kernel, dilations, strict=True))
+    # As in torch, an even kernel has one more row and column behind.
+    sides = (width // 2, width - width // 2, height // 2, height - height // 2)
+    return _Window(kernel, strides, dilations, sides)
+
+
+def _edges_to_add(
+    mode: str, sides: tuple[int, int, int, int], pool: int, rows: Group | None
+) -> tuple[int, int, int, int] | None:
+    """Padding that the layer adds to its input; None if the product pads.
+
+    Raises ValueError for an unknown mode, and for edges that pooling or shared pixel rows do not allow.
+    """
+    left, right, above, below = sides
+    # The product's kernels pad with zeros, equally on both sides.
+    if mode == "zeros" and left == right and above == below:
+        return None
     modes = ("zeros", "reflect", "replicate", "circular")
     if mode not in modes:
         raise ValueError(f"padding_mode must be one of {', '.join(modes)}, got {mode!r}")
@@ -255,6 +293,7 @@ def _check_edges(mode: str, sides: Sequence[int], pool: int, rows: Group | None)
         raise ValueError(f"{text} does not combine with pool={pool}: use padding_mode='zeros' or pool=1")
     if rows is not None:
         raise ValueError(f"{text} needs whole images: use --context-parallel-cut samples")
+    return sides
 
 
 def along_each(name: str, size: _Size, dims: int) -> tuple[int, int]:
