@@ -93,7 +93,7 @@ class ParallelConv(WeightedLayer):
         _check_channels(in_channels, out_channels, groups, group.size)
         window = _window(kernel_size, stride, padding, dilation, dims)
         edges = _edges_to_add(padding_mode, window.sides, pool, context.row_group)
-        left, _, above, _ = window.sides if edges is None else (0, 0, 0, 0)
+        left, _, above, _ = window.sides if edges is None else [0, 0, 0, 0]
         local_groups = groups if groups == 1 else groups // group.size
         geometry = Geometry(window.stride, (above, left), window.dilation, local_groups)
         # Several groups are cut by their outputs in either style.
@@ -255,7 +255,7 @@ class _Window(NamedTuple):
     kernel: tuple[int, int]
     stride: tuple[int, int]
     dilation: tuple[int, int]
-    sides: tuple[int, int, int, int]
+    sides: list[int]
 
 
 def _window(kernel_size: _Size, stride: _Size, padding: _Size | str, dilation: _Size, dims: int) -> _Window:
@@ -265,18 +265,16 @@ def _window(kernel_size: _Size, stride: _Size, padding: _Size | str, dilation: _
     dilations = along_each("dilation", dilation, dims)
     if not isinstance(padding, str):
         height, width = along_each("padding", padding, dims)
-        return _Window(kernel, strides, dilations, (width, width, height, height))
+        return _Window(kernel, strides, dilations, [width, width, height, height])
     if padding != "same":
         raise ValueError(f"padding must be numbers or 'same', got {padding!r}")
     height, width = (step * (size - 1) for size, step in zip(kernel, dilations, strict=True))
     # As in torch, an even kernel has one more row and column behind.
-    sides = (width // 2, width - width // 2, height // 2, height - height // 2)
+    sides = [width // 2, width - width // 2, height // 2, height - height // 2]
     return _Window(kernel, strides, dilations, sides)
 
 
-def _edges_to_add(
-    mode: str, sides: tuple[int, int, int, int], pool: int, rows: Group | None
-) -> tuple[int, int, int, int] | None:
+def _edges_to_add(mode: str, sides: list[int], pool: int, rows: Group | None) -> list[int] | None:
     """Padding that the layer adds to its input; None if the product pads.
 
     Raises ValueError for an unknown mode, and for edges that pooling or shared pixel rows do not allow.
