@@ -1,4 +1,7 @@
-"""Sharded layers. Activations `[T, N, C_local, *space]` are cut by channel over ranks."""
+"""Sharded layers. Activations `[T, N, C_local, *space]` are cut by channel over ranks.
+
+A layer is any module. `layer.LayerFlags` has the attributes by which it says how ranks may divide it.
+"""
 
 from megasnn.layers.apply import apply_layer as apply_layer
 from megasnn.layers.attention import SpikeDrivenAttention as SpikeDrivenAttention

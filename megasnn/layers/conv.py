@@ -62,7 +62,7 @@ class ParallelConv(WeightedLayer):
             pooling or shared pixel rows do not allow; in forward, values that do not fit the packing.
     """
 
-    multiplies_by_weight = True  # its only use of the weight: see megasnn.parallel.fsdp
+    multiplies_by_weight = True
 
     def __init__(
         self,

@@ -35,8 +35,7 @@ class ParallelEmbedding(nn.Module):
             more tokens than positions.
     """
 
-    # By input: whether a rank takes its own channels of it, or the whole input (layers/plain/by_channel.py).
-    cut_inputs = (False,)
+    cut_inputs = (False,)  # the tokens are whole on every rank
     mixes_tokens = False
     weight: Tensor
     positions: Tensor | None

@@ -29,7 +29,7 @@ class ParallelLinear(WeightedLayer):
         ValueError: features that ranks do not divide; an unknown style.
     """
 
-    multiplies_by_weight = True  # its only use of the weight: see megasnn.parallel.fsdp
+    multiplies_by_weight = True
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class ParallelLinear(WeightedLayer):
 class MeanLinear(ParallelLinear):
     """Mean over space, then a linear layer: `[T, N, C_local, *space]` -> logits `[T, N, num_classes]`."""
 
-    multiplies_by_weight = True  # its only use of the weight: see megasnn.parallel.fsdp
+    multiplies_by_weight = True
 
     def __init__(
         self, in_features: int, out_features: int, context: BuildContext | None = None, **options: Any

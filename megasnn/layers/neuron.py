@@ -155,7 +155,8 @@ class SpikingNeuron(NeuronLayer):
     """Base of custom neurons; see docs/models.md. A subclass defines one step on `[N, C_local, *space]`.
 
     It implements `charge` and `reset`, and optionally `start` and `fire`; `per_channel` declares learned parameters. A
-    neuron may depend on its own channel only, and on its own row unless the class has `mixes_rows = True`.
+    neuron may depend on its own channel only, and on its own row unless its class has `mixes_rows = True` (see
+    `LayerFlags`).
 
     Args:
         channels: global.

@@ -28,7 +28,7 @@ class LeakyReadout(ParallelLinear):
         ValueError: stateful neurons (--bptt-steps).
     """
 
-    multiplies_by_weight = True  # its only use of the weight: see megasnn.parallel.fsdp
+    multiplies_by_weight = True
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ class RecurrentWeight(ParallelLinear):
         self_connections: False keeps V's diagonal at zero.
     """
 
-    multiplies_by_weight = True  # its only use of the weight: see megasnn.parallel.fsdp
+    multiplies_by_weight = True
 
     def __init__(self, channels: int, context: BuildContext, *, self_connections: bool = True) -> None:
         initialise = _orthogonal if self_connections else _orthogonal_between

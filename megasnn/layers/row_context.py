@@ -237,9 +237,8 @@ class _Sum(torch.autograd.Function):
 class WholeImages(nn.Module):
     """Gathers image rows: `[T, N, C_local, own rows, W]` -> `[T, N, C_local, H, W]`.
 
-    Returns the input for another cut.
-    For layers on whole images, such as flatten; your own must set `mixes_rows = False`. MegaSNN's convolutions and
-    pooling may not follow: they exchange rows themselves.
+    For layers on whole images, such as flatten; your own must set `mixes_rows = False` (see `LayerFlags`). MegaSNN's
+    convolutions and pooling may not follow: they exchange rows themselves. Returns the input for another cut.
 
     Args:
         pool: side of average-pooling windows that follow.

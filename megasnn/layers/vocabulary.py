@@ -58,8 +58,7 @@ class NextTokenLoss(nn.Module):
         ValueError: a vocabulary smaller than the number of ranks; in the dry run, another number of channels.
     """
 
-    # By input: a rank takes its own channels of the stream, and the whole targets (layers/plain/by_channel.py).
-    cut_inputs = (True, False)
+    cut_inputs = (True, False)  # own channels of the stream, and all targets
     mixes_tokens = False
     weight: Tensor
 

@@ -20,7 +20,7 @@ from megasnn.common.bundle import Bundle, entries_of
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.facts import facts
-from megasnn.layers.layer import FunctionLayer
+from megasnn.layers.layer import FunctionLayer, LayerFlags
 from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.plain.refusals import is_by_channel
 from megasnn.layers.plain.table import class_name
@@ -43,14 +43,14 @@ _STOCK = (_OURS, "torch.nn.", "spikingjelly.")
 def may_be_cut(layer: nn.Module, inputs: Sequence[Bundle], cuts: Sequence[bool], is_first: bool) -> bool:
     """Whether own channels suffice, judged by a layer's modules. `ChannelWatch` judges the code.
 
-    A layer's `cut_inputs` says itself which of its inputs a rank has its own channels of.
+    A layer's own `cut_inputs` comes first.
 
     Args:
         inputs: on the meta device.
         cuts: for each input tensor, True if a rank has only its own channels.
         is_first: the only input is the model's, whole on every rank.
     """
-    cut_inputs = getattr(layer, "cut_inputs", None)
+    cut_inputs = getattr(layer, "cut_inputs", LayerFlags.cut_inputs)
     if cut_inputs is not None:
         return tuple(cuts) == cut_inputs
     dims: set[int] = set()

@@ -15,6 +15,7 @@ from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import DropPath, ParallelDropout
 from megasnn.layers.facts import facts
 from megasnn.layers.init import own_tensors, tensors_of
+from megasnn.layers.layer import LayerFlags
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.norm import ParallelBatchNorm
@@ -169,7 +170,7 @@ def refuse_mixing(layer: nn.Module, context: BuildContext) -> None:
 
 
 def _mixes_rows(module: nn.Module) -> bool:
-    said = getattr(module, "mixes_rows", None)
+    said = getattr(module, "mixes_rows", LayerFlags.mixes_rows)
     if said is not None:
         return bool(said)
     # A user's neuron has a surrogate function of SpikingJelly as a part.
@@ -190,10 +191,10 @@ def _refuse_mixed(
 
 
 def _mixes_tokens(module: nn.Module) -> bool:
-    said = getattr(module, "mixes_tokens", None)
+    said = getattr(module, "mixes_tokens", LayerFlags.mixes_tokens)
     if said is not None:
         return bool(said)
-    if getattr(module, "mixes_rows", False):
+    if getattr(module, "mixes_rows", LayerFlags.mixes_rows):
         # Tokens are the rows of a signal.
         return True
     is_surrogate = type(module).__module__.startswith("spikingjelly.activation_based.surrogate")
