@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve
-from megasnn.kernels.numba.spike_sums import SUMMED_TYPES
-from megasnn.kernels.numba.spike_sums import add_spike_weight_gradient as add_sparse_weight_gradient
-from megasnn.kernels.numba.spike_sums import add_weight_gradient_of_bits as add_sparse_weight_gradient_of_bits
-from megasnn.kernels.numba.spike_sums import output as sparse_output
+from megasnn.kernels.numba.spike_sums import (
+    SUMMED_TYPES,
+    add_sparse_weight_gradient,
+    add_sparse_weight_gradient_of_bits,
+    sparse_output,
+)
 
 
 @dataclass(frozen=True)

@@ -162,10 +162,10 @@ def pack_bits(x: Tensor, check: bool = False) -> Tensor:
             (megasnn/common/checks.py). Without ``check`` every nonzero value is a spike.
     """
     flat = flat_in_memory(x.detach())
-    on_gpu = _on_gpu(flat)
+    gpu_codec = _gpu_codec(flat)
     strange: Tensor | bool | None = None
-    if on_gpu is not None:
-        packed, strange = on_gpu.launch_pack_bits(flat, check)
+    if gpu_codec is not None:
+        packed, strange = gpu_codec.launch_pack_bits(flat, check)
     elif _by_numpy(flat):
         packed, differs = _pack_bits_by_numpy(flat)
         strange = check and differs()
@@ -195,9 +195,9 @@ def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
     """
     if packed.numel() != -(-out.numel() // 8):
         raise ValueError(f"{out.numel()} spikes take {packed_size(out.numel())} bytes, got {packed.numel()}")
-    on_gpu = _on_gpu(out)
-    if on_gpu is not None and (out.shape[1] <= 1 or out.stride(1) == 1):
-        on_gpu.launch_unpack_bits(packed, out)
+    gpu_codec = _gpu_codec(out)
+    if gpu_codec is not None and (out.shape[1] <= 1 or out.stride(1) == 1):
+        gpu_codec.launch_unpack_bits(packed, out)
     elif _by_numpy(packed):
         bits = counted_array(np.unpackbits(packed.numpy(), count=out.numel(), bitorder="little"))
         out.copy_(torch.from_numpy(bits).view(out.shape))
@@ -215,10 +215,10 @@ def pack_ternary(x: Tensor, check: bool = False) -> Tensor:
             Without ``check`` a positive value is packed as 1 and a negative one as -1.
     """
     flat = flat_in_memory(x.detach())
-    on_gpu = _on_gpu(flat)
+    gpu_codec = _gpu_codec(flat)
     strange: Tensor | bool | None = None
-    if on_gpu is not None:
-        packed, strange = on_gpu.launch_pack_ternary(flat, check)
+    if gpu_codec is not None:
+        packed, strange = gpu_codec.launch_pack_ternary(flat, check)
     elif _by_numpy(flat):
         values = _values(flat)
         above = counted_array(values > 0)
@@ -247,9 +247,9 @@ def unpack_ternary_into(packed: Tensor, out: Tensor) -> None:
     if packed.numel() != 2 * half:
         raise ValueError(f"{out.numel()} ternary spikes take {2 * half} bytes, got {packed.numel()}")
     halves = packed.view(2, half)
-    on_gpu = _on_gpu(out)
-    if on_gpu is not None and (out.shape[1] <= 1 or out.stride(1) == 1):
-        on_gpu.launch_unpack_ternary(packed, out)
+    gpu_codec = _gpu_codec(out)
+    if gpu_codec is not None and (out.shape[1] <= 1 or out.stride(1) == 1):
+        gpu_codec.launch_unpack_ternary(packed, out)
     elif _by_numpy(packed):
         bits = np.unpackbits(halves.numpy(), axis=1, count=out.numel(), bitorder="little").view(np.int8)
         out.copy_(torch.from_numpy(counted_array(bits[0] - bits[1])).view(out.shape))
@@ -267,10 +267,10 @@ def pack_counts(x: Tensor, check: bool = False) -> Tensor:
             Without ``check`` the result for such a value is undefined.
     """
     flat = flat_in_memory(x.detach())
-    on_gpu = _on_gpu(flat)
+    gpu_codec = _gpu_codec(flat)
     strange: Tensor | bool | None = None
-    if on_gpu is not None:
-        packed, strange = on_gpu.launch_pack_counts(flat, check)
+    if gpu_codec is not None:
+        packed, strange = gpu_codec.launch_pack_counts(flat, check)
     elif _by_numpy(flat):
         values = _values(flat)
         with np.errstate(invalid="ignore"):
@@ -334,7 +334,8 @@ def _differ(narrow: np.ndarray, values: np.ndarray) -> bool:
     return False
 
 
-def _on_gpu(values: Tensor) -> ModuleType | None:
+def _gpu_codec(values: Tensor) -> ModuleType | None:
+    """The module that packs on a GPU; None for values that it does not take."""
     if not usable_on(values.device) or values.numel() > MOST_VALUES:
         return None
     codec = _triton_codec()

@@ -187,8 +187,8 @@ def test_a_message_that_is_wrong_says_what_was_declared() -> None:
 def test_more_values_than_the_kernels_can_count_are_left_to_torch(monkeypatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(codec, "usable_on", lambda device: True)
-    assert codec._on_gpu(torch.empty(2**30, device="meta")) is not None
-    assert codec._on_gpu(torch.empty(2**31, device="meta")) is None
+    assert codec._gpu_codec(torch.empty(2**30, device="meta")) is not None
+    assert codec._gpu_codec(torch.empty(2**31, device="meta")) is None
 
 
 def test_spikes_know_their_bits_until_they_change() -> None:

@@ -61,7 +61,7 @@ class Spikes:
     values: np.ndarray
 
 
-def output(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
+def sparse_output(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
     """Convolves `[frames, C, H, W]` with `[out, C, k, k]`: `[frames, out, H', W']`, channels last.
 
     Returns None where the dense product is faster, the loops do not fit, or the weight is not finite.
@@ -77,7 +77,7 @@ def output(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
     return _sums(spikes, weight, geometry) if math.isfinite(weight.sum()) else None
 
 
-def add_spike_weight_gradient(total: Tensor, grad: Tensor, x: Tensor, geometry: Geometry) -> bool:
+def add_sparse_weight_gradient(total: Tensor, grad: Tensor, x: Tensor, geometry: Geometry) -> bool:
     """`megasnn.kernels.convolution.add_weight_gradient` for strides of 1.
 
     Returns False, and does nothing, where the dense product is faster or the loops do not fit.
@@ -89,10 +89,10 @@ def add_spike_weight_gradient(total: Tensor, grad: Tensor, x: Tensor, geometry: 
     return spikes is not None and _add_sums(work, total, grad.detach(), spikes, geometry)
 
 
-def add_weight_gradient_of_bits(
+def add_sparse_weight_gradient_of_bits(
     total: Tensor, grad: Tensor, packed: Tensor, shape: torch.Size, geometry: Geometry
 ) -> bool:
-    """As `add_spike_weight_gradient`, from packed spikes, channels last."""
+    """As `add_sparse_weight_gradient`, from packed spikes, channels last."""
     work = _work_of_gradient(total, grad, shape, geometry)
     if work is None or packed.device != grad.device:
         return False
