@@ -17,7 +17,10 @@ _SOME = 32  # bytes of a value for fewer channels
 
 @part
 def pool_row(image, width, middle, norm, y, t):
-    """One row of maxima, `y[t]`: windows in the normalised `image [H * W, C]` around row `middle`; `norm [2, C]`."""
+    """One row of maxima, `y[t]`: windows around row `middle` of the normalised image.
+
+    `image [H * W, C]`, `norm [2, C]`.
+    """
     channels = image.shape[1]
     many = lanes_of(image[0, 0])
     some = lanes(image[0, 0], _SOME)
@@ -47,8 +50,11 @@ def pool_lanes(like, first, last, image, width, middle, column, norm, y, t):
 
 
 @part
-def pool_row_winners(image, width, middle, norm, places, winner, place, t):
-    """Each `pool_row` maximum's input value, `winner[t]`, and its place (0 to 8), `place[t]`; `places`: all nine."""
+def pool_row_winners(image, width, middle, norm, all_taps, winners, taps, t):
+    """Input values that `pool_row` takes, `winners[t]`, and their places in the windows, `taps[t]`.
+
+    `all_taps`: the numbers of the nine places in a window, row after row.
+    """
     channels = image.shape[1]
     many = lanes_of(image[0, 0])
     some = lanes(image[0, 0], _SOME)
@@ -56,37 +62,37 @@ def pool_row_winners(image, width, middle, norm, places, winner, place, t):
     to_many = channels - channels % count_of(many)
     to_some = channels - channels % count_of(some)
     for column in range((width + 1) // 2):
-        win_lanes(many, 0, to_many, image, width, middle, column, norm, places, winner, place, t)
-        win_lanes(some, to_many, to_some, image, width, middle, column, norm, places, winner, place, t)
-        win_lanes(one, to_some, channels, image, width, middle, column, norm, places, winner, place, t)
+        win_lanes(many, 0, to_many, image, width, middle, column, norm, all_taps, winners, taps, t)
+        win_lanes(some, to_many, to_some, image, width, middle, column, norm, all_taps, winners, taps, t)
+        win_lanes(one, to_some, channels, image, width, middle, column, norm, all_taps, winners, taps, t)
 
 
 @part
-def win_lanes(like, first, last, image, width, middle, column, norm, places, winner, place, t):
+def win_lanes(like, first, last, image, width, middle, column, norm, all_taps, winners, taps, t):
     height = image.shape[0] // width
     for c in range(first, last, count_of(like)):
         scale = load(norm, 0, c, like)
         shift = load(norm, 1, c, like)
         best = filled(image.dtype.type(-np.inf), like)
         # The middle of a window is always inside the image. It wins where no value is larger than -inf.
-        taken = load(image, middle * width + 2 * column, c, like)
-        number = filled(places[4], like)
+        winner = load(image, middle * width + 2 * column, c, like)
+        tap = filled(all_taps[4], like)
         for line in range(max(middle - 1, 0), min(middle + 2, height)):
             for at in range(max(2 * column - 1, 0), min(2 * column + 2, width)):
                 x = load(image, line * width + at, c, like)
                 value = x * scale + shift
                 # The first of equal values wins, as in PyTorch.
                 is_larger = best < value
-                taken = where(is_larger, x, taken)
-                number = where(is_larger, places[3 * (line - middle + 1) + at - 2 * column + 1], number)
+                winner = where(is_larger, x, winner)
+                tap = where(is_larger, all_taps[3 * (line - middle + 1) + at - 2 * column + 1], tap)
                 best = where(is_larger, value, best)
-        store(winner, t, column * image.shape[1] + c, taken)
-        store(place, t, column * image.shape[1] + c, number)
+        store(winners, t, column * image.shape[1] + c, winner)
+        store(taps, t, column * image.shape[1] + c, tap)
 
 
 @part
-def pool_row_backward(g, place, t, width, middle, places, g_image):
-    """Adds a row of gradients, `g[t]`, to the winning inputs, `g_image [H * W, C]`; rows come in ascending order."""
+def pool_row_backward(g, taps, t, width, middle, all_taps, g_image):
+    """Adds a row of gradients, `g[t]`, to the winning inputs in `g_image [H * W, C]`. Rows ascend."""
     channels = g_image.shape[1]
     many = lanes_of(g[0, 0])
     some = lanes(g[0, 0], _SOME)
@@ -94,40 +100,40 @@ def pool_row_backward(g, place, t, width, middle, places, g_image):
     to_many = channels - channels % count_of(many)
     to_some = channels - channels % count_of(some)
     for column in range((width + 1) // 2):
-        route_lanes(many, 0, to_many, g, place, t, width, middle, column, places, g_image)
-        route_lanes(some, to_many, to_some, g, place, t, width, middle, column, places, g_image)
-        route_lanes(one, to_some, channels, g, place, t, width, middle, column, places, g_image)
+        route_lanes(many, 0, to_many, g, taps, t, width, middle, column, all_taps, g_image)
+        route_lanes(some, to_many, to_some, g, taps, t, width, middle, column, all_taps, g_image)
+        route_lanes(one, to_some, channels, g, taps, t, width, middle, column, all_taps, g_image)
 
 
 @part
-def route_lanes(like, first, last, g, place, t, width, middle, column, places, g_image):
+def route_lanes(like, first, last, g, taps, t, width, middle, column, all_taps, g_image):
     """Gradients of the pixels in columns 2 `column`, of one window, and 2 `column` + 1, of two windows."""
     channels = g_image.shape[1]
     height = g_image.shape[0] // width
-    zero = places[0]
+    zero = all_taps[0]
     has_right = 2 * column + 2 < width
     has_odd = 2 * column + 1 < width
     for c in range(first, last, count_of(like)):
         at = column * channels + c
-        winner = load(place, t, at, like)
+        tap = load(taps, t, at, like)
         g_winner = load(g, t, at, like)
-        right = filled(-places[1], like)  # nobody
+        right_tap = filled(-all_taps[1], like)  # no tap
         g_right = g_winner
         if has_right:
-            right = load(place, t, at + channels, like)
+            right_tap = load(taps, t, at + channels, like)
             g_right = load(g, t, at + channels, like)
         for line in range(max(middle - 1, 0), min(middle + 2, height)):
-            number = 3 * (line - middle + 1)
+            first_tap = 3 * (line - middle + 1)
             row = line * width + 2 * column
             # An earlier output row has reached this line.
             has_earlier = line < middle and line > 0
-            even = where(winner == places[number + 1], g_winner, zero)
+            even = where(tap == all_taps[first_tap + 1], g_winner, zero)
             if has_earlier:
                 even = load(g_image, row, c, like) + even
             store(g_image, row, c, even)
             if has_odd:
-                odd = where(winner == places[number + 2], g_winner, zero)
-                odd = odd + where(right == places[number], g_right, zero)
+                odd = where(tap == all_taps[first_tap + 2], g_winner, zero)
+                odd = odd + where(right_tap == all_taps[first_tap], g_right, zero)
                 if has_earlier:
                     odd = load(g_image, row + 1, c, like) + odd
                 store(g_image, row + 1, c, odd)
@@ -160,23 +166,23 @@ def pooled_backward(x, above, g_spikes, coefficients, g_y, sums, p, width, first
     across, channels = x.shape[3:]
     norm = repeated(coefficients, 2, channels, x)
     wide_norm = repeated(coefficients, 3, width, x)
-    places = np.arange(9).astype(x.dtype)
+    all_taps = np.arange(9).astype(x.dtype)
     rows = (x.shape[2] - above + 1) // 2
     scratch = np.empty((2 * g_spikes.shape[0], LANES), x.dtype)
     g_pooled = np.empty((input_steps, width), x.dtype)
-    winner = np.empty((input_steps, width), x.dtype)
-    place = np.empty((input_steps, width), x.dtype)
+    winners = np.empty((input_steps, width), x.dtype)
+    taps = np.empty((input_steps, width), x.dtype)
     wide = np.empty((3, width), x.dtype)
     for sample in range(first, last):
         wide[:] = 0
         for row in range(rows):
             for t in range(input_steps):
                 image = x[t, sample].reshape(-1, channels)
-                pool_row_winners(image, across, 2 * row + above, norm, places, winner, place, t)
+                pool_row_winners(image, across, 2 * row + above, norm, all_taps, winners, taps, t)
             low = (sample * rows + row) * width
-            back(winner, 0, wide_norm, None, g_spikes, low, width, None, g_pooled, wide, p, scratch)
+            back(winners, 0, wide_norm, None, g_spikes, low, width, None, g_pooled, wide, p, scratch)
             for t in range(input_steps):
                 g_image = g_y[t, sample].reshape(-1, channels)
-                pool_row_backward(g_pooled, place, t, across, 2 * row + above, places, g_image)
+                pool_row_backward(g_pooled, taps, t, across, 2 * row + above, all_taps, g_image)
         for k in range(3):
             fold(wide[k], channels, sums[sample, k])

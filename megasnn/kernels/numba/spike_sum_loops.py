@@ -143,7 +143,7 @@ def outputs(words, x, weight, out, cuts, sizes, steps, offsets, rows, at_once, f
     parts = -(-out_height // rows)
     most = min(height, (rows - 1) * down + above + below + 1) * width
     starts = np.empty(most * words.shape[1] + 1, np.uint64)
-    places = np.empty(most * channels, np.int32)
+    channels_of = np.empty(most * channels, np.int32)
     values = np.empty(most * channels, out.dtype)
     zero = out.dtype.type(0)
     for index in range(first, last):
@@ -152,8 +152,10 @@ def outputs(words, x, weight, out, cuts, sizes, steps, offsets, rows, at_once, f
         high = min(out_height, low + rows)
         top = max(0, low * down - above)
         bottom = min(height, (high - 1) * down + below + 1)
-        by_pixel(words, x, (frame * height + top) * width, (frame * height + bottom) * width, starts, places, values)
-        spikes = (starts, places, values)
+        begin = (frame * height + top) * width
+        end = (frame * height + bottom) * width
+        by_pixel(words, x, begin, end, starts, channels_of, values)
+        spikes = (starts, channels_of, values)
         band = (frame * out_height, low, high, top)
         for i in range(cuts.shape[0]):
             column, halves = cuts[i]
@@ -176,7 +178,7 @@ def weight_gradients(words, x, grad, total, seen, cuts, sizes, offsets, rows, fi
     above = down - up
     stride = width + right - left
     ends = np.empty(channels + 1, np.uint64)
-    places = np.empty(rows * width * channels, np.int32)
+    pixels = np.empty(rows * width * channels, np.int32)
     values = np.empty(rows * width * channels, grad.dtype)
     zero = grad.dtype.type(0)
     padded = np.zeros(((rows + above) * stride, HALF_LINE * BLOCKS[0] // grad.itemsize), grad.dtype)
@@ -184,8 +186,8 @@ def weight_gradients(words, x, grad, total, seen, cuts, sizes, offsets, rows, fi
         for low in range(0, height, rows):
             high = min(height, low + rows)
             start = (frame * height + low) * width
-            by_channel(words, x, start, (frame * height + high) * width, width, stride, ends, places, values)
-            spikes = (ends, places, values)
+            by_channel(words, x, start, (frame * height + high) * width, width, stride, ends, pixels, values)
+            spikes = (ends, pixels, values)
             for index in range(first, last):
                 column, halves = cuts[index]
                 columns = halves * HALF_LINE // grad.itemsize
@@ -239,7 +241,7 @@ def by_pixel(words, x, first, last, starts, channels, values):
 
 
 @part
-def by_channel(words, x, first, last, width, stride, ends, places, values):
+def by_channel(words, x, first, last, width, stride, ends, pixels, values):
     """Lists each channel's nonzero pixels from `first` to `last`, in their order, and their values.
 
     A channel's list ends at `ends[channel]`, where the next begins. Pixels are counted from `first` on, in lines with
@@ -261,7 +263,7 @@ def by_channel(words, x, first, last, width, stride, ends, places, values):
             left = words[pixel, i]
             while left != 0:
                 channel = WORD_BITS * i + lowest(left)
-                places[ends[channel]] = place
+                pixels[ends[channel]] = place
                 values[ends[channel]] = x[pixel, channel] if x.size > 0 else 1
                 ends[channel] += 1
                 left = without_lowest(left)

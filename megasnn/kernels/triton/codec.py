@@ -1,8 +1,13 @@
-"""Packs spikes into one or two bits and counts into bytes in one pass each; must equal spike_codec.py's codec."""
+"""Packs spikes into one or two bits and counts into bytes, in one pass each.
+
+The kernels must equal the packing of spike_codec.py.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -118,6 +123,14 @@ def launch_pack_bits(flat: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
     return packed, strange
 
 
+def launch_unpack_bits(packed: Tensor, out: Tensor) -> None:
+    """Unpacks into `out [rows, columns]`, whose columns are neighbours in memory."""
+    rows, columns = out.shape
+    stride = columns if rows == 1 else out.stride(0)
+    if out.numel():
+        _unpack_bits_launch(out.numel(), columns, stride)(packed, out)
+
+
 def launch_pack_ternary(flat: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
     """The bytes, and with `check` an int32, nonzero if a value is not ternary."""
     packed = flat.new_empty(2 * -(-flat.numel() // 8), dtype=torch.uint8)
@@ -144,34 +157,18 @@ def launch_pack_counts(flat: Tensor, check: bool) -> tuple[Tensor, Tensor | None
     return packed, strange
 
 
-def launch_unpack_bits(packed: Tensor, out: Tensor) -> None:
-    """Unpacks into `out [rows, columns]`, whose columns are neighbours in memory."""
-    rows, columns = out.shape
-    stride = columns if rows == 1 else out.stride(0)
-    if out.numel():
-        _unpack_launch(out.numel(), columns, stride)(packed, out)
+def _launches(kernel: Any) -> Callable[..., Launch]:
+    """A kernel's launch by its numbers, the first one the number of values."""
+
+    @lru_cache(maxsize=1024)
+    def launch(size: int, *numbers: int) -> Launch:
+        return Launch(kernel, -(-size // _BLOCK), size, *numbers, BLOCK=_BLOCK)
+
+    return launch
 
 
-@lru_cache(maxsize=1024)
-def _pack_bits_launch(size: int) -> Launch:
-    return Launch(pack_bits_kernel, -(-size // _BLOCK), size, BLOCK=_BLOCK)
-
-
-@lru_cache(maxsize=1024)
-def _pack_counts_launch(size: int) -> Launch:
-    return Launch(pack_counts_kernel, -(-size // _BLOCK), size, BLOCK=_BLOCK)
-
-
-@lru_cache(maxsize=1024)
-def _pack_ternary_launch(size: int) -> Launch:
-    return Launch(pack_ternary_kernel, -(-size // _BLOCK), size, BLOCK=_BLOCK)
-
-
-@lru_cache(maxsize=1024)
-def _unpack_ternary_launch(size: int, columns: int, stride: int) -> Launch:
-    return Launch(unpack_ternary_kernel, -(-size // _BLOCK), size, columns, stride, BLOCK=_BLOCK)
-
-
-@lru_cache(maxsize=1024)
-def _unpack_launch(size: int, columns: int, stride: int) -> Launch:
-    return Launch(unpack_bits_kernel, -(-size // _BLOCK), size, columns, stride, BLOCK=_BLOCK)
+_pack_bits_launch = _launches(pack_bits_kernel)
+_pack_ternary_launch = _launches(pack_ternary_kernel)
+_pack_counts_launch = _launches(pack_counts_kernel)
+_unpack_bits_launch = _launches(unpack_bits_kernel)
+_unpack_ternary_launch = _launches(unpack_ternary_kernel)
