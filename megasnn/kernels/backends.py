@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NeuronBackend:
-    """
+    """One implementation of the neurons, and the inputs that it takes.
+
     Attributes:
         summary: for --help.
         norm_neuron_kernels, neuron_kernels: make its `NormNeuronKernels` and `NeuronKernels` (norm_neuron_kernels.py),

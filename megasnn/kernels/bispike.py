@@ -6,8 +6,8 @@ With the input x_t, the amplitude a_t and m_0 = x_0:
     ds/dm = 1 / a_t where |m_t| <= a_t, else 0                 the s of the reset has no gradient
 
 The authors' spikes are a_t s_t, with the gradient 1 (Xingrun-Xing/SpikeLM, spikeLM-BERT/spiking.py). Here a spike has
-no amplitude: it stays exact in two bits, and whoever needs a_t s_t multiplies. A spike of -1 does not reset: it doubles
-the potential that is carried on.
+no amplitude: it stays exact in two bits, and a layer that needs a_t s_t multiplies. A spike of -1 does not reset: it
+doubles the potential that is carried on.
 
 The state between time steps is v = m 0.25 (a - a s), so that m_t = v + x_t.
 """
@@ -43,12 +43,15 @@ def amplitudes_of(amplitude: Tensor | None, spec: NeuronSpec, like: Tensor, dtyp
 
 
 def scales_of(amplitude: Tensor) -> Tensor:
-    """`[4, T]`: a, a / 2, which is also what a spike of -1 carries on, a / 4, what no spike does, and 1 / a."""
+    """Factors `[4, T]`: a, a / 2, a / 4 and 1 / a.
+
+    The next time step gets a / 2 of the potential after a spike of -1, and a / 4 without a spike.
+    """
     return torch.stack([amplitude, 0.5 * amplitude, DECAY * amplitude, amplitude.reciprocal()])
 
 
 class CompiledBiSpike(NeuronKernels):
-    """Kernels with their own backward, which reads three bits a value, two of them those of the packed spikes.
+    """Kernels with their own backward, which reads three bits a value: the packed spike, and |m| <= a.
 
     Packed arrays `[..., T, ceil(M / 8)]` have a row of bytes for each time step's M values, the first one's bit lowest.
     """
@@ -57,16 +60,18 @@ class CompiledBiSpike(NeuronKernels):
     def fire(
         self, x: Tensor, v0: Tensor | None, amplitude: Tensor, packed: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Spikes of an input `[T, M]`, the last potential `[M]`, and packed arrays; empty ones without `packed`.
+        """Fires on an input `[T, M]`.
 
-        The first one `[2, T, ...]` has the places of 1 and of -1, the second `[T, ...]` those with |m| <= a.
+        Returns:
+            Spikes `[T, M]` and last potential `[M]`. Packed arrays: the places of 1 and of -1, `[2, T, ...]`, and of
+            |m| <= a, `[T, ...]`; empty without `packed`.
         """
 
     @abstractmethod
     def backward(
         self, places: Tensor, inside: Tensor, amplitude: Tensor, g_spikes: Tensor, g_last: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of x and of v0, from those of the spikes `[T, M]` and the last potential `[M]`."""
+        """Gradients of x and of v0, from the gradients of the spikes `[T, M]` and the last potential `[M]`."""
 
     def multi_step(self, x: Tensor, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
         number = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -27,7 +27,8 @@ _LAYERS = "megasnn.layers.psn"
 
 @dataclass(frozen=True)
 class Neuron:
-    """
+    """A kind of neuron.
+
     Attributes:
         summary: for --help.
         charge: (a step's input, last potential, description, q) -> potential before firing. q is a learned time
@@ -299,7 +300,7 @@ class Numbers:
 # Each launch of a kernel asks; a learned leak changes with every step.
 @lru_cache(maxsize=256)
 def numbers(spec: NeuronSpec, learned_leak: float = 0.0) -> Numbers:
-    """learned_leak: a learned factor's value, if the host knows it."""
+    """A described neuron's numbers. `learned_leak`: a learned factor's value, if the host knows it."""
     surrogate = FUSED_SURROGATES[spec.surrogate]
     neuron = NEURONS[spec.kind]
     charge = "CHARGE_ADD"

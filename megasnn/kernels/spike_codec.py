@@ -206,9 +206,9 @@ def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
 
 
 def pack_ternary(x: Tensor, check: bool = False) -> Tensor:
-    """Packs -1, 0 and 1 in any signed dtype, as uint8 ``[2 * ceil(numel / 8)]``: two halves as from `pack_bits`.
+    """Packs -1, 0 and 1 in any signed dtype, as uint8 ``[2 * ceil(numel / 8)]``.
 
-    The first half has the places of 1, the second those of -1.
+    Two halves as from `pack_bits`: the places of 1, then the places of -1.
 
     Raises:
         ValueError: with ``check``, another value (-0 is one: it would come back as 0); inside a step it is noted.

@@ -204,7 +204,7 @@ class SpikingAttendOptions:
         return spikes.view(3, self.frames, self.heads, tokens, d)
 
     def _part_by_part(self, rows: Tensor, tokens: int) -> Tensor:
-        """Flat, in the order of `[3, frames, heads, L, d]`, from rows in the order of `[frames, L, 3, heads, d]`."""
+        """Flat, in the order `[3, frames, heads, L, d]`, from rows in the order `[frames, L, 3, heads, d]`."""
         return rows.view(self.frames, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).reshape(-1)
 
 

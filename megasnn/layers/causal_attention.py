@@ -1,4 +1,7 @@
-"""Causal attention with softmax and rotary positions, sharded by heads and, under context parallelism, by tokens."""
+"""Causal attention with softmax and rotary positions, sharded by heads.
+
+Context-parallel ranks divide the tokens as well.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +189,7 @@ class TokenParts:
         return q, k, v
 
     def add_gradients(self, grad_own: Tensor, grad_earlier: Tensor) -> None:
-        """Sends gradients to earlier ranks, and adds those from later ones.
+        """Sends gradients to earlier ranks, and adds the gradients from later ranks.
 
         Args:
             grad_own: of own keys and values, `[frames, tokens, 2, heads, d]`, in float32 or wider.

@@ -33,11 +33,11 @@ EXACT_TF32 = 2**11
 
 
 class CausalSpikingAttention(nn.Module):
-    """Causal attention without softmax on spikes, 0 and 1 or ternary: `[T, N, 3 C_local, L]` -> `[T, N, C_local, L]`.
+    """Causal attention on spikes without softmax: `[T, N, 3 C_local, L]` -> `[T, N, C_local, L]`.
 
-    Input channels are the blocks q, k, v, each of this rank's heads. The output is `scale` times whole numbers, exact
-    before it is rounded to the compute type; every layout and chunk gives the same bits. Backward keeps q, k and v as
-    bits. It has no weights.
+    Spikes are 0 and 1, or ternary. Input channels are the blocks q, k, v, each of this rank's heads. The output is
+    `scale` times whole numbers, exact before it is rounded to the compute type; every layout and chunk gives the same
+    bits. Backward keeps q, k and v as bits. It has no weights.
 
     Args:
         dim: C, global.
@@ -221,7 +221,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def _sum_of_products(
     a: Tensor, b: Tensor, options: CausalSpikingAttendOptions, dtype: torch.dtype, part: Part
 ) -> Tensor:
-    """Sum over tokens of a^T b for rows `[frames * L, heads * d]`: `[F, heads, d, d]` for the part's frames."""
+    """Sum over tokens of a^T b for the part's F frames: `[frames * L, heads * d]` -> `[F, heads, d, d]`."""
     frames, spans = part
     sums = []
     for span in spans:
@@ -238,7 +238,7 @@ def _state(rows: Tensor, options: CausalSpikingAttendOptions, dtype: torch.dtype
 
 
 def _state_of_earlier_ranks(rows: Tensor, options: CausalSpikingAttendOptions) -> Tensor | None:
-    """State `[frames, heads, d, d]` after the earlier ranks' tokens, from own rows; None if ranks divide no tokens."""
+    """State `[frames, heads, d, d]` after the earlier ranks' tokens; None if ranks divide no tokens."""
     group = options.group
     if group is None:
         return None
@@ -264,7 +264,7 @@ def _grad_of_later_ranks(q: Tensor, grad: Tensor, options: CausalSpikingAttendOp
 
 
 def _exchange_states(own: Tensor, group: Group, to_later: bool) -> list[Tensor]:
-    """Sends a state `[frames, heads, d, d]` to all later or earlier ranks; returns the others' states as bytes."""
+    """Sends a state to all later or earlier ranks; returns the others' states, as bytes."""
     # NCCL knows no integers of two bytes.
     data = own.contiguous().view(torch.uint8)
     return start_to_others(data, [data.numel()] * group.size, group, to_later)()
@@ -282,7 +282,7 @@ def _sum_of_states(
 
 
 def _sums_before(states: Tensor, first: Tensor | None) -> Tensor:
-    """Sums over earlier chunks, for each chunk of `[F, heads, chunks, d, d]`. `first`: before the first chunk."""
+    """Sums before each chunk of `[F, heads, chunks, d, d]`. `first`: the sum before the first chunk."""
     sums = torch.empty_like(states)
     if first is None:
         sums[:, :, 0].zero_()

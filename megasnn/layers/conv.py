@@ -47,8 +47,8 @@ class ParallelConv(WeightedLayer):
         kernel_size, stride, padding, dilation, groups, padding_mode: as in torch. With several groups, each rank has
             whole ones, without communication.
         dims: 2 for frames; 1 for signals, with a weight `[out, in, k]`. With kernel_size 1, dims=1 also accepts frames.
-        style: "column" computes own output channels from the whole input, "row" sums over ranks what each computes from
-            own input channels; None for the cheaper one.
+        style: "column" computes own output channels from the whole input, "row" multiplies own input channels and
+            sums over ranks; None for the cheaper one.
         blocks: equal output parts, each sharded separately (3 for fused q, k, v).
         pool: side of average-pooling windows on the input.
         pooled_behind: a `MaxPool` follows.
@@ -234,7 +234,11 @@ def _shards(
     initialise: Initialiser,
     initialise_bias: Initialiser | None,
 ) -> tuple[Shard, Shard | None]:
-    """Weight and bias, cut by outputs; with `is_row` the weight by inputs. `initialise_bias`: None for no bias."""
+    """Weight and bias, cut by outputs, or with `is_row` the weight by inputs.
+
+    Args:
+        initialise_bias: None for no bias.
+    """
     # `context.shard` finds the part of a rank from its coordinates: the product's group gives sizes and communicates.
     if is_row:
         weight = context.shard(shape, dim=1, initialise=initialise)

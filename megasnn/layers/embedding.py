@@ -102,7 +102,7 @@ def own_vocabulary(vocab_size: int, group: Group) -> range:
 
 
 def among_own(ids: Tensor, own: range) -> tuple[Tensor, Tensor]:
-    """Rows of tokens on this rank, 0 for a token of another rank; and 1 for own tokens, 0 for others, `[n, 1]`."""
+    """Rows of own tokens, 0 for others; and 1 for own tokens, 0 for others, `[n, 1]`."""
     is_own = (ids >= own.start) & (ids < own.stop)
     return (ids - own.start) * is_own, is_own.unsqueeze(1)
 

@@ -36,7 +36,7 @@ HIDDEN_AT_ONCE = 1 << 19
 
 
 def linear_gelu_linear(first: ParallelConv, second: ParallelConv, x: Tensor, scale: Tensor | float) -> Tensor:
-    """second(gelu(scale * first(x) + bias)) on signals `[T, N, C_local, L]`, keeping only x, packed, for backward.
+    """second(gelu(scale * first(x) + bias)) on signals `[T, N, C_local, L]`. Backward keeps x alone, packed.
 
     Args:
         first, second: pointwise, in styles "column" and "row", with biases.

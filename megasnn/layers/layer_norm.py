@@ -19,7 +19,7 @@ from megasnn.parallel_state import Group
 
 
 class ParallelLayerNorm(nn.Module):
-    """Layer norm of `[T, N, C_local, *space]` over all C channels at each time step and place (nn.LayerNorm's rule).
+    """Layer norm of `[T, N, C_local, *space]` over all C channels, by nn.LayerNorm's rule.
 
     Ranks exchange two moments for each place, forward and backward. Backward keeps the input and the moments.
 

@@ -87,9 +87,10 @@ class ParallelPSN(_ParallelInTime):
 
 
 class ParallelMaskedPSN(ParallelPSN):
-    """PSN whose time steps see themselves and the last ones (SpikingJelly's MaskedPSN with lambda_ 1). T is fixed.
+    """PSN whose time steps see themselves and the last ones. T is fixed.
 
-    SpikingJelly's lambda_, which users raise during training until all other weights are masked, is not there.
+    SpikingJelly's MaskedPSN with lambda_ 1. Its users raise lambda_ in training until all other weights are masked;
+    that is not possible here.
 
     Args:
         order: the paper's k, the number of steps seen.

@@ -14,7 +14,7 @@ from megasnn.layers.linear import ParallelLinear
 
 
 class LeakyReadout(ParallelLinear):
-    """Linear layer and leaky integrators that do not fire: `[T, N, C_local]` -> logits `[T, N, num_classes]`.
+    """Linear layer and leaky integrators: `[T, N, C_local]` -> logits `[T, N, num_classes]`.
 
         u_t = d u_{t-1} + (1 - d) (W s_t + bias), with d = exp(-1 / tau)
 

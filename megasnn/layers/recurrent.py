@@ -59,7 +59,7 @@ class RecurrentWeight(ParallelLinear):
 
 
 class _BetweenNeurons(WeightGradients):
-    """A rank's queue, for a weight whose diagonal has no gradient. `first`: the number of the weight's first row."""
+    """A rank's queue for a weight without a gradient on its diagonal. `first`: its first row's number."""
 
     def __init__(self, queue: WeightGradients, first: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _BetweenNeurons(WeightGradients):
 
 
 class RecurrentNeuron(NeuronLayer):
-    """Base of neurons with recurrent weights: currents `[T, N, C_local]` -> spikes. Starts at rest, at zero.
+    """Base of neurons with recurrent weights: currents `[T, N, C_local]` -> spikes. Starts at zero.
 
     Args:
         recurrent: False for neurons that do not see each other.

@@ -38,9 +38,9 @@ class Bounds(NamedTuple):
 
 
 def mark_spikes(tensor: Tensor, largest: int = 1, lowest: int = 0) -> Tensor:
-    """Marks a dry-run tensor as integers from `lowest` to `largest`, to be packed. Your own forward may do so.
+    """Marks a dry-run tensor as integers from `lowest` to `largest`, to be packed.
 
-    -1 to 1 are ternary spikes. Other values below 0 are not packed.
+    Your own forward may do so. -1 to 1 are ternary spikes. Other values below 0 are not packed.
     """
     if tensor.is_meta:
         _mark(tensor, Bounds(lowest, largest))

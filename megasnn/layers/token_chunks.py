@@ -63,9 +63,9 @@ class CausalSpikingAttendOptions:
         return [(slice(first, min(first + frames, self.frames)), spans) for first in range(0, self.frames, frames)]
 
     def chunks(self, rows: Tensor, dtype: torch.dtype, frames: slice, span: slice) -> Tensor:
-        """A span of rows `[frames * L, blocks * heads * d]` as `[blocks, frames, heads, chunks, chunk_tokens, d]`.
+        """A span of rows `[frames * L, blocks * heads * d]`, in chunks.
 
-        Zeros fill the last chunk: they change no sum.
+        Returns `[blocks, frames, heads, chunks, chunk_tokens, d]`. Zeros fill the last chunk: they change no sum.
         """
         by_head = self._by_head(rows, frames, span)
         tokens = by_head.shape[3]

@@ -38,8 +38,8 @@ def start_to_others(own: Tensor, sizes: Sequence[int], group: Group, to_later: b
     Args:
         sizes: number of elements of each rank's tensor.
     Returns:
-        A function that waits, and returns the received tensors, flat and in rank order: those of the earlier ranks, or
-        of the later ones.
+        A function that waits, and returns the received tensors, flat and in rank order: from the earlier ranks, or from
+        the later ones.
     """
     earlier = range(group.rank)
     later = range(group.rank + 1, group.size)

@@ -113,7 +113,7 @@ class NextTokenLoss(nn.Module):
         }
 
     def _last_logits(self, x: Tensor) -> Tensor:
-        """`[N, vocab_size]` after a sample's last token; of ranks that divide tokens, zeros on all but the last."""
+        """`[N, vocab_size]` after the last token; of ranks that divide tokens, zeros on all but the last."""
         if self._tokens is not None and self._tokens.rank < self._tokens.size - 1:
             return x.new_zeros((x.shape[1], self.vocab_size))
         # Predictions need no gradients.
@@ -127,7 +127,10 @@ class NextTokenLoss(nn.Module):
 
 
 class _CrossEntropy(Function):
-    """Cross-entropy of each row: `[R, C/size]` -> `[R]`, and whether the target has the highest logit, `[R]`."""
+    """Rows' cross-entropy, and whether their targets have the highest logits: `[R, C/size]` -> `[R]`.
+
+    `kernel` is the weight in the products' type.
+    """
 
     @staticmethod
     def forward(
@@ -140,7 +143,6 @@ class _CrossEntropy(Function):
         own: range,
         group: Group,
     ) -> tuple[Tensor, Tensor]:
-        """kernel: the weight in the products' type."""
         whole, _ = gather_columns(rows, group, Content.DENSE)
         # A recomputed forward takes the first one's three numbers for each token, not the product again.
         statistics = cached_collective(partial(_row_statistics, _Logits(whole, kernel, targets, own), group))

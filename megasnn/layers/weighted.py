@@ -74,7 +74,7 @@ class ProductOptions:
     pool: int = 1
 
     def images(self, rows: Tensor, payloads: list[Tensor], like: torch.Size) -> Tensor:
-        """`[T*N, C, H, W]` from the matrix of all channels and their packed parts; `like` is `[T, N, any, H, W]`."""
+        """`[T*N, C, H, W]` from a matrix of all channels and its packed parts. `like`: `[T, N, any, H, W]`."""
         time, samples, _, height, width = like
         # Frames are joined last: `flatten` gives a single channel the strides of a row-major image.
         images = rows.view(time, samples, height, width, rows.shape[1]).movedim(-1, 2).flatten(0, 1)
@@ -166,7 +166,7 @@ class WeightedLayer(nn.Module):
         return y
 
     def operand(self) -> tuple[Tensor, Tensor | None, QueueGradient | None]:
-        """The weight in the products' type, without gradient; its anchor for autograd; the queue of its gradient."""
+        """The weight in the products' type, without gradient; its anchor; its gradient's queue."""
         anchor, queue_gradient = self.weight_gradients.outside_autograd(self.weight)
         return self._cast_weights.cast(self.weight, self.compute_dtype), anchor, queue_gradient
 
@@ -201,7 +201,7 @@ class WeightedLayer(nn.Module):
 
 
 class _ShardedProduct(Function):
-    """A layer's product with the communication of `ProductOptions`: `[T, N, C, H, W]` -> `[T, N, C_out, H', W']`."""
+    """A layer's product, with its communication: `[T, N, C, H, W]` -> `[T, N, C_out, H', W']`."""
 
     @staticmethod
     def forward(

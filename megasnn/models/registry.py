@@ -96,6 +96,7 @@ def dialect_of(names: Collection[str]) -> Dialect:
 
 def dialect_for(program: str, ours: Collection[str], model: str | None = None) -> Dialect:
     """A program's dialect for one of MegaSNN's models.
+
     Raises:
         CheckpointError: the program has no such model, or the registry lacks it.
     """

@@ -1,4 +1,4 @@
-"""Loops of bi-spiking neurons through all time steps, forward and backward; they must equal `torch_backend`.
+"""Loops of bi-spiking neurons through all time steps; they must equal `torch_backend`.
 
 Inputs, spikes and their gradients are `[T, M]`, potentials `[1, M]`. Packed arrays are flat, with `ceil(M / 8)` bytes
 for each time step. `scales [4, T]`: the amplitude a, a / 2, a / 4 and 1 / a. `first, last` is a range of blocks of
@@ -29,7 +29,7 @@ from megasnn.kernels.numba.time_loop import AHEAD, large
 def fire_ternary(x, v_first, v_last, spikes, places, inside, scales, one, length, first, last):
     """Spikes and last potentials. `v_first` may be None.
 
-    With packed arrays that are not empty, `places` gets those of 1, then those of -1, and `inside` those with |m| <= a.
+    Packed arrays, if not empty: `places` gets the places of 1, then of -1; `inside` gets the places of |m| <= a.
     """
     size = spikes.shape[1]
     for block in range(first, last):

@@ -28,7 +28,7 @@ def norm_coefficients(mean, variance, weight, bias, eps, coefficients):
 
 @kernel
 def fold_slices(slices, coefficients, total, g_weight, g_bias):
-    """Sums a backward's `slices [n, 3, C]` to `total [3, C]`, and gives the norm's parameter gradients `[C]`."""
+    """Sums a backward's `slices [n, 3, C]` to `total [3, C]`, with the norm's parameter gradients `[C]`."""
     # From the first slice to the last: slices depend only on sizes, and so the order does on no number of threads.
     total[:] = slices[0]
     for index in range(1, len(slices)):
@@ -41,7 +41,7 @@ def fold_slices(slices, coefficients, total, g_weight, g_bias):
 
 
 def repeated(coefficients, rows, length, like):
-    """The first `rows` of `coefficients [any, C]`, each repeated to `length` in the type of `like`; None for None."""
+    """First `rows` of `coefficients [any, C]`, repeated to `length` in the type of `like`; None for None."""
 
 
 @overload(repeated)

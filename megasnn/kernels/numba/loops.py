@@ -120,7 +120,7 @@ def merge(means, squares, length, pixels, merged, first, last):
 
 @kernel
 def fire_block(x, coefficients, v_first, v_last, spikes, bits, p, length, first, last):
-    """Spikes `[T, M]`; a work slice is one block. `coefficients`: None without a norm. See `time_loop.fire_run`."""
+    """Spikes `[T, M]` by `time_loop.fire_run`; a work slice is one block. `coefficients`: None without a norm."""
     norm = repeated(coefficients, 2, length, x)
     for block in range(first, last):
         low = block * length

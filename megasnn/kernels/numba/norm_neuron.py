@@ -31,9 +31,9 @@ _BLOCK = 8  # rows of a block of neurons, whose gradients are summed side by sid
 
 
 class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
-    """Hands the normalised input's gradient on. Its coefficients: scale, shift, mean and 1 / deviation, in float64."""
+    """Kernels for a CPU. Coefficients: scale, shift, mean and 1 / deviation, in float64."""
 
-    # Computing it again would take longer than reading it.
+    # `backward_sums` hands on the normalised input's gradient: computing it again takes longer than reading it.
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, norm_neuron: NormNeuron) -> None:
         super().__init__(shape, dtype, norm_neuron)
@@ -157,7 +157,7 @@ def bits_for(spikes: np.ndarray, packed: bool) -> np.ndarray:
 
 
 def constants_of(spec: NeuronSpec, dtype: np.dtype, w: Tensor | None, learn: bool) -> Constants:
-    """w: the learned charging factor is sigmoid(w)."""
+    """A described neuron's constants, with the charging factor sigmoid(w) if there is a w."""
     if w is None:
         return _fixed_constants(spec, dtype, 0.0, learn)
     number = torch.float64 if dtype == np.float64 else torch.float32

@@ -1,4 +1,7 @@
-"""Rotary positions (arXiv 2104.09864) by a compiled loop: an eighth of the time of torch's strided operations."""
+"""Rotary positions (arXiv 2104.09864) by a compiled loop.
+
+It takes an eighth of the time of torch's strided operations.
+"""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Constants(NamedTuple):
 
 
 def constants(spec: NeuronSpec, dtype: np.dtype, learned_leak: float, learn: bool) -> Constants:
-    """learned_leak: the charging factor, where that is learned."""
+    """A described neuron's constants. `learned_leak`: the charging factor, if it is learned."""
     number = dtype.type
     n = numbers(spec, learned_leak)
     return Constants(

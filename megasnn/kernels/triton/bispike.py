@@ -1,6 +1,7 @@
-"""Bi-spiking neurons by Triton kernels, in one pass over memory each; they must equal torch_backend.py's.
+"""Bi-spiking neurons by Triton kernels, in one pass over memory each.
 
-Packed arrays have `row = ceil(M / 8)` bytes for each time step. `scales [4, T]`: see `megasnn.kernels.bispike`.
+They must equal torch_backend.py's. Packed arrays have `row = ceil(M / 8)` bytes for each time step. `scales [4, T]`:
+see `megasnn.kernels.bispike`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def carried(above, below, scales, T: tl.constexpr, D: tl.constexpr):
 @triton.jit
 def fire_ternary_kernel(x, v_first, v_last, spikes, places, within, scales, size, row,
                         T: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """
+    """Ternary spikes and last potentials.
+
     Args:
         places: `[2, T, row]`, spikes of 1 and of -1, packed, or None.
         within: `[T, row]`, potentials with |m| <= a, packed.

@@ -31,7 +31,8 @@ from megasnn.kernels.triton.step import (
 def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channels, height, width, above,
                 T: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
                 AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """
+    """Spikes, and perhaps their bits and the last potential.
+
     Args:
         bits: `[T, size / 8]`, the spikes packed as in `megasnn.kernels.spike_codec`, or None.
         AT_ONCE: unrolled steps, a divisor of T.

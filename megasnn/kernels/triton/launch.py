@@ -60,7 +60,7 @@ def at_once(time_steps: int) -> int:
 
 
 def chunks_shape(dtype: torch.dtype, time_steps: int, size: int) -> tuple[int, int] | None:
-    """Shape of the potentials that a backward keeps before each chunk but the last; None for a single chunk."""
+    """Shape of the potentials that a backward keeps, for each chunk but the last; None for a single one."""
     chunks = -(-time_steps // chunk(dtype, time_steps))
     return (chunks - 1, size) if chunks > 1 else None
 

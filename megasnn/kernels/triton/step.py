@@ -1,6 +1,6 @@
 """One time step of a neuron, forward and backward, and the steps that a backward computes again.
 
-Operations and their order are those in `torch_backend.py`, in q's type. A block is a tensor, in any shape, with places
+Operations stand in the order of `torch_backend.py`, in q's type. A block is a tensor, in any shape, with places
 in one time step of the output, `[N, ..., C]` in memory.
 
 `N` is a `megasnn.kernels.neuron_spec.Numbers`, constant in a compiled kernel. `q` divides or multiplies the charge and

@@ -224,7 +224,7 @@ def _is_value_per_channel(shape: torch.Size, result: torch.Size) -> bool:
 
 
 def cuts_by_shape(output: Bundle, whole_output: Bundle | None) -> list[bool]:
-    """For each output tensor, True if its shape differs from a single rank's; None: this is a single rank's."""
+    """By output tensor, whether its shape differs from a single rank's. None: it is a single rank's."""
     local = entries_of(output)
     whole = entries_of(output if whole_output is None else whole_output)
     return [x.shape != y.shape for x, y in zip(local.values(), whole.values(), strict=True)]

@@ -170,7 +170,7 @@ def _draw(module: Any, initialise: ModuleInitialiser | None, generator: torch.Ge
 
 
 def _construct_again(module: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
-    """A module's tensors as its constructor sets them, with draws from a generator; empty if it is not called again."""
+    """Tensors as a module's constructor sets them, drawn from a generator; empty if it is not called."""
     arguments = facts(module).constructor
     # With other modules in it, a whole network would be made for each of its tensors.
     has_more = len([*tensors_of(module)]) > len([*own_tensors(module)])

@@ -20,7 +20,7 @@ STEM_STAGES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeDrivenTransformer(Model):
-    """Dimensions of the Spike-driven Transformer (arXiv 2307.01694); the defaults are SpikingJelly's sdt_8_384."""
+    """The Spike-driven Transformer's dimensions (arXiv 2307.01694), by default SpikingJelly's sdt_8_384."""
 
     name = "spike_driven"
     marker = "patch_embed.positional_encoding.inner.conv.weight"

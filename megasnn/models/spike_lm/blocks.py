@@ -43,10 +43,10 @@ class AttentionHalf(nn.Module):
 
 
 class SpikingAttentionHalf(nn.Module):
-    """`AttentionHalf` with attention on spikes, without softmax, on `[T, N, C_local, L]`. All products take spikes.
+    """`AttentionHalf` with attention on spikes, without softmax, on `[T, N, C_local, L]`.
 
-    Norms before the neurons of q, k, v and of the attention's output keep them firing: the output's sums grow with the
-    number of tokens.
+    All products take spikes. Norms before the neurons of q, k, v and of the attention's output keep them firing: the
+    output's sums grow with the number of tokens.
 
     Args:
         dim: C, global.

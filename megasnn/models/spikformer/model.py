@@ -21,7 +21,7 @@ STEM_STAGES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Spikformer(Model):
-    """Spikformer's dimensions (arXiv 2209.15425); the defaults are SpikingJelly 2.0.0's spikformer_cifar10."""
+    """Spikformer's dimensions (arXiv 2209.15425), by default SpikingJelly 2.0.0's spikformer_cifar10."""
 
     name = "spikformer"
     marker = "patch_embed.stages.3.conv.weight"
