@@ -45,7 +45,7 @@ def build_replica(
     weights = None
     shard = None
     if state.dp_shard.size > 1:
-        weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
+        weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.substitute)
         shard = (plan.segment_bounds, weights.shard)
     here = [index for index, rank in enumerate(schedules.placement) if rank == state.pp.rank]
     chunks = build_chunks(description, plan.bounds, here, context, state.device, config.training.seed, built, shard)

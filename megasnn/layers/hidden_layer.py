@@ -21,7 +21,7 @@ from megasnn.common.recompute import cached_collective
 from megasnn.kernels.spike_codec import Content, bits_of
 from megasnn.layers.attention import sums_type
 from megasnn.layers.conv import ParallelConv
-from megasnn.layers.weight_grad import QueueGradient
+from megasnn.layers.weight_grad import QueueGradient, add_product
 from megasnn.layers.weighted import Communication, ProductOptions
 from megasnn.parallel.collectives import (
     from_matrix,
@@ -177,7 +177,4 @@ def _add_weight_gradient(parts: Sequence[tuple[Tensor, Tensor]], total: Tensor) 
     """Adds the gradient of a weight, from parts of the rows of its output's gradient and of its input."""
     weight = total.flatten(1)
     for grad, rows in parts:
-        if weight.dtype == grad.dtype:
-            weight.addmm_(grad.T, rows)
-        else:
-            weight += grad.T @ rows
+        add_product(grad, rows, weight)

@@ -71,7 +71,7 @@ class LayerSource(ABC):
     initialise: ModuleInitialiser | None
 
     @abstractmethod
-    def give(self) -> nn.Module:
+    def module(self) -> nn.Module:
         """The layer's module. Raises ValueError for an unsupported one."""
 
 
@@ -156,7 +156,7 @@ def layer(
             raise ValueError(f"{name}: give initialise=... to megasnn.shard, not to layer")
         initialiser = candidate.initialise
         try:
-            candidate = candidate.give()
+            candidate = candidate.module()
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
     if takes is not None and not takes:

@@ -184,7 +184,7 @@ class SpikingNeuron(NeuronLayer):
         self.channels = channels
         self.largest = largest
         self.lowest = lowest
-        self.left: State | None = None  # after the last call of stateful neurons
+        self.last_state: State | None = None  # after a stateful neuron's last call
         self._context = context
         sharpness = SURROGATES.of_argument("surrogate", surrogate).alpha if alpha is None else alpha
         self._fire = surrogate_function(surrogate, sharpness)
@@ -224,7 +224,7 @@ class SpikingNeuron(NeuronLayer):
         if x.dtype in REDUCED:
             # Potentials add up over the time steps, and bfloat16 would round each sum.
             inputs = inputs.float()
-        state = self.start(inputs[0]) if self.left is None else self.left
+        state = self.start(inputs[0]) if self.last_state is None else self.last_state
         spikes = []
         for current in inputs:
             h = self.charge(current, state)
@@ -237,8 +237,8 @@ class SpikingNeuron(NeuronLayer):
         if together.shape != inputs.shape:
             raise ValueError(f"neurons give spikes of shape {list(together.shape)} for {list(inputs.shape)}")
         if self.stateful and not x.is_meta:
-            self.left = {name: value.detach() for name, value in state.items()}
+            self.last_state = {name: value.detach() for name, value in state.items()}
         return self.observe(together)
 
     def forget(self) -> None:
-        self.left = None
+        self.last_state = None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
-from megasnn.kernels.torch_backend import REDUCED, recompute_in_backward, surrogate_function
+from megasnn.kernels.torch_backend import computed_in, recompute_in_backward, surrogate_function
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import constant, uniform
 from megasnn.layers.neuron import NeuronLayer
@@ -135,7 +135,7 @@ def _fire_at_once(
     fire: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor]:
     """Channels last in memory. Computes reduced types in float32."""
-    dtype = torch.float32 if x.dtype in REDUCED else x.dtype
+    dtype = computed_in(x)
     channels = min(2, x.ndim - 1)
     rows = x.to(dtype).movedim(channels, -1)
     h = torch.addmm(bias.to(dtype), matrix(weight.to(dtype), len(x)), rows.flatten(1))

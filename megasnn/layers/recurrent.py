@@ -90,7 +90,7 @@ class RecurrentNeuron(NeuronLayer):
         ValueError: an unknown surrogate; in forward, an input with other dimensions.
     Attributes:
         recurrent: the recurrent weights, or None.
-        left: state after a stateful neuron's last call.
+        last_state: after a stateful neuron's last call; otherwise None.
     """
 
     threshold = 1.0
@@ -108,7 +108,7 @@ class RecurrentNeuron(NeuronLayer):
         context = context_for(context)
         super().__init__(context)
         self.channels = channels
-        self.left: RecurrentState | None = None
+        self.last_state: RecurrentState | None = None
         self.recurrent: RecurrentWeight | None = None
         if recurrent:
             self.recurrent = RecurrentWeight(channels, context, self_connections=self_connections)
@@ -149,7 +149,7 @@ class RecurrentNeuron(NeuronLayer):
             inputs = inputs.float()
         constants = {name: value.to(inputs.dtype) for name, value in self.constants().items()}
         rest = torch.zeros_like(inputs[0])
-        state = self.left or RecurrentState(rest, mark_spikes(torch.zeros_like(rest)), rest)
+        state = self.last_state or RecurrentState(rest, mark_spikes(torch.zeros_like(rest)), rest)
         spikes = []
         for current in inputs:
             if self.recurrent is not None:
@@ -157,11 +157,11 @@ class RecurrentNeuron(NeuronLayer):
             state = self.step(current, state, constants)
             spikes.append(state.s)
         if self.stateful and not x.is_meta:
-            self.left = RecurrentState(*[each.detach() for each in state])
+            self.last_state = RecurrentState(*[each.detach() for each in state])
         return self.observe(torch.stack(spikes).to(x.dtype))
 
     def forget(self) -> None:
-        self.left = None
+        self.last_state = None
 
 
 def _orthogonal(tensor: Tensor, generator: torch.Generator) -> None:

@@ -22,7 +22,7 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.embedding import among_own, own_vocabulary
 from megasnn.layers.init import trunc_normal
 from megasnn.layers.tensors import declare
-from megasnn.layers.weight_grad import CastWeights, QueueGradient
+from megasnn.layers.weight_grad import CastWeights, QueueGradient, add_product
 from megasnn.parallel.collectives import (
     all_gather_into,
     all_reduce_sum,
@@ -173,25 +173,17 @@ class _CrossEntropy(Function):
             if ctx.queue_gradient is None:
                 continue
             if logits.is_one_chunk:
-                ctx.queue_gradient(partial(_add_product, narrow, whole))
+                ctx.queue_gradient(partial(add_product, narrow, whole))
             else:
                 # Deferring every chunk would keep the logits of all tokens alive: the chunks are summed now and only
                 # the sum is deferred.
                 if grad_weight is None:
                     grad_weight = kernel.new_zeros(kernel.shape, dtype=normaliser.dtype)
-                _add_product(narrow, whole[span], grad_weight)
+                add_product(narrow, whole[span], grad_weight)
         finish = sum_and_scatter_columns(grad_rows, ctx.group)
         if grad_weight is not None:
             ctx.queue_gradient(partial(_add, grad_weight))
         return finish(), None, None, None, None, None, None
-
-
-def _add_product(grad: Tensor, rows: Tensor, total: Tensor) -> None:
-    """total += grad^T rows, in the type of `total`."""
-    if grad.dtype == total.dtype:
-        total.addmm_(grad.T, rows)
-    else:
-        total += grad.T @ rows
 
 
 def _add(gradient: Tensor, total: Tensor) -> None:

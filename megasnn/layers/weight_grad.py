@@ -105,21 +105,29 @@ def _ignore(parameter: Tensor) -> None:
     """Default listener of `WeightGradients`."""
 
 
+def add_product(grad: Tensor, rows: Tensor, total: Tensor) -> None:
+    """total += grad^T rows, in the type of `total`."""
+    if grad.dtype == total.dtype:
+        total.addmm_(grad.T, rows)
+    else:
+        total += grad.T @ rows
+
+
 class CastWeights:
     """Weights in the products' type. Inside `caching` each is copied once, outside in every forward."""
 
     def __init__(self) -> None:
         self._is_caching = False
-        # Of each weight, by its id: a tensor's hash is a call of Python.
+        # (weight, values) by the weight's id: a tensor's hash is a call of Python.
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        self._given: dict[int, tuple[Tensor, Tensor]] = {}
+        self._substitutes: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CastWeights:
         return self
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight in a type, without a gradient."""
-        found = self._given.get(id(weight))
+        found = self._substitutes.get(id(weight))
         if found is None and self._is_caching:
             found = self._copies.get(id(weight))
         if found is not None:
@@ -141,9 +149,9 @@ class CastWeights:
         """Frees the copies; the next forward makes new ones."""
         self._copies = {}
 
-    def give(self, weight: Tensor, values: Tensor) -> None:
+    def substitute(self, weight: Tensor, values: Tensor) -> None:
         """Replaces a weight in products from now on, by values in their type."""
-        self._given[id(weight)] = weight, values
+        self._substitutes[id(weight)] = weight, values
 
     @contextmanager
     def caching(self) -> Iterator[None]:

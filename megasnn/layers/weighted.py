@@ -254,8 +254,11 @@ class _ShardedProduct(Function):
             ctx.queue_gradient(partial(_add_weight_gradient, options, payloads, shape, grad_images.detach()))
         if finish is not None:
             grad_x = finish()
-        if grad_x is not None:
-            grad_x = from_matrix(grad_x, shape) if options.pool == 1 else _unpool(grad_x, shape, options.pool)
+        if grad_x is not None and options.pool == 1:
+            grad_x = from_matrix(grad_x, shape)
+        elif grad_x is not None:
+            pooled = from_matrix(grad_x, (*shape[:3], *pooled_space(shape[3:], options.pool))).flatten(0, 1)
+            grad_x = average_pool_gradient(pooled, options.pool, shape[3:]).unflatten(0, shape[:2])
         return grad_x, None, None, None, None, None
 
 
@@ -303,8 +306,3 @@ def _add_weight_gradient(
     # No variable for the unpacked input: it is larger than the pooled images, and would live during the product.
     images = options.images(join_columns(payloads, options.content, size, grad.dtype), payloads, input_shape)
     products.add_weight_gradient(kernel, grad, images)
-
-
-def _unpool(matrix: Tensor, shape: torch.Size, pool: int) -> Tensor:
-    images = from_matrix(matrix, (*shape[:3], *pooled_space(shape[3:], pool))).flatten(0, 1)
-    return average_pool_gradient(images, pool, shape[3:]).unflatten(0, shape[:2])

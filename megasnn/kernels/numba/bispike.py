@@ -10,7 +10,7 @@ from megasnn.kernels.bispike import CompiledBiSpike, scales_of
 from megasnn.kernels.layout import empty_array
 from megasnn.kernels.numba import bispike_loops
 from megasnn.kernels.numba.jit import run_kernel
-from megasnn.kernels.torch_backend import REDUCED
+from megasnn.kernels.torch_backend import computed_in
 
 _BLOCK = 1024  # neurons: with their steps they stay in the L1 cache
 
@@ -19,7 +19,7 @@ class NumbaBiSpike(CompiledBiSpike):
     def fire(
         self, x: Tensor, v0: Tensor | None, amplitude: Tensor, packed: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        data = _numbers(x)
+        data = x.to(computed_in(x)).numpy()
         steps, size = data.shape
         spikes = empty_array(data.shape, data.dtype)
         last = np.empty((1, size), data.dtype)
@@ -37,7 +37,7 @@ class NumbaBiSpike(CompiledBiSpike):
     def backward(
         self, places: Tensor, inside: Tensor, amplitude: Tensor, g_spikes: Tensor, g_last: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        upstream = _numbers(g_spikes)
+        upstream = g_spikes.to(computed_in(g_spikes)).numpy()
         g_x = empty_array(upstream.shape, upstream.dtype)
         last = None if g_last is None else g_last.view(1, -1).numpy()
         scales = scales_of(amplitude).numpy()
@@ -48,8 +48,3 @@ class NumbaBiSpike(CompiledBiSpike):
         )
         gradient = torch.from_numpy(g_x)
         return gradient.to(g_spikes.dtype), gradient[0]
-
-
-def _numbers(x: Tensor) -> np.ndarray:
-    """In the arithmetic's type."""
-    return (x.float() if x.dtype in REDUCED else x).numpy()

@@ -53,9 +53,9 @@ class Sharded(LayerSource):
     network: nn.Module
     initialise: ModuleInitialiser | None
 
-    def give(self) -> nn.Module:
+    def module(self) -> nn.Module:
         """Raises ValueError for unsupported modules, or one neuron at two places."""
-        uses = ("shard", "given") if is_building() else ("shard",)
+        uses = ("shard", "building") if is_building() else ("shard",)
         require_supported(self.network, *uses)
         paths: dict[nn.Module, str] = {}
         for path, module in self.network.named_modules(remove_duplicate=False):
@@ -72,7 +72,7 @@ class Sharded(LayerSource):
                 f'{type(self.network).__name__} has a forward of its own, or hooks, and is one layer: yield layer("a '
                 'name", megasnn.shard(...)), or give shard an nn.Sequential of its parts'
             )
-        for path, part in _flat(self.give(), ""):
+        for path, part in _flat(self.module(), ""):
             yield Layer(path, part, path, self.initialise, is_sharded=True)
 
     def __str__(self) -> str:

@@ -87,7 +87,7 @@ _PROBLEMS = (
         "is compiled by TorchScript, which hides the operations: give the module from before the compilation",
     ),
     _Problem(
-        ("plain", "given"),
+        ("plain", "building"),
         _with_values,
         "has values in {!r}: make each module in `layers`, where it is yielded, and its tensors with torch.empty; "
         "torch.Tensor(...) ignores the meta device. Weights are loaded with --load",
@@ -123,7 +123,7 @@ _PROBLEMS = (
     torch: in a layer of torch's modules alone
     inside: in a layer with sharded layers
     shard: in a network for `megasnn.shard`
-    given: in such a network, while a model is built
+    building: in such a network, while a model is built
     cut: in such a network, in the table of conversions
     kept: in such a network, not in the table
 """
