@@ -31,7 +31,7 @@ DECAY = 0.25
 
 
 def amplitudes_of(amplitude: Tensor | None, spec: NeuronSpec, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """The time steps' amplitudes `[T]` for an input; without given ones `v_threshold` at each.
+    """Amplitudes of an input's time steps, `[T]`; by default `v_threshold` at each.
 
     Raises ValueError for another number of time steps.
     """

@@ -44,7 +44,7 @@ def surrogate_function(name: str, alpha: float) -> Callable[[Tensor], Tensor]:
     entry = SURROGATES[name]
     if entry.gradient is not None:
         return partial(_fire, partial(_step, entry.gradient, alpha))
-    # Only surrogates without a gradient of ours need SpikingJelly.
+    # Only surrogates without a `gradient` in the table need SpikingJelly.
     from spikingjelly.activation_based import surrogate
 
     return partial(_fire, getattr(surrogate, str(entry.spikingjelly))(alpha=alpha))

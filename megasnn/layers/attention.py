@@ -219,7 +219,7 @@ class SpikingAttend(Function):
         ctx.options = options
         ctx.shape = rows.shape
         ctx.dtype = rows.dtype
-        # Unchecked: the layer before it ends in a neuron of ours, which fires 0 or 1.
+        # Unchecked: the layer before ends in a neuron of MegaSNN, which fires 0 or 1.
         packed = encode(rows.reshape(-1), Content.SPIKES) if bits is None else bits
         q, k, v = options.split(packed, rows.shape, exact_type(rows, options.tokens)).unbind()
         sums = None

@@ -1,4 +1,4 @@
-"""Two linear layers with a GELU between them, of which backward keeps the packed input alone.
+"""Two linear layers with a GELU between them. Backward keeps the packed input alone.
 
 The hidden values are four times as wide as the stream and dense, the input of spikes takes two bits a value. So the
 first product is computed again in backward. A CPU computes both products for some rows at a time: the hidden values

@@ -55,7 +55,7 @@ class ParallelLayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta and x.shape[2] * self._group.size != self.channels:
-            raise ValueError(f"a layer norm of {self.channels} channels is given {x.shape[2] * self._group.size}")
+            raise ValueError(f"a layer norm takes {self.channels} channels, got {x.shape[2] * self._group.size}")
         if x.is_meta:
             return torch.empty_like(x)
         if self._group.size == 1 and x.dtype == self.weight.dtype:

@@ -96,8 +96,7 @@ class ParallelBatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta and x.shape[2] != self._local_channels:
             raise ValueError(
-                f"a batch norm of {self.channels} channels, of which a rank has {self._local_channels}, is given "
-                f"{x.shape[2]}"
+                f"a batch norm of {self.channels} channels takes {self._local_channels} on this rank, got {x.shape[2]}"
             )
         if x.is_meta and x.ndim < 4 and self._by_rows:
             # Without space the ranks that divide rows have equal values, and equal statistics.

@@ -89,7 +89,7 @@ class NextTokenLoss(nn.Module):
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         if x.is_meta:
             if channels * self._group.size != self.channels:
-                raise ValueError(f"an output layer of {self.channels} channels is given {channels * self._group.size}")
+                raise ValueError(f"an output layer takes {self.channels} channels, got {channels * self._group.size}")
             self._length = length
             one_each = x.new_empty((1, samples), dtype=dtype)
             logits = one_each.new_empty((1, samples, self.vocab_size))

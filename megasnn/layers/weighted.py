@@ -182,10 +182,10 @@ class WeightedLayer(nn.Module):
         size = self.options.group.size
         is_whole = size > 1 and x.shape[dim] == channels
         if is_again and is_whole != self._has_whole_input:
-            raise ValueError("it is called again, and every tensor parallel rank has only one of the two inputs whole")
+            raise ValueError("it is called twice, and tensor-parallel ranks divide only one of the two inputs")
         have = x.shape[dim] if is_whole else x.shape[dim] * size
         if have != channels:
-            raise ValueError(f"a layer of {channels} input channels is given {have}")
+            raise ValueError(f"a layer takes {channels} input channels, got {have}")
         content = content_of(x)
         if is_again:
             # One packing serves all calls: an input with spikes in one call and counts in another holds counts.

@@ -232,9 +232,9 @@ def test_the_bytes_of_the_loss_do_not_grow_with_the_vocabulary(ranks) -> None:
 def test_sizes_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="6 tokens have only 5 positions"):
         ParallelEmbedding(VOCAB_SIZE, C, length=5)(torch.empty(1, 1, 6, dtype=torch.long, device="meta"))
-    with pytest.raises(ValueError, match="layer norm of 12 channels is given 8"):
+    with pytest.raises(ValueError, match="layer norm takes 12 channels, got 8"):
         ParallelLayerNorm(C)(torch.empty(1, 1, 8, 3, device="meta"))
-    with pytest.raises(ValueError, match="output layer of 12 channels is given 8"):
+    with pytest.raises(ValueError, match="output layer takes 12 channels, got 8"):
         NextTokenLoss(C, VOCAB_SIZE)(torch.empty(1, 1, 8, 3, device="meta"))
 
 

@@ -198,7 +198,7 @@ def test_a_unit_takes_another_norm() -> None:
 
 
 def test_other_channels_are_refused() -> None:
-    with pytest.raises(ValueError, match="8 channels, .* given 4"):
+    with pytest.raises(ValueError, match="8 channels takes .*, got 4"):
         ParallelBatchNorm(8)(torch.zeros(1, 2, 4, 3, device="meta"))
 
 

@@ -256,7 +256,7 @@ def meet() -> Layer:
         ([gives(lambda y: ())], "a, given .*empty tuple"),
         ([gives(lambda y: (y, 1))], "entry 1 of a layer's output must be a tensor, not int"),
         ([lambda: layer("a", Reads())], r"a, given .*: in inner: .*test_bundles.py, line \d+\)"),
-        ([gives(ConvNormNeuron(5, 4))], "a, .*: in make.conv: .* 5 input channels is given 4"),
+        ([gives(ConvNormNeuron(5, 4))], "a, .*: in make.conv: .* 5 input channels, got 4"),
         ([lambda: layer("a", ConvNormNeuron(4, 4), takes=())], r"a: takes=\(\)"),
         ([unit("a", takes=("stem", "stem"))], r"a, given \[.*\] and \[.*\]: TypeError"),
         ([lambda: layer("a", ConvNormNeuron)], "'a' takes a torch.nn.Module, got .*ConvNormNeuron"),
