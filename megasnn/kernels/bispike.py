@@ -77,7 +77,9 @@ class CompiledBiSpike(NeuronKernels):
         number = torch.float64 if x.dtype == torch.float64 else torch.float32
         amplitude = amplitudes_of(w, self.spec, x, number)
         spikes, last, bits = _BiSpike.apply(x, v0, amplitude, torch.is_grad_enabled(), self)
-        return remember_bits(spikes, bits if wants_bits(x) else None, Content.TERNARY), last
+        if not wants_bits(x):
+            bits = None
+        return remember_bits(spikes, bits, Content.TERNARY), last
 
 
 class _BiSpike(Function):

@@ -39,7 +39,8 @@ class _CompiledNeuron(Function):
         ctx.set_materialize_grads(False)
         ctx.kernels = kernels
         ctx.save_for_backward(x, v0, w)
-        inputs = NeuronInput(channels_fastest(x, 2), None if v0 is None else channels_fastest(v0, 1), w)
+        first = None if v0 is None else channels_fastest(v0, 1)
+        inputs = NeuronInput(channels_fastest(x, 2), first, w)
         spikes, last, bits = kernels.fire(inputs, packed)
         if packed and bits is None:
             bits = pack_bits(spikes)
@@ -56,7 +57,8 @@ class _CompiledNeuron(Function):
         if g_spikes is None:
             # The loss may depend on the last potential alone.
             g_spikes = torch.zeros_like(x)
-        inputs = NeuronInput(channels_fastest(x, 2), None if v0 is None else channels_fastest(v0, 1), w)
+        first = None if v0 is None else channels_fastest(v0, 1)
+        inputs = NeuronInput(channels_fastest(x, 2), first, w)
         if g_last is not None:
             g_last = channels_fastest(g_last, 1)
         g_x, g_v, total = kernels.backward(inputs, channels_fastest(g_spikes, 2), g_last, need_w)

@@ -88,11 +88,12 @@ def norm_pool_neuron(
         own = channels_last(own)
         kernels_of_own = norm_neuron_kernels(backend, own, norm_neuron)
     (moments, coefficients), count = _statistics(kernels_of_own, own.detach(), norm)
+    values_per_channel = count if norm.running is None else None
     call = _Call(
         kernels,
         moments,
         coefficients,
-        values_per_channel=count if norm.running is None else None,
+        values_per_channel=values_per_channel,
         shared=norm.shared,
         without_spikes=without_spikes,
         # Writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.

@@ -141,8 +141,10 @@ def share_bits(original: Tensor, copy: Tensor, own_memory: bool = False) -> Tens
     """Stores the original's packed spikes, if any, with a tensor of equal values; returns that."""
     for content in (Content.SPIKES, Content.TERNARY):
         bits = bits_of(original, content)
+        if bits is not None and own_memory:
+            bits = bits.clone()
         if bits is not None:
-            return remember_bits(copy, bits.clone() if own_memory else bits, content)
+            return remember_bits(copy, bits, content)
     return copy
 
 

@@ -66,13 +66,15 @@ class ConvNormNeuron(nn.Module):
         )
         self._without_spikes = False
         self._norm_neurons: dict[tuple[int, float, int], NormNeuron] = {}  # by time steps, the norm's eps, rows above
+        if padding is None:
+            padding = kernel_size // 2
         # In the order of computation, which is the order of the parameters.
         self.conv = ParallelConv(
             in_channels,
             out_channels,
             kernel_size,
             context,
-            padding=kernel_size // 2 if padding is None else padding,
+            padding=padding,
             pool=average_pool,
             pooled_behind=max_pool and not self.is_fused,
             row_above=max_pool and self.is_fused,

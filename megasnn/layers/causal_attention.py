@@ -86,7 +86,8 @@ class CausalAttention(nn.Module):
             cos, sin = table(first, tokens, self.head_dim, self.rotary_base, rows.dtype, rows.device)
             rows = _Rotate.apply(rows, cos, sin, shape, blockwise)
         if is_divided or blockwise:
-            parts = TokenParts(shape, self._spans, self._group if is_divided else None, self.blockwise)
+            group = self._group if is_divided else None
+            parts = TokenParts(shape, self._spans, group, self.blockwise)
             out = _CausalSoftmaxAttend.apply(rows, parts)
         else:
             q, k, v = rows.view(shape).permute(2, 0, 3, 1, 4).unbind()

@@ -166,7 +166,8 @@ class CausalSpikingAttend(Function):
         options: CausalSpikingAttendOptions = ctx.options
         dtype = sums_type(grad.dtype)
         # On a CPU whole numbers of a byte: they are converted span by span.
-        spikes = empty(ctx.shape, torch.int8 if grad.device.type == "cpu" else dtype, grad.device)
+        unpacked_type = torch.int8 if grad.device.type == "cpu" else dtype
+        spikes = empty(ctx.shape, unpacked_type, grad.device)
         decode_into(packed, options.content, spikes)
         grad = grad.contiguous()
         later = _grad_of_later_ranks(spikes[:, : options.width], grad, options)

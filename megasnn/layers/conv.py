@@ -132,7 +132,7 @@ class ParallelConv(WeightedLayer):
     def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
         content = self.options.content
         # A view has none of its tensor's bits.
-        bits = bits_of(x, content) if content.is_bits else None
+        bits = bits_of(x, content)
         is_signal = x.ndim == 4
         if is_signal:
             x = x.unsqueeze(-1)  # an image of width 1

@@ -57,9 +57,8 @@ def linear_gelu_linear(first: ParallelConv, second: ParallelConv, x: Tensor, sca
         return second(F.gelu(hidden + first.bias.to(hidden.dtype).view(-1, 1)))
     kernel, anchor, queue_first = first.operand()
     second_kernel, second_anchor, queue_second = second.operand()
-    content = first.options.content
     layer = _HiddenLayer(first.options, scale, queue_first, queue_second)
-    bits = bits_of(x, content) if content.is_bits else None
+    bits = bits_of(x, first.options.content)
     bias = first.bias.to(kernel.dtype)
     y = _LinearGeluLinear.apply(
         x.to(kernel.dtype), bits, kernel.flatten(1), bias, second_kernel.flatten(1), anchor, second_anchor, layer

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megasnn.common.autograd import Function
 from megasnn.kernels.spike_codec import Content
-from megasnn.kernels.torch_backend import REDUCED
+from megasnn.kernels.torch_backend import computed_in
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import ones, zeros
 from megasnn.layers.tensors import declare
@@ -71,7 +71,7 @@ class _LayerNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, eps: float, group: Group) -> Tensor:
-        wide = rows.float() if rows.dtype in REDUCED else rows
+        wide = rows.to(computed_in(rows))
         variance, mean = torch.var_mean(wide, dim=1, correction=0, keepdim=True)
         if group.size > 1:
             mean, variance = _combine_moments(mean, variance, group)

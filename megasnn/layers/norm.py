@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.common.recompute import is_replaying
-from megasnn.kernels.torch_backend import REDUCED, batch_norm
+from megasnn.kernels.torch_backend import batch_norm, computed_in
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.facts import facts
 from megasnn.layers.init import ones, zeros
@@ -112,7 +112,7 @@ class ParallelBatchNorm(nn.Module):
             y = batch_norm(flat, None, self.weight, self.bias, self.eps)
             with torch.no_grad():
                 # var_mean returns the type of its input, which may be too narrow for statistics.
-                wide = flat.float() if flat.dtype in REDUCED else flat
+                wide = flat.to(computed_in(flat))
                 variance, mean = torch.var_mean(wide, dim=[d for d in range(flat.ndim) if d != 1], correction=0)
         # A single time step stands for all of them: equal frames have the same mean and variance.
         repeats = self.time_steps if len(x) == 1 else 1
@@ -141,7 +141,7 @@ def shared_batch_norm(
     Returns:
         The normalised values; mean and biased variance `[C]`; values per channel.
     """
-    values = x.float() if x.dtype in REDUCED else x
+    values = x.to(computed_in(x))
     over = [dim for dim in range(x.ndim) if dim != 1]
     shape = (-1, *[1] * (x.ndim - 2))
     # In float64: the order of the sums depends on the layout, and a rounding at a threshold is another spike.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megasnn.common.autograd import Function
 from megasnn.common.recompute import cached_collective
 from megasnn.kernels.spike_codec import Content
-from megasnn.kernels.torch_backend import REDUCED
+from megasnn.kernels.torch_backend import REDUCED, computed_in
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.embedding import among_own, own_vocabulary
 from megasnn.layers.init import trunc_normal
@@ -86,7 +86,7 @@ class NextTokenLoss(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
         samples, channels, length = x.shape[1:]
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        dtype = computed_in(x)
         if x.is_meta:
             if channels * self._group.size != self.channels:
                 raise ValueError(f"an output layer takes {self.channels} channels, got {channels * self._group.size}")

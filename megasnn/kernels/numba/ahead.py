@@ -14,7 +14,7 @@ from megasnn.kernels.numba.bispike import NumbaBiSpike
 from megasnn.kernels.numba.jit import progress
 from megasnn.kernels.numba.neuron import NumbaNeuron
 from megasnn.kernels.numba.norm_neuron import NumbaNormNeuron
-from megasnn.kernels.torch_backend import REDUCED
+from megasnn.kernels.torch_backend import computed_in
 
 _SHAPE = 1, 1, 8, 2, 2  # T, N, C, H, W of the trial input
 _SECONDS = {  # processor seconds of compiling on an AMD EPYC (Zen 4), which order the work
@@ -82,14 +82,14 @@ def trials_of(use: NeuronUse, dtype: torch.dtype, trains: bool) -> Iterator[Tria
     if trains:
         yield Trial("statistics", None, partial(kernels.statistics, x))
         yield Trial(f"backward{pooled}", spec, partial(kernels.backward_sums, inputs, g_spikes, learn=False))
-        gradient = torch.zeros(x.movedim(2, -1).shape, dtype=torch.float32 if dtype in REDUCED else dtype).numpy()
+        gradient = torch.zeros(x.movedim(2, -1).shape, dtype=computed_in(x)).numpy()
         yield Trial("input gradient", None, partial(kernels.input_gradient, inputs, g_spikes, None, 1, gradient))
 
 
 def _trials_of_ternary(spec: NeuronSpec, dtype: torch.dtype, trains: bool) -> Iterator[Trial]:
     rows = torch.zeros((1, 8), dtype=dtype)
     kernels = NumbaBiSpike(rows.shape, dtype, spec)
-    amplitude = torch.ones(1, dtype=torch.float32 if dtype in REDUCED else dtype)
+    amplitude = torch.ones(1, dtype=computed_in(rows))
     # Another amplitude takes the same kernels.
     yield Trial("ternary forward", None, partial(kernels.fire, rows, None, amplitude, packed=True))
     if trains:

@@ -113,7 +113,9 @@ def spikes_in(x: Tensor) -> Spikes | None:
         above, below = ternary.view(2, -1)
         return _spikes(above | below, x.shape, values)
     packed, all_one = pack_where_not_zero(rows)
-    return _spikes(packed, x.shape, values[:0] if all_one else values)
+    if all_one:
+        values = values[:0]
+    return _spikes(packed, x.shape, values)
 
 
 def _spikes_in_bits(packed: Tensor, shape: torch.Size, dtype: torch.dtype) -> Spikes:

@@ -122,10 +122,12 @@ def constants(spec: NeuronSpec, dtype: np.dtype, learned_leak: float, learn: boo
     """A described neuron's constants. `learned_leak`: the charging factor, if it is learned."""
     number = dtype.type
     n = numbers(spec, learned_leak)
+    reset = Hard(number(n.rest)) if n.hard else Soft(number(n.threshold))
+    path = Detached(number(0)) if spec.detach_reset else Attached(number(n.jump), number(n.slide))
     return Constants(
         charge=CHARGES[n.charge](number(n.rest), number(n.factor)),
-        reset=Hard(number(n.rest)) if n.hard else Soft(number(n.threshold)),
-        path=Detached(number(0)) if spec.detach_reset else Attached(number(n.jump), number(n.slide)),
+        reset=reset,
+        path=path,
         surrogate=SURROGATE_TYPES[n.surrogate](number(n.slope), number(n.amplitude)),
         learn=learn,
         rest=number(n.rest),

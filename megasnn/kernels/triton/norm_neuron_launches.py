@@ -126,10 +126,11 @@ class NormNeuronLaunches:
         norm_neuron = self._norm_neuron
         block = THREADS * lanes_of_type(self._dtype)
         pools_each_step = norm_neuron.pool and not self._common["REPEATED"]
+        steps_at_once = 1 if pools_each_step else at_once(norm_neuron.time_steps)
         return Launch(
             fire_kernel, -(-self.size // block),
             self.size, self._in_size, self.channels, *self._sides, norm_neuron.above,
-            POOL=norm_neuron.pool, AT_ONCE=1 if pools_each_step else at_once(norm_neuron.time_steps), BLOCK=block,
+            POOL=norm_neuron.pool, AT_ONCE=steps_at_once, BLOCK=block,
             **self._common,
         )  # fmt: skip
 

@@ -30,6 +30,8 @@ _KINDS = {"IFNode": "if", "LIFNode": "lif", "ParametricLIFNode": "plif"}
 
 
 def convolution(conv: nn.Conv1d | nn.Conv2d, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
+    # torch's "valid" is no padding.
+    padding = 0 if conv.padding == "valid" else conv.padding
     return ParallelConv(
         conv.in_channels,
         conv.out_channels,
@@ -37,7 +39,7 @@ def convolution(conv: nn.Conv1d | nn.Conv2d, context: BuildContext, initialise: 
         context,
         dims=len(conv.kernel_size),
         stride=conv.stride,
-        padding=0 if conv.padding == "valid" else conv.padding,
+        padding=padding,
         padding_mode=conv.padding_mode,
         dilation=conv.dilation,
         groups=conv.groups,
@@ -48,11 +50,13 @@ def convolution(conv: nn.Conv1d | nn.Conv2d, context: BuildContext, initialise: 
 
 def linear(module: nn.Linear, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
     """Converts a Linear. Its output is cut, or whole on every rank if the ranks do not divide it."""
+    is_divisible = module.out_features % context.tp.size == 0
+    style = "column" if is_divisible else "row"
     return ParallelLinear(
         module.in_features,
         module.out_features,
         context,
-        style="row" if module.out_features % context.tp.size else "column",
+        style=style,
         bias=module.bias is not None,
         **_initialisers(module, initialise),
     )
@@ -128,6 +132,7 @@ def spec_of(node: Any) -> NeuronSpec | None:
         return None
     if node.store_v_seq or node._neuron_precision is not None:
         return None
+    sharpness = None if alpha is None else float(alpha)
     return NeuronSpec(
         kind=_KINDS[kind.__name__],
         tau=getattr(node, "tau", 2.0),
@@ -136,7 +141,7 @@ def spec_of(node: Any) -> NeuronSpec | None:
         decay_input=getattr(node, "decay_input", True),
         detach_reset=node.detach_reset,
         surrogate=name,
-        alpha=None if alpha is None else float(alpha),
+        alpha=sharpness,
     )
 
 

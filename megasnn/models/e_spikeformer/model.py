@@ -86,10 +86,11 @@ class ESpikeFormer(Model):
             else:
                 stride = 1 if stage == LAST else 2
                 yield layer(f"downsample.{stage}", e.CountConvNorm(inputs, dim, 3, stride=stride, bias=True))
+            depthwise_size = 3 if attends else 7
             wide: dict[str, Any] = {"dims": 1, "bias": True} if attends else {"kernel_size": 3}
             for block in range(depth):
                 name = f"stage{stage}.{block}"
-                yield layer(f"{name}.separable", e.SeparableConv(dim, 3 if attends else 7), layer_group=name)
+                yield layer(f"{name}.separable", e.SeparableConv(dim, depthwise_size), layer_group=name)
                 if attends:
                     yield layer(f"{name}.attention", e.CountAttention(dim, self.num_heads), layer_group=name)
                 yield layer(f"{name}.mlp", e.MLP(dim, int(dim * self.mlp_ratio), **wide), layer_group=name)

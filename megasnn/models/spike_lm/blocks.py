@@ -34,7 +34,8 @@ class AttentionHalf(nn.Module):
         self.neuron = _neuron(calibrated, context)
         # Style column, then row: in between each rank has whole heads.
         self.qkv = token_linear(dim, 3 * dim, "column", context, blocks=3)
-        self.attention = CausalAttention(dim, num_heads, context, rotary_base=10000.0 if rotary else None)
+        rotary_base = 10000.0 if rotary else None
+        self.attention = CausalAttention(dim, num_heads, context, rotary_base=rotary_base)
         self.projection = token_linear(dim, dim, "row", context)
 
     def forward(self, x: Tensor) -> Tensor:
