@@ -99,16 +99,14 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
         if coefficients is None:
             coefficients = self.coefficients(mean, variance, BatchNorm(weight, bias))
         q = None if w is None else learned_factor(w, launches.number)
-        sums_launch = launches.learning_sums if learn else launches.sums
-        sums_launch(x, g_spikes, coefficients, q, g_pooled, taps, partial, kept)
+        launches.sums[learn](x, g_spikes, coefficients, q, g_pooled, taps, partial, kept)
         sums = x.new_empty((kinds, self.channels), dtype=torch.float64)
         g_weight = None if weight is None else torch.empty_like(weight)
         g_bias = None if bias is None else torch.empty_like(bias)
         mean_gradients = None
         if count is not None:
             mean_gradients = x.new_empty((2, self.channels), dtype=launches.number)
-        fold = launches.fold_learning if learn else launches.fold
-        fold(partial, variance, sums, g_weight, g_bias, mean_gradients)
+        launches.fold[learn](partial, variance, sums, g_weight, g_bias, mean_gradients)
         return BackwardSums(sums, TritonIntermediate(g_pooled, taps, mean_gradients), g_weight, g_bias)
 
     def input_gradient(

@@ -93,6 +93,7 @@ class NormNeuronLaunches:
     Attributes:
         size: values in one time step's spikes.
         partial_shape: one kind of partial sums.
+        sums, fold: by whether the learned factor's gradient is wanted.
         bytes_of_bits, chunks_shape: see launch.py.
     """
 
@@ -120,6 +121,8 @@ class NormNeuronLaunches:
             "N": numbers(norm_neuron.spec),
             "D": NUMBERS[self.number],
         }
+        self.sums = {learn: self._sums(learn) for learn in (False, True)}
+        self.fold = {learn: self._fold(learn) for learn in (False, True)}
 
     @cached_property
     def fire(self) -> Launch:
@@ -134,14 +137,6 @@ class NormNeuronLaunches:
             **self._common,
         )  # fmt: skip
 
-    @cached_property
-    def sums(self) -> Launch:
-        return self._sums(learn=False)
-
-    @cached_property
-    def learning_sums(self) -> Launch:
-        return self._sums(learn=True)
-
     def _sums(self, learn: bool) -> Launch:
         norm_neuron = self._norm_neuron
         tiling = self._tiling
@@ -152,14 +147,6 @@ class NormNeuronLaunches:
             CHUNK=chunk(self._dtype, norm_neuron.time_steps), POOL=norm_neuron.pool, LEARN=learn,
             ROWS=tiling.rows, COLUMNS=COLUMNS, **self._common,
         )  # fmt: skip
-
-    @cached_property
-    def fold(self) -> Launch:
-        return self._fold(learn=False)
-
-    @cached_property
-    def fold_learning(self) -> Launch:
-        return self._fold(learn=True)
 
     def _fold(self, learn: bool) -> Launch:
         values = self._input_steps * self._in_size // self.channels
