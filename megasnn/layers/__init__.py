@@ -1,6 +1,6 @@
 """Sharded layers. Activations `[T, N, C_local, *space]` are cut by channel over ranks.
 
-A layer is any module. `layer.LayerFlags` has the attributes by which it says how ranks may divide it.
+A layer is any module. `layer.LayerTraits` has the attributes by which it says how ranks may divide it.
 """
 
 from megasnn.layers.apply import apply_layer as apply_layer

@@ -34,23 +34,23 @@ class Layer:
     is_sharded: bool = False
 
 
-class LayerFlags:
-    """Attributes by which any module says how ranks may divide its input: of its class, or of one module.
+class LayerTraits:
+    """Attributes by which a layer's modules say how ranks may divide their inputs.
 
-    A module needs no base class to have them. A module without one has the default, which stands here.
+    Any module may have them, in its class or by itself; it needs no base class. Without one, the default here holds.
     """
 
     mixes_rows: bool | None = None
-    """Whether an output pixel depends on other rows of the input: --context-parallel-cut rows refuses such a module.
+    """Whether an output pixel depends on other rows of the input. --context-parallel-cut rows refuses such a module.
 
-    False as well for a module that exchanges rows itself, or stands behind `WholeImages`. None: unknown. Then MegaSNN's
-    modules, neurons and torch's pointwise modules do not mix rows, and all others may.
+    False also for a module that exchanges rows itself, or follows `WholeImages`. None: MegaSNN's modules, neurons and
+    torch's pointwise modules do not mix rows, and all others may.
     """
     mixes_tokens: bool | None = None
-    """Whether an output token depends on other tokens: --context-parallel-cut tokens refuses such a module.
+    """Whether an output token depends on other tokens. --context-parallel-cut tokens refuses such a module.
 
-    False as well for a module that exchanges tokens itself. None: as `mixes_rows` if that is True, because tokens are
-    the rows of a signal. Otherwise neurons and torch's pointwise modules do not mix tokens, and all others may.
+    False also for a module that exchanges tokens itself. None: True if `mixes_rows` is, because tokens are the rows of
+    a signal. Otherwise neurons and torch's pointwise modules do not mix tokens, and all others may.
     """
     cut_inputs: tuple[bool, ...] | None = None
     """For each input, True if a tensor-parallel rank takes its own channels, False if it takes the whole input.
@@ -58,10 +58,10 @@ class LayerFlags:
     The layer is cut for these inputs, and whole for others. None: its code decides (`plain.by_channel.may_be_cut`).
     """
     multiplies_by_weight: bool = False
-    """Whether `weight` is used only in a product, in the type that `CastWeights` gives it.
+    """Whether the only use of `weight` is a product in the compute type (`CastWeights`).
 
-    Weights that ranks divide (`megasnn.parallel.fsdp`) then travel in that type. Counts only in the very class that has
-    it, because a derived class may use the weight in another way.
+    Divided weights (`megasnn.parallel.fsdp`) then travel in that type. It is not inherited, because a derived class may
+    use the weight in another way.
     """
 
 

@@ -156,7 +156,7 @@ class SpikingNeuron(NeuronLayer):
 
     It implements `charge` and `reset`, and optionally `start` and `fire`; `per_channel` declares learned parameters. A
     neuron may depend on its own channel only, and on its own row unless its class has `mixes_rows = True` (see
-    `LayerFlags`).
+    `LayerTraits`).
 
     Args:
         channels: global.

@@ -237,7 +237,7 @@ class _Sum(torch.autograd.Function):
 class WholeImages(nn.Module):
     """Gathers image rows: `[T, N, C_local, own rows, W]` -> `[T, N, C_local, H, W]`.
 
-    For layers on whole images, such as flatten; your own must set `mixes_rows = False` (see `LayerFlags`). MegaSNN's
+    For layers on whole images, such as flatten; your own must set `mixes_rows = False` (see `LayerTraits`). MegaSNN's
     convolutions and pooling may not follow: they exchange rows themselves. Returns the input for another cut.
 
     Args:

@@ -151,7 +151,7 @@ def _multiplied(layers: Iterable[nn.Module]) -> Mapping[Tensor, torch.dtype]:
     dtypes: dict[Tensor, torch.dtype] = {}
     for layer in layers:
         for module in layer.modules():
-            # See `LayerFlags` in megasnn/layers/layer.py: a derived class may use its weight in another way.
+            # See `LayerTraits` in megasnn/layers/layer.py: a derived class may use its weight in another way.
             if vars(type(module)).get("multiplies_by_weight"):
                 weighted: Any = module
                 dtypes[weighted.weight] = weighted.compute_dtype

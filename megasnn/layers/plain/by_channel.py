@@ -20,7 +20,7 @@ from megasnn.common.bundle import Bundle, entries_of
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.facts import facts
-from megasnn.layers.layer import FunctionLayer, LayerFlags
+from megasnn.layers.layer import FunctionLayer, LayerTraits
 from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.plain.refusals import is_by_channel
 from megasnn.layers.plain.table import class_name
@@ -50,7 +50,7 @@ def may_be_cut(layer: nn.Module, inputs: Sequence[Bundle], cuts: Sequence[bool],
         cuts: for each input tensor, True if a rank has only its own channels.
         is_first: the only input is the model's, whole on every rank.
     """
-    cut_inputs = getattr(layer, "cut_inputs", LayerFlags.cut_inputs)
+    cut_inputs = getattr(layer, "cut_inputs", LayerTraits.cut_inputs)
     if cut_inputs is not None:
         return tuple(cuts) == cut_inputs
     dims: set[int] = set()

@@ -15,7 +15,7 @@ from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import DropPath, ParallelDropout
 from megasnn.layers.facts import facts
 from megasnn.layers.init import own_tensors, tensors_of
-from megasnn.layers.layer import LayerFlags
+from megasnn.layers.layer import LayerTraits
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.norm import ParallelBatchNorm
@@ -169,15 +169,6 @@ def refuse_mixing(layer: nn.Module, context: BuildContext) -> None:
         _refuse_mixed(layer, context.token_group, _mixes_tokens, "token", "tokens")
 
 
-def _mixes_rows(module: nn.Module) -> bool:
-    said = getattr(module, "mixes_rows", LayerFlags.mixes_rows)
-    if said is not None:
-        return bool(said)
-    # A user's neuron has a surrogate function of SpikingJelly as a part.
-    ours = type(module).__module__.startswith(("megasnn.", "spikingjelly.activation_based.surrogate"))
-    return not (ours or class_name(module) in _BY_PIXEL or isinstance(module, NeuronLayer))
-
-
 def _refuse_mixed(
     layer: nn.Module, group: Group, mixes: Callable[[nn.Module], bool], each_one: str, divided: str
 ) -> None:
@@ -190,11 +181,20 @@ def _refuse_mixed(
             )
 
 
+def _mixes_rows(module: nn.Module) -> bool:
+    declared = getattr(module, "mixes_rows", LayerTraits.mixes_rows)
+    if declared is not None:
+        return bool(declared)
+    # A user's neuron has a surrogate function of SpikingJelly as a part.
+    ours = type(module).__module__.startswith(("megasnn.", "spikingjelly.activation_based.surrogate"))
+    return not (ours or class_name(module) in _BY_PIXEL or isinstance(module, NeuronLayer))
+
+
 def _mixes_tokens(module: nn.Module) -> bool:
-    said = getattr(module, "mixes_tokens", LayerFlags.mixes_tokens)
-    if said is not None:
-        return bool(said)
-    if getattr(module, "mixes_rows", LayerFlags.mixes_rows):
+    declared = getattr(module, "mixes_tokens", LayerTraits.mixes_tokens)
+    if declared is not None:
+        return bool(declared)
+    if getattr(module, "mixes_rows", LayerTraits.mixes_rows):
         # Tokens are the rows of a signal.
         return True
     is_surrogate = type(module).__module__.startswith("spikingjelly.activation_based.surrogate")
