@@ -66,7 +66,7 @@ class _HeadAttention(nn.Module):
         self.add_module(self.fused, conv_norm_neuron(dim, blocks * dim, blocks=blocks))
         self.projection = conv_norm_neuron(dim, dim)
         self.neuron = make_neuron(replace(context.neuron, v_threshold=v_threshold), context)
-        self._rows = context.row_group
+        self._row_group = context.row_group
         self._tokens = 0  # of whole images
         self._traceable = context.numerics.traceable
 
@@ -86,8 +86,8 @@ class SpikingSelfAttention(_HeadAttention):
         group = None
         if x.is_meta:
             self._tokens = tokens
-        elif self._rows is not None:
-            group = self._rows
+        elif self._row_group is not None:
+            group = self._row_group
             tokens = self._tokens
         # The product of two sizes: numel() would fix the batch size in an export.
         frames = qkv.shape[0] * qkv.shape[1]
@@ -140,14 +140,14 @@ class SpikeDrivenAttention(nn.Module):
         self.gate = make_neuron(replace(context.neuron, v_threshold=0.5), context)
         self.projection = ParallelConv(dim, dim, 1, context, bias=True)
         self.norm = ParallelBatchNorm(dim, context)
-        self._rows = context.row_group
+        self._row_group = context.row_group
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.neuron(x)
         together = self.k(spikes) * self.v(spikes)
         number = together.flatten(3).sum(-1, dtype=sums_type(together.dtype))
-        if self._rows is not None and not x.is_meta:
-            number = sum_for_each(number, self._rows)
+        if self._row_group is not None and not x.is_meta:
+            number = sum_for_each(number, self._row_group)
         gate = self.gate(number.to(together.dtype))
         return self.norm(self.projection(self.q(spikes) * gate.view(*gate.shape, 1, 1)))
 

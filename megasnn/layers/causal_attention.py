@@ -61,7 +61,7 @@ class CausalAttention(nn.Module):
         self.rotary_base = rotary_base
         if rotary_base is not None and self.head_dim % 2:
             raise ValueError(f"rotary positions need heads of an even size, got {self.head_dim} channels")
-        self._group = context.token_group
+        self._token_group = context.token_group
         self.blockwise = context.state.device.type == "cpu" and not context.numerics.traceable
         self._spans: tuple[range, ...] = ()
 
@@ -73,8 +73,8 @@ class CausalAttention(nn.Module):
         tokens = qkv.shape[3]
         first = 0
         if is_divided:
-            assert self._group is not None
-            own = self._spans[self._group.rank]
+            assert self._token_group is not None
+            own = self._spans[self._token_group.rank]
             check_own_tokens(tokens, own)
             first = own.start
         rows = to_matrix(qkv)
@@ -86,7 +86,7 @@ class CausalAttention(nn.Module):
             cos, sin = table(first, tokens, self.head_dim, self.rotary_base, rows.dtype, rows.device)
             rows = _Rotate.apply(rows, cos, sin, shape, blockwise)
         if is_divided or blockwise:
-            group = self._group if is_divided else None
+            group = self._token_group if is_divided else None
             parts = TokenParts(shape, self._spans, group, self.blockwise)
             out = _CausalSoftmaxAttend.apply(rows, parts)
         else:
@@ -98,8 +98,8 @@ class CausalAttention(nn.Module):
         channels = 3 * self.local_heads * self.head_dim
         if qkv.ndim != 4 or qkv.shape[2] != channels:
             raise ValueError(f"causal attention takes q, k and v [T, N, {channels}, L], got {[*qkv.shape]}")
-        if self._group is not None:
-            self._spans = divide_tokens(qkv.shape[3], self._group.size)
+        if self._token_group is not None:
+            self._spans = divide_tokens(qkv.shape[3], self._token_group.size)
 
 
 @lru_cache(maxsize=8)

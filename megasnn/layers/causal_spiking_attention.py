@@ -62,7 +62,7 @@ class CausalSpikingAttention(nn.Module):
         context = context_for(context)
         self.local_heads = heads_per_rank(dim, num_heads, context.tp.size)
         self.head_dim = dim // num_heads
-        self._group = context.token_group
+        self._token_group = context.token_group
         self._dtype = context.numerics.compute_dtype
         self._rounds = context.numerics.rounds
         self._traceable = context.numerics.traceable
@@ -73,8 +73,9 @@ class CausalSpikingAttention(nn.Module):
     def forward(self, qkv: Tensor) -> Tensor:
         if qkv.is_meta:
             self._note_input(qkv)
-        elif self._group is not None:
-            check_own_tokens(qkv.shape[3], divide_tokens(self._options.length, self._group.size)[self._group.rank])
+        elif self._token_group is not None:
+            spans = divide_tokens(self._options.length, self._token_group.size)
+            check_own_tokens(qkv.shape[3], spans[self._token_group.rank])
         elif qkv.shape[3] > self._options.length:
             raise ValueError(f"a sequence has {qkv.shape[3]} tokens, and the dry run saw {self._options.length}")
         # The product of two sizes: numel() would fix the batch size in an export.
@@ -109,7 +110,7 @@ class CausalSpikingAttention(nn.Module):
                 f"{length} tokens give states up to {length}, and --precision tf32 rounds whole numbers above "
                 f"{EXACT_TF32}: use --precision bf16, whose states are float32, or fp32"
             )
-        self._options = replace(self._options, content=content, length=length, group=self._group)
+        self._options = replace(self._options, content=content, length=length, group=self._token_group)
 
 
 def exact_up_to(dtype: torch.dtype) -> int:

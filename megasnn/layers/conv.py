@@ -120,11 +120,11 @@ class ParallelConv(WeightedLayer):
         self.mixes_tokens = pads or not takes_each_pixel
         # `options.products` may have another geometry, without padding rows.
         self._geometry = geometry
-        self._rows = context.row_group
+        self._row_group = context.row_group
         self._row_above = row_above
-        self.has_row_above = row_above and self._rows is not None and self._rows.rank > 0
+        self.has_row_above = row_above and self._row_group is not None and self._row_group.rank > 0
         self._move: RowMove | None = None
-        if pooled_behind and self._rows is not None:
+        if pooled_behind and self._row_group is not None:
             # Equal windows on both sides of a border between ranks must have equal bits.
             # Sums over spikes add in another order than dense products, and each rank chooses by its own measurements.
             self._sparse = False
@@ -139,9 +139,9 @@ class ParallelConv(WeightedLayer):
         if x.is_meta:
             y = self._dry_run(x, is_signal)
             return y.squeeze(-1) if is_signal else y
-        if self._rows is not None and self._move is not None:
+        if self._row_group is not None and self._move is not None:
             # The bits of the input have none of the rows from other ranks.
-            x = move_rows(x, self._move, self._rows, content)
+            x = move_rows(x, self._move, self._row_group, content)
             bits = encode(flat_in_memory(x.detach()), content) if content.is_bits else None
         if self.observer is not None:
             self.tell_observer(x)
@@ -175,19 +175,19 @@ class ParallelConv(WeightedLayer):
         space = output_space(pooled, self._kernel, self._geometry)
         if min(space) < 1:
             raise ValueError(f"an image of {[*x.shape[3:]]} pixels is too small for kernel_size {[*self._kernel]}")
-        if self._rows is not None:
-            self._note_rows(self._rows, x.shape[3], space[0])
+        if self._row_group is not None:
+            self._note_rows(self._row_group, x.shape[3], space[0])
         channels = self.out_channels // self.options.group.size
         return x.new_empty((*x.shape[:2], channels, *space), dtype=self.compute_dtype)
 
-    def _note_rows(self, rows: Group, height: int, output_height: int) -> None:
+    def _note_rows(self, row_group: Group, height: int, output_height: int) -> None:
         note_height(self, height)
         geometry = self._geometry
         pool = self.options.pool
         divide = rows_to_pool if self._row_above else divide_rows
         along = self._kernel[0], geometry.stride[0], geometry.dilation[0], geometry.padding[0], pool
-        needed = tuple(window_rows(outputs, *along) for outputs in divide(output_height, rows.size))
-        local_rows = divide_rows(height, rows.size)
+        needed = tuple(window_rows(outputs, *along) for outputs in divide(output_height, row_group.size))
+        local_rows = divide_rows(height, row_group.size)
         self._move = None
         if needed != local_rows:
             self._move = RowMove(local_rows, needed, height - height % pool, pool)
@@ -278,7 +278,7 @@ def _window(kernel_size: _Size, stride: _Size, padding: _Size | str, dilation: _
     return _Window(kernel, strides, dilations, sides)
 
 
-def _edges_to_add(mode: str, sides: list[int], pool: int, rows: Group | None) -> list[int] | None:
+def _edges_to_add(mode: str, sides: list[int], pool: int, row_group: Group | None) -> list[int] | None:
     """Padding that the layer adds to its input; None if the product pads.
 
     Raises ValueError for an unknown mode, and for edges that pooling or shared pixel rows do not allow.
@@ -293,7 +293,7 @@ def _edges_to_add(mode: str, sides: list[int], pool: int, rows: Group | None) ->
     text = f"padding_mode {mode!r} with padding {[*sides]} (left, right, above, below)"
     if pool > 1:
         raise ValueError(f"{text} does not combine with pool={pool}: use padding_mode='zeros' or pool=1")
-    if rows is not None:
+    if row_group is not None:
         raise ValueError(f"{text} needs whole images: use --context-parallel-cut samples")
     return sides
 

@@ -61,7 +61,7 @@ class ParallelEmbedding(nn.Module):
         self._compute_dtype = context.numerics.compute_dtype
         self._traceable = context.numerics.traceable
         self._weight_gradients = context.weight_gradients
-        self._tokens = context.token_group
+        self._token_group = context.token_group
         self._length = 0  # of whole sequences
         shard = context.shard((vocab_size, channels), 0, even=False, initialise=initialise)
         declare(self, "weight", shard, context.dtype)
@@ -82,8 +82,8 @@ class ParallelEmbedding(nn.Module):
         found = from_matrix(rows, (steps, samples, self._local_channels, length))
         if self.positions is not None:
             first = 0
-            if self._tokens is not None:
-                first = own_span(self._length, self._tokens.sizes, self._tokens.rank).start
+            if self._token_group is not None:
+                first = own_span(self._length, self._token_group.sizes, self._token_group.rank).start
             found = found + self.positions[first : first + length].T
         return found.to(self._compute_dtype)
 

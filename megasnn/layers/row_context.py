@@ -246,23 +246,23 @@ class WholeImages(nn.Module):
 
     def __init__(self, pool: int = 1, context: BuildContext | None = None) -> None:
         super().__init__()
-        self._rows = context_for(context).row_group
+        self._row_group = context_for(context).row_group
         self._content = Content.DENSE
         self._pool = pool
         self._move: RowMove | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._rows is None:
+        if self._row_group is None:
             return x
         if x.is_meta:
             height = x.shape[3]
-            ranks = self._rows.size
+            ranks = self._row_group.size
             note_height(self, height)
             self._move = RowMove(divide_rows(height, ranks), (range(height),) * ranks, height, self._pool)
             self._content = content_of(x)
         if x.is_meta or self._move is None:
             return x
-        return move_rows(x, self._move, self._rows, self._content)
+        return move_rows(x, self._move, self._row_group, self._content)
 
 
 class MeanOverSpace(nn.Module):
@@ -270,15 +270,15 @@ class MeanOverSpace(nn.Module):
 
     def __init__(self, context: BuildContext | None = None) -> None:
         super().__init__()
-        self._rows = context_for(context).row_group
+        self._row_group = context_for(context).row_group
         self._pixels = 0  # of whole images
 
     def forward(self, x: Tensor) -> Tensor:
         # Channels last also in the gradient, because residual sums take over its memory order.
         pixels = x.movedim(2, -1).flatten(2, -2)
-        if self._rows is not None and not x.is_meta:
-            return sum_for_each(pixels.sum(dim=2), self._rows) / self._pixels
-        if self._rows is not None:
+        if self._row_group is not None and not x.is_meta:
+            return sum_for_each(pixels.sum(dim=2), self._row_group) / self._pixels
+        if self._row_group is not None:
             note_height(self, x.shape[3])
         self._pixels = pixels.shape[2]
         return pixels.mean(dim=2)
@@ -292,7 +292,7 @@ class MaxPool(nn.Module):
 
     def __init__(self, context: BuildContext | None = None) -> None:
         super().__init__()
-        self._rows = context_for(context).row_group
+        self._row_group = context_for(context).row_group
         self._content = Content.DENSE
         self._move: RowMove | None = None
 
@@ -302,15 +302,15 @@ class MaxPool(nn.Module):
             raise ValueError(f"max_pool is for frames [T, N, C, H, W], got {list(x.shape)}")
         frames = x.flatten(0, 1)
         padding = (1, 1)
-        if self._rows is not None and x.is_meta:
+        if self._row_group is not None and x.is_meta:
             height = x.shape[3]
-            ranks = self._rows.size
+            ranks = self._row_group.size
             note_height(self, height)
             self._move = RowMove(divide_rows(height, ranks), rows_to_pool(height, ranks), height)
             self._content = content_of(x)
-        elif self._rows is not None and self._move is not None:
-            frames = move_rows(x, self._move, self._rows, self._content).flatten(0, 1)
+        elif self._row_group is not None and self._move is not None:
+            frames = move_rows(x, self._move, self._row_group, self._content).flatten(0, 1)
             # Rows of -inf stand for the outside of the image. The one below is used with an odd height only.
-            frames = F.pad(frames, (0, 0, int(self._rows.rank == 0), 1), value=-torch.inf)
+            frames = F.pad(frames, (0, 0, int(self._row_group.rank == 0), 1), value=-torch.inf)
             padding = (0, 1)
         return F.max_pool2d(frames, kernel_size=3, stride=2, padding=padding).unflatten(0, x.shape[:2])

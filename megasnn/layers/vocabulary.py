@@ -79,7 +79,7 @@ class NextTokenLoss(nn.Module):
         self._compute_dtype = context.numerics.compute_dtype
         self._cast_weights: CastWeights = context.cast_weights
         self._weight_gradients = context.weight_gradients
-        self._tokens = context.token_group
+        self._token_group = context.token_group
         self._length = 0  # of whole sequences
         shard = context.shard((vocab_size, channels), 0, even=False, initialise=initialise)
         declare(self, "weight", shard, context.dtype)
@@ -105,7 +105,7 @@ class NextTokenLoss(nn.Module):
             rows, kernel, anchor, queue_gradient, targets.reshape(-1), self._own, self._group
         )
         # A rank with a part of the tokens divides by all of them: the ranks' parts add up to the mean.
-        whole_length = length if self._tokens is None else self._length
+        whole_length = length if self._token_group is None else self._length
         return {
             "loss": losses.view(1, samples, length).sum(2) / whole_length,
             "top1": hits.view(1, samples, length).sum(2) / whole_length,
@@ -114,7 +114,7 @@ class NextTokenLoss(nn.Module):
 
     def _last_logits(self, x: Tensor) -> Tensor:
         """`[N, vocab_size]` after the last token; of ranks that divide tokens, zeros on all but the last."""
-        if self._tokens is not None and self._tokens.rank < self._tokens.size - 1:
+        if self._token_group is not None and self._token_group.rank < self._token_group.size - 1:
             return x.new_zeros((x.shape[1], self.vocab_size))
         # Predictions need no gradients.
         rows, _ = gather_columns(x.detach()[..., -1].mean(0), self._group, Content.DENSE)

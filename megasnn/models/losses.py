@@ -16,7 +16,7 @@ from megasnn.common.checks import check_value
 
 def cross_entropy_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Cross-entropy of the logits' mean over time."""
-    mean = _raised(logits).mean(0)
+    mean = _widened(logits).mean(0)
     return F.cross_entropy(mean, _target(mean, labels), reduction="sum", label_smoothing=label_smoothing)
 
 
@@ -29,18 +29,18 @@ def tet_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0, share:
     Args:
         share: lambda in the paper; its phi is 1.
     """
-    raised = _raised(logits)
-    steps = len(raised)
-    target = _target(raised[0], labels)
+    wide = _widened(logits)
+    steps = len(wide)
+    target = _target(wide[0], labels)
     repeated = target.repeat(steps, *[1] * (target.ndim - 1))
-    entropy = F.cross_entropy(raised.flatten(0, 1), repeated, reduction="sum", label_smoothing=label_smoothing) / steps
-    distance = (raised - 1).square().mean(dim=(0, 2)).sum()
+    entropy = F.cross_entropy(wide.flatten(0, 1), repeated, reduction="sum", label_smoothing=label_smoothing) / steps
+    distance = (wide - 1).square().mean(dim=(0, 2)).sum()
     return (1 - share) * entropy + share * distance
 
 
 def mse_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Squared distance from the logits' mean over time to the one-hot label, averaged over classes."""
-    rates = _raised(logits).mean(0)
+    rates = _widened(logits).mean(0)
     target = _target(rates, labels)
     if not target.is_floating_point():
         # torch's own one_hot reads the labels' maximum, for which a GPU makes the host wait.
@@ -64,7 +64,7 @@ def correct_predictions(logits: Tensor, labels: Tensor, top: tuple[int, ...] = (
     return torch.stack([ranked[:, :k].any(dim=1).sum() for k in top])
 
 
-def _raised(output: Bundle) -> Tensor:
+def _widened(output: Bundle) -> Tensor:
     logits = logits_of(output)
     # Sums of exponentials need float32.
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

@@ -89,7 +89,7 @@ class Task:
         own = self.loss
         if own is None:
             return named
-        return lambda output, target: _checked("loss", own(_raised(output), target), len(target)).sum()
+        return lambda output, target: _checked("loss", own(_widened(output), target), len(target)).sum()
 
     @torch.no_grad()
     def sums(self, output: Bundle, target: Tensor, names: Sequence[str]) -> Tensor:
@@ -97,14 +97,14 @@ class Task:
         if self.metrics is None:
             top = tuple(_TOP[name] for name in names)
             return correct_predictions(logits_of(output), target, top)
-        found = self.metrics(_raised(output), target)
+        found = self.metrics(_widened(output), target)
         if not names:
             return target.new_zeros(0)
         return torch.stack([_checked(f"metrics {name}", found[name], len(target)).double().sum() for name in names])
 
     def answers_of(self, output: Bundle) -> Tensor:
         """The samples' answers, `[N, ...]`. Raises ValueError if `predict` returns another number."""
-        answers = self.predict(_raised(output))
+        answers = self.predict(_widened(output))
         return _checked("predict", answers, logits_of(output).shape[1], ", ...")
 
     def tried(self, output: Bundle) -> Task:
@@ -139,7 +139,7 @@ def mean_over_time(output: Bundle) -> Tensor:
     return logits_of(output).mean(0)
 
 
-def _raised(output: Bundle) -> Any:
+def _widened(output: Bundle) -> Any:
     # Losses and metrics are sums of many values, which need float32.
     # No copy where the type is wide enough.
     return map_entries(lambda x: x.float() if x.dtype in _REDUCED else x, output)

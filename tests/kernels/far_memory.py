@@ -55,14 +55,14 @@ def near(room: Far, steps: int, size: int) -> Tensor:
 def far_kernels(size: int, steps: int, seed: int, chunk: int) -> list[Tensor]:
     """What the kernels of a forward and a backward give for steps of so many values, of which the first are used."""
     from megasnn.kernels.triton.fire import fire_kernel, gradient_kernel
-    from megasnn.kernels.triton.launch import COLUMNS, NUMBERS, Launch, at_once
+    from megasnn.kernels.triton.launch import COLUMNS, TRITON_TYPES, Launch, at_once
     from megasnn.kernels.triton.sums import backward_sums_kernel
 
     norm = normal(5, CHANNELS, seed=seed)
     x, g = (far(2 * normal(steps, BLOCK, seed=seed + each), size) for each in (1, 2))
     spikes, g_x, kept, partial = Far(steps * size), Far(steps * size), Far(steps * size), torch.zeros(2, 1, COLUMNS)
     starts = kept.start if steps > chunk else None
-    common = {"T": steps, "REPEATED": False, "N": numbers(NeuronSpec()), "D": NUMBERS[torch.float32]}
+    common = {"T": steps, "REPEATED": False, "N": numbers(NeuronSpec()), "D": TRITON_TYPES[torch.float32]}
     fire = Launch(
         fire_kernel, 1, size, size, CHANNELS, 0, 0, 0, POOL=False, AT_ONCE=at_once(steps), BLOCK=BLOCK, **common
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megasnn.kernels.bispike import CompiledBiSpike, scales_of
 from megasnn.kernels.neuron_spec import NeuronSpec
-from megasnn.kernels.triton.launch import NUMBERS, THREADS, Launch, compute_type, lanes_of_type
+from megasnn.kernels.triton.launch import THREADS, TRITON_TYPES, Launch, compute_type, lanes_of_type
 
 
 @triton.jit
@@ -113,7 +113,7 @@ class TritonBiSpike(CompiledBiSpike):
         size = shape[1:].numel()
         self._row = -(-size // 8)
         block = THREADS * lanes_of_type(dtype)
-        common = {"T": steps, "D": NUMBERS[compute_type(dtype)], "BLOCK": block}
+        common = {"T": steps, "D": TRITON_TYPES[compute_type(dtype)], "BLOCK": block}
         self._fire = Launch(fire_ternary_kernel, -(-size // block), size, self._row, **common)
         self._gradient = Launch(ternary_gradient_kernel, -(-size // block), size, self._row, **common)
 

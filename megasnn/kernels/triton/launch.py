@@ -23,7 +23,7 @@ _IN_A_LOOP = 40  # the same for a loop over chunks, which takes some registers f
 _LOAD = 16  # bytes of the widest load
 _ALIGNED = 16  # bytes: addresses that are multiples of it are one kind of argument to Triton
 
-NUMBERS = {torch.float32: tl.float32, torch.float64: tl.float64}
+TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 """Types of the arithmetic in torch and in Triton; inputs of 16 bits are computed in float32."""
 
 
@@ -70,9 +70,9 @@ def bytes_of_bits(time_steps: int, size: int) -> int | None:
     return None if size % 8 else time_steps * size // 8
 
 
-def learned_factor(w: Tensor, number: torch.dtype) -> Tensor:
+def learned_factor(w: Tensor, dtype: torch.dtype) -> Tensor:
     """The charge's learned factor; it stays on the device."""
-    return w.detach().to(number).sigmoid()
+    return w.detach().to(dtype).sigmoid()
 
 
 class Launch:

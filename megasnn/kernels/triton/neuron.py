@@ -22,11 +22,11 @@ class TritonNeuron(CompiledNeuron):
         x, v0, w = inputs
         launches = self._launches
         spikes = torch.empty_like(x)
-        last = torch.empty_like(x[0], dtype=launches.number)
+        last = torch.empty_like(x[0], dtype=launches.compute_dtype)
         bits = None
         if packed and launches.bytes_of_bits is not None:
             bits = x.new_empty(launches.bytes_of_bits, dtype=torch.uint8)
-        q = None if w is None else learned_factor(w, launches.number)
+        q = None if w is None else learned_factor(w, launches.compute_dtype)
         launches.fire(x, None, v0, q, spikes, bits, last)
         return spikes, last, bits
 
@@ -36,12 +36,12 @@ class TritonNeuron(CompiledNeuron):
         x, v0, w = inputs
         launches = self._launches
         g_x = torch.empty_like(x)
-        g_first = None if v0 is None else torch.empty_like(x[0], dtype=launches.number)
+        g_first = None if v0 is None else torch.empty_like(x[0], dtype=launches.compute_dtype)
         totals = x.new_empty(launches.programs, dtype=torch.float64) if learn else None
         kept = None
         if launches.chunks_shape is not None:
-            kept = x.new_empty(launches.chunks_shape, dtype=launches.number)
-        q = None if w is None else learned_factor(w, launches.number)
+            kept = x.new_empty(launches.chunks_shape, dtype=launches.compute_dtype)
+        q = None if w is None else learned_factor(w, launches.compute_dtype)
         launches.gradient(x, g_spikes, g_x, None, None, v0, g_last, g_first, q, totals, kept)
         return g_x, g_first, None if totals is None else totals.sum()
 

@@ -46,19 +46,19 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
 
     def statistics(self, x: Tensor, norm: BatchNorm | None = None) -> Statistics:
         launches = self._statistics_launches
-        partial = x.new_empty(launches.partial_shape, dtype=launches.number)
+        partial = x.new_empty(launches.partial_shape, dtype=launches.compute_dtype)
         launches.sums(x, partial)
         moments = x.new_empty((2, self.channels), dtype=torch.float64)
         if norm is None:
             launches.fold(partial, moments, None, None, None)
             return Statistics(moments)
         # The same launch gives the coefficients, because no other rank adds to the statistics.
-        coefficients = x.new_empty((3, self.channels), dtype=launches.number)
+        coefficients = x.new_empty((3, self.channels), dtype=launches.compute_dtype)
         launches.fold(partial, moments, norm.weight, norm.bias, coefficients)
         return Statistics(moments, coefficients)
 
     def coefficients(self, mean: Tensor, variance: Tensor, norm: BatchNorm) -> Tensor:
-        out = mean.new_empty((3, self.channels), dtype=self._launches.number)
+        out = mean.new_empty((3, self.channels), dtype=self._launches.compute_dtype)
         launch = coefficients_launch(self.channels, self.norm_neuron.eps)
         launch(mean, variance, norm.weight, norm.bias, out)
         return out
@@ -72,7 +72,7 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
             bits = x.new_empty(launches.bytes_of_bits, dtype=torch.uint8)
         if coefficients is None:
             coefficients = self.coefficients(mean, variance, BatchNorm(weight, bias))
-        q = None if w is None else learned_factor(w, launches.number)
+        q = None if w is None else learned_factor(w, launches.compute_dtype)
         launches.fire(x, coefficients, None, q, spikes, bits, None)
         spikes = spikes.movedim(-1, 2)
         # Where a step does not fill whole bytes, spikes are packed by a kernel of their own.
@@ -92,20 +92,20 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
             taps = torch.empty_like(g_pooled, dtype=torch.uint8)
         # Without a learned factor its sum is left out.
         kinds = 3 if learn else 2
-        partial = x.new_empty((kinds, *launches.partial_shape), dtype=launches.number)
+        partial = x.new_empty((kinds, *launches.partial_shape), dtype=launches.compute_dtype)
         kept = None
         if launches.chunks_shape is not None:
-            kept = x.new_empty(launches.chunks_shape, dtype=launches.number)
+            kept = x.new_empty(launches.chunks_shape, dtype=launches.compute_dtype)
         if coefficients is None:
             coefficients = self.coefficients(mean, variance, BatchNorm(weight, bias))
-        q = None if w is None else learned_factor(w, launches.number)
+        q = None if w is None else learned_factor(w, launches.compute_dtype)
         launches.sums[learn](x, g_spikes, coefficients, q, g_pooled, taps, partial, kept)
         sums = x.new_empty((kinds, self.channels), dtype=torch.float64)
         g_weight = None if weight is None else torch.empty_like(weight)
         g_bias = None if bias is None else torch.empty_like(bias)
         mean_gradients = None
         if count is not None:
-            mean_gradients = x.new_empty((2, self.channels), dtype=launches.number)
+            mean_gradients = x.new_empty((2, self.channels), dtype=launches.compute_dtype)
         launches.fold[learn](partial, variance, sums, g_weight, g_bias, mean_gradients)
         return BackwardSums(sums, TritonIntermediate(g_pooled, taps, mean_gradients), g_weight, g_bias)
 
@@ -123,7 +123,7 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
         if sums is None:
             mean_gradients = None
         elif mean_gradients is None:
-            mean_gradients = x.new_empty((2, self.channels), dtype=launches.number)
+            mean_gradients = x.new_empty((2, self.channels), dtype=launches.compute_dtype)
             launch = mean_gradients_launch(self.channels, self.norm_neuron.eps, count)
             launch(sums, variance, mean_gradients)
         if coefficients is None:
@@ -135,7 +135,7 @@ class TritonNormNeuron(NormNeuronKernels[TritonIntermediate]):
             return g_x
         kept = None
         if launches.chunks_shape is not None:
-            kept = x.new_empty(launches.chunks_shape, dtype=launches.number)
-        q = None if w is None else learned_factor(w, launches.number)
+            kept = x.new_empty(launches.chunks_shape, dtype=launches.compute_dtype)
+        q = None if w is None else learned_factor(w, launches.compute_dtype)
         launches.gradient(x, g_spikes, g_x, coefficients, mean_gradients, None, None, None, q, None, kept)
         return g_x

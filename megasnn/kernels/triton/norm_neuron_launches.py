@@ -13,9 +13,9 @@ from megasnn.kernels.norm_neuron_kernels import NormNeuron
 from megasnn.kernels.triton.fire import fire_kernel, gradient_kernel
 from megasnn.kernels.triton.launch import (
     COLUMNS,
-    NUMBERS,
     THREADS,
     TILES,
+    TRITON_TYPES,
     Launch,
     at_once,
     bytes_of_bits,
@@ -63,12 +63,12 @@ class StatisticsLaunches:
         channels = shape[2]
         values = shape.numel()
         tiling = SumTiling.of(values, channels, lanes_of_type(dtype))
-        self.number = compute_type(dtype)
+        self.compute_dtype = compute_type(dtype)
         self.partial_shape = (3, tiling.programs, tiling.row)
         self.sums = Launch(
             statistics_kernel, tiling.programs * (tiling.row // COLUMNS),
             values, tiling.row, tiling.programs, tiling.tiles,
-            D=NUMBERS[self.number], ROWS=tiling.rows, COLUMNS=COLUMNS,
+            D=TRITON_TYPES[self.compute_dtype], ROWS=tiling.rows, COLUMNS=COLUMNS,
         )  # fmt: skip
         self.fold = Launch(
             fold_statistics_kernel, -(-channels // _FOLDED_COLUMNS),
@@ -101,7 +101,7 @@ class NormNeuronLaunches:
         samples, channels, *space = shape[1:]
         steps = norm_neuron.time_steps
         step = (samples, *norm_neuron.space_of_spikes(space), channels)
-        self.number = compute_type(dtype)
+        self.compute_dtype = compute_type(dtype)
         self.channels = channels
         self.size = math.prod(step)
         self.spikes_shape = (steps, *step)
@@ -119,7 +119,7 @@ class NormNeuronLaunches:
             "T": steps,
             "REPEATED": shape[0] < steps,
             "N": numbers(norm_neuron.spec),
-            "D": NUMBERS[self.number],
+            "D": TRITON_TYPES[self.compute_dtype],
         }
         self.sums = {learn: self._sums(learn) for learn in (False, True)}
         self.fold = {learn: self._fold(learn) for learn in (False, True)}
@@ -163,7 +163,7 @@ class NormNeuronLaunches:
         return Launch(
             pooled_gradient_kernel, self._input_steps * blocks,
             self.size, self._in_size, blocks, self.channels, *self._sides, self._norm_neuron.above,
-            D=NUMBERS[self.number], BLOCK=block,
+            D=TRITON_TYPES[self.compute_dtype], BLOCK=block,
         )  # fmt: skip
 
     @cached_property
@@ -188,11 +188,11 @@ class NeuronLaunches:
         size = math.prod(shape[1:])
         block = THREADS * lanes_of_type(dtype)
         backward_block = THREADS * lanes_of_backward(dtype, steps)
-        self.number = compute_type(dtype)
+        self.compute_dtype = compute_type(dtype)
         self.bytes_of_bits = bytes_of_bits(steps, size)
         self.chunks_shape = chunks_shape(dtype, steps, size)
         self.programs = -(-size // backward_block)
-        common = {"T": steps, "REPEATED": False, "N": numbers(spec), "D": NUMBERS[self.number]}
+        common = {"T": steps, "REPEATED": False, "N": numbers(spec), "D": TRITON_TYPES[self.compute_dtype]}
         self.fire = Launch(
             fire_kernel, -(-size // block), size, size, size, 0, 0, 0,
             POOL=False, AT_ONCE=at_once(steps), BLOCK=block, **common,

@@ -110,7 +110,7 @@ class CountAttention(nn.Module):
         self.projection = CountConvNorm(wide, dim)
         # q, k and v are counts, each to be divided by the largest.
         self.scale = 2 / math.sqrt(dim // num_heads) / largest**3
-        self._rows = context.row_group
+        self._row_group = context.row_group
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.neuron(x)
@@ -122,8 +122,8 @@ class CountAttention(nn.Module):
         # Products of counts are exact in float32 in any order. k^T v first costs L d^2 in place of L^2 d.
         exact = sums_type(x.dtype)
         kv = k.to(exact).transpose(-2, -1) @ v.to(exact)
-        if self._rows is not None and not x.is_meta:
-            kv = sum_for_each(kv, self._rows)
+        if self._row_group is not None and not x.is_meta:
+            kv = sum_for_each(kv, self._row_group)
         out = rearrange((q.to(exact) @ kv) * self.scale, "f h l d -> (f l) (h d)").to(x.dtype)
         return x + self.projection(from_matrix(out, wide.shape))
 
