@@ -21,7 +21,7 @@ from megasnn.engine.share import SampleShare, share_problem
 from megasnn.engine.windows import windows_of
 from megasnn.layers.token_context import own_tokens
 from megasnn.models.arrays import not_finite
-from megasnn.models.build import task_of
+from megasnn.models.task import task_of
 from megasnn.parallel.agreement import gather_in_call, sum_over_ranks
 from megasnn.parallel.sharding import own_span
 from megasnn.pipeline.microbatch_state import MicroBatchInput

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from megasnn.common.bundle import Bundle, entries_of, logits_of
@@ -36,7 +37,7 @@ from megasnn.models.description import (
 )
 from megasnn.models.dry_run import dry_run
 from megasnn.models.model import Model
-from megasnn.models.task import TARGET, Task, mean_over_time
+from megasnn.models.task import TARGET, Task, task_of
 from megasnn.models.ties import TiedTensors, has_state, separate, tie_all
 from megasnn.parallel.sharding import parameter_count
 from megasnn.parallel_state import ParallelState
@@ -103,28 +104,6 @@ def _ties(named_layers: Sequence[tuple[str, nn.Module]]) -> Iterator[Tie]:
             owners.setdefault(entry.name, name)
 
 
-def task_of(model: Model) -> Task:
-    """Raises ValueError for an unknown target, or a target without a loss."""
-    inputs = dict(model.inputs)
-    target = model.target
-    own = model.own_task()
-    if not inputs or (isinstance(target, str) and target not in inputs):
-        raise ValueError(f"the target is {target!r}, and the inputs are {', '.join(inputs) or 'none'}")
-    if "target" in own and "loss" not in own:
-        raise ValueError("the losses of --loss are for classes: give a model with a `target` a method `loss`, too")
-    classes = 0 if "target" in own else model.num_classes
-    metrics: Any = model.metrics
-    if metrics is None and not classes:
-        metrics = _no_metrics
-    # Top-5 of five classes is always right.
-    evaluated = ("top1", "top5") if classes > 5 else ("top1",)
-    return Task(inputs, target, classes, model.loss, metrics, model.predict or mean_over_time, evaluated=evaluated)
-
-
-def _no_metrics(output: object, target: object) -> dict[str, Any]:
-    return {}
-
-
 def building_problems(
     model: Model, neuron: NeuronSpec, grid: Grid | None = None, cut: ContextCut = "samples"
 ) -> list[str]:
@@ -167,15 +146,7 @@ def build(
         _refuse_made_before(single_rank_layers, layers)
     # A layer that cannot be cut is made a second time, for one rank.
     whole_layers = cache(lambda: _make_layers(model, context.replicated())[0])
-    outputs: dict[int, _Output] = {}
-    for number, name in task.input_names.items():
-        spec = task.inputs[name]
-        frames = spec.frames(spec.empty(DRY_SAMPLES, context.numerics.compute_dtype))
-        # Every rank has the inputs whole.
-        outputs[number] = _Output(frames, [False])
-    if not isinstance(task.target, str):
-        targets = task.target.empty(DRY_SAMPLES, context.numerics.compute_dtype)
-        outputs[task.target_number] = _Output(task.target.frames(targets), [False])
+    outputs = _dry_inputs(task, context.numerics.compute_dtype)
     built: list[Built] = []
     for number, sources in enumerate(_sources_of(layers, task)):
         layer = layers[number]
@@ -211,6 +182,14 @@ def _require_cuttable(task: Task, context: BuildContext) -> None:
                     f"--context-parallel-cut rows cuts images, and the input {name} {[*spec.shape]} is none: use "
                     "--context-parallel-cut samples, or tokens"
                 )
+
+
+def _dry_inputs(task: Task, dtype: torch.dtype) -> dict[int, _Output]:
+    """The model's inputs, and a target that is no input, by number. Every rank has them whole."""
+    specs = {number: task.inputs[name] for number, name in task.input_names.items()}
+    if not isinstance(task.target, str):
+        specs[task.target_number] = task.target
+    return {number: _Output(spec.frames(spec.empty(DRY_SAMPLES, dtype)), [False]) for number, spec in specs.items()}
 
 
 def _make_layers(model: Model, context: BuildContext) -> tuple[list[Layer], TiedTensors]:

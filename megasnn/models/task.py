@@ -16,6 +16,7 @@ from megasnn.common.bundle import Bundle, logits_of, map_entries
 from megasnn.layers.shape_inference import said_of_values
 from megasnn.models.arrays import ArraySpec, shape_and_type
 from megasnn.models.losses import correct_predictions
+from megasnn.models.model import Model
 
 _TOP = {"top1": 1, "top5": 5}
 _REDUCED = (torch.bfloat16, torch.float16)
@@ -116,22 +117,44 @@ class Task:
         target = self.target_spec.empty(logits_of(output).shape[1], torch.float32)
         evaluated = self.evaluated
         trained = self.trained
-        tried = "loss"
+        function = "loss"
         try:
             if self.loss is not None:
                 self.summed_loss(self.loss)(output, target)
-            tried = "metrics"
+            function = "metrics"
             if self.metrics is not None:
                 evaluated = trained = tuple(self.metrics(output, target))
                 self.sums(output, target, evaluated)
-            tried = "predict"
+            function = "predict"
             answer = self.answers_of(output)
         # Functions of the user's may raise anything.
         except Exception as error:
             why = said_of_values(error) or str(error)
-            raise ValueError(f"{tried} of the model, tried without values: {why}") from error
+            raise ValueError(f"{function} of the model, tried without values: {why}") from error
         spec = ArraySpec(tuple(answer.shape[1:]), "float" if answer.is_floating_point() else "int")
         return replace(self, evaluated=evaluated, trained=trained, answer=spec)
+
+
+def task_of(model: Model) -> Task:
+    """Raises ValueError for an unknown target, or a target without a loss."""
+    inputs = dict(model.inputs)
+    target = model.target
+    own = model.own_task()
+    if not inputs or (isinstance(target, str) and target not in inputs):
+        raise ValueError(f"the target is {target!r}, and the inputs are {', '.join(inputs) or 'none'}")
+    if "target" in own and "loss" not in own:
+        raise ValueError("the losses of --loss are for classes: give a model with a `target` a method `loss`, too")
+    classes = 0 if "target" in own else model.num_classes
+    metrics: Any = model.metrics
+    if metrics is None and not classes:
+        metrics = _no_metrics
+    # Top-5 of five classes is always right.
+    evaluated = ("top1", "top5") if classes > 5 else ("top1",)
+    return Task(inputs, target, classes, model.loss, metrics, model.predict or mean_over_time, evaluated=evaluated)
+
+
+def _no_metrics(output: object, target: object) -> dict[str, Any]:
+    return {}
 
 
 def mean_over_time(output: Bundle) -> Tensor:

@@ -19,8 +19,8 @@ from megasnn.data.preprocess.sample import shards_of_sample
 from megasnn.data.samples import SampleSource
 from megasnn.data.tokens.dataset import TOKENS, TokenShape, open_token_datasets
 from megasnn.engine import Engine
-from megasnn.models.build import task_of
 from megasnn.models.model import Model
+from megasnn.models.task import task_of
 from megasnn.parallel.agreement import broadcast_result, gather, sum_over_ranks
 from megasnn.parallel_state import ParallelState
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megasnn.models.build import task_of
 from megasnn.models.losses import correct_predictions, cross_entropy_sum, mse_sum, tet_sum
 from megasnn.models.sew_resnet.model import SewResNet
+from megasnn.models.task import task_of
 
 T, N, CLASSES = 4, 3, 5
 LOSSES = [cross_entropy_sum, tet_sum, mse_sum]
