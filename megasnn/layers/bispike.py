@@ -88,7 +88,7 @@ class ParallelBiSpike(NeuronLayer):
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Forwards inside set the amplitudes. Collective over the ranks that share a micro-batch."""
+        """Forwards inside set amplitudes by their inputs. Collective over ranks with one micro-batch."""
         self._calibrates = True
         try:
             yield

@@ -78,7 +78,7 @@ class LayerSource(ABC):
 class FunctionLayer(nn.Module):
     """A function as a module, whole on every tensor-parallel rank."""
 
-    mixes_rows = True  # an unknown function may
+    mixes_rows = True  # an unknown function may mix them
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

@@ -21,7 +21,8 @@ from megasnn.parallel_state import Group
 class ParallelLayerNorm(nn.Module):
     """Layer norm of `[T, N, C_local, *space]` over all C channels, by nn.LayerNorm's rule.
 
-    Ranks exchange two moments for each place, forward and backward. Backward keeps the input and the moments.
+    Each time step and place is normalised by itself. Ranks exchange two moments for each, forward and backward.
+    Backward keeps the input and the moments.
 
     Args:
         channels: C, global; each rank holds `channels / size`.
