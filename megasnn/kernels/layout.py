@@ -39,6 +39,31 @@ def channels_last(x: Tensor) -> Tensor:
     return x.movedim(2, -1).contiguous().movedim(-1, 2)
 
 
+def is_channels_last(x: Tensor) -> bool:
+    """Whether channels of `[T, N, C, ...]` are adjacent in memory; without space: contiguous."""
+    return (x.movedim(2, -1) if x.ndim > 3 else x).is_contiguous()
+
+
+def to_channels_last(y: Tensor) -> Tensor:
+    """A layer's output, and later its gradient, with channels last in memory. Usually no copy."""
+    y = _in_order(y)
+    if y.requires_grad and y.grad_fn is not None:
+        y.register_hook(lambda gradient: None if gradient is None else _in_order(gradient))
+    return y
+
+
+def _in_order(x: Tensor) -> Tensor:
+    has_space = x.ndim > 3
+    ordered = x.movedim(2, -1) if has_space else x
+    if ordered.is_contiguous():
+        return x
+    # A repeated value (stride 0) has one address for many indices, so it has no order to change.
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        return x
+    copy = ordered.contiguous()
+    return copy.movedim(-1, 2) if has_space else copy
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     # On the CPU numpy asks for huge pages: touching a large tensor for the first time costs several times less than
     # with torch's allocator.

@@ -85,4 +85,4 @@ def kept_by_tensors(threshold: int, keys: Tensor, steps: int, cut: Runs) -> Tens
     words = torch.stack(philox(counters & WORD_MASK, counters >> 32, 0, 0, k0, k1), dim=-1)
     places = starts % 4 + torch.arange(cut.length, device=device)
     drawn = words.flatten(-2).gather(-1, places.expand(-1, keys.shape[1], -1, -1))
-    return (drawn >> 32 - UNIFORM_BITS) >= threshold
+    return (drawn >> (32 - UNIFORM_BITS)) >= threshold

@@ -19,7 +19,7 @@ from megasnn.layers import ParallelConv, ParallelLinear
 from megasnn.layers.apply import apply_layer, forget_state
 from megasnn.layers.facts import facts
 from megasnn.layers.plain.by_channel import ChannelWatch, is_of_libraries
-from megasnn.layers.shape_inference import MaxInference, RefuseRandom, mark_both, said_of_values
+from megasnn.layers.shape_inference import BoundsInference, RefuseRandom, mark_both, said_of_values
 from megasnn.layers.vocabulary import NextTokenLoss
 from megasnn.models.description import DRY_SAMPLES
 
@@ -77,7 +77,7 @@ def _forward(layer: nn.Module, inputs: Sequence[Bundle], watch: ChannelWatch | N
         facts(module).begin_forward()
     versions = _versions(inputs)
     buffers = _buffers(layer)
-    with MaxInference(), RefuseRandom(), watch or nullcontext():
+    with BoundsInference(), RefuseRandom(), watch or nullcontext():
         output = apply_layer(layer, inputs[0], range(DRY_SAMPLES), *inputs[1:])
     for entry in entries_of(output).values():
         if entry.shape[1:2] != (DRY_SAMPLES,):

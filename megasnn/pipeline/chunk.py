@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megasnn.common.bundle import Bundle, EntryKey, bundle_of, entries_of, map_entries, plain_bundle
 from megasnn.common.checks import Words, explained
+from megasnn.kernels.layout import to_channels_last
 from megasnn.layers.apply import apply_layer
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.context import BuildContext
@@ -20,7 +21,6 @@ from megasnn.layers.dropout import DropPath, ParallelDropout, drawing_for
 from megasnn.layers.facts import facts
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.row_context import own_pixel_rows
-from megasnn.layers.shape_inference import to_channels_last
 from megasnn.layers.tensors import described_tensors, materialise, sharded_tensors
 from megasnn.layers.token_context import own_tokens
 from megasnn.models.description import Built, Carried, ModelDescription

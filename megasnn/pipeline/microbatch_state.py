@@ -15,8 +15,8 @@ from megasnn.common.autograd import Function
 from megasnn.common.bundle import Bundle, map_entries
 from megasnn.common.checks import explained
 from megasnn.common.recompute import Cache
+from megasnn.kernels.layout import is_channels_last
 from megasnn.kernels.spike_codec import Content, remember_bits, share_bits
-from megasnn.layers.shape_inference import is_channels_last
 from megasnn.layers.weight_grad import WeightGradientTask
 from megasnn.models.description import Carried
 from megasnn.pipeline.p2p import TensorSpec

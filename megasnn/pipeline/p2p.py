@@ -22,12 +22,11 @@ from torch import Tensor
 
 from megasnn.common.bundle import EntryKey, entries_of
 from megasnn.common.checks import explained
-from megasnn.kernels.layout import empty
+from megasnn.kernels.layout import empty, is_channels_last
 from megasnn.kernels.spike_codec import Content, bits_of, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext
 from megasnn.layers.init import tensors_of
 from megasnn.layers.row_context import WholeImages
-from megasnn.layers.shape_inference import is_channels_last
 from megasnn.models.description import DRY_SAMPLES, Built, Carried, ModelDescription
 from megasnn.parallel.sharding import own_span
 from megasnn.parallel.traffic import traffic

@@ -18,6 +18,7 @@ from megasnn.common import checks
 from megasnn.common.checks import DeviceChecks, explained
 from megasnn.common.grid import Grid
 from megasnn.kernels import spike_codec as codec
+from megasnn.kernels.layout import to_channels_last
 from megasnn.kernels.spike_codec import Content, bits_of, remember_bits
 from megasnn.layers import (
     BuildContext,
@@ -26,7 +27,6 @@ from megasnn.layers import (
     WholeImages,
 )
 from megasnn.layers.layer import Layer, layer
-from megasnn.layers.shape_inference import to_channels_last
 from megasnn.models.build import describe_model
 from megasnn.models.description import Carried
 from megasnn.models.model import Model

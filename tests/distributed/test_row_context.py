@@ -34,7 +34,7 @@ from megasnn.layers import (
 )
 from megasnn.layers.context import building
 from megasnn.layers.row_context import RowMove, divide_rows, move_rows
-from megasnn.layers.shape_inference import MaxInference, mark_spikes
+from megasnn.layers.shape_inference import BoundsInference, mark_spikes
 from megasnn.layers.tensors import materialise
 from megasnn.parallel.sharding import own_span
 from megasnn.parallel.traffic import traffic
@@ -208,7 +208,7 @@ def computed(case: Case, context: BuildContext) -> dict[str, Tensor]:
     group, x = context.state.cp, case.input()
     with building(context):
         layer = case.make()
-    with torch.no_grad(), MaxInference():
+    with torch.no_grad(), BoundsInference():
         meta = torch.empty_like(x, device="meta")
         shape = apply_layer(layer, mark_spikes(meta, 1) if case.holds_spikes else meta, range(N)).shape
     materialise([("layer", layer)], torch.device("cpu"), seed=1)

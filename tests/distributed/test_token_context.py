@@ -18,7 +18,7 @@ from megasnn.layers import BuildContext, Numerics
 from megasnn.layers.causal_attention import CausalAttention
 from megasnn.layers.causal_spiking_attention import CausalSpikingAttention
 from megasnn.layers.context import building
-from megasnn.layers.shape_inference import MaxInference, mark_spikes
+from megasnn.layers.shape_inference import BoundsInference, mark_spikes
 from megasnn.layers.token_context import divide_tokens, own_tokens
 from megasnn.parallel.traffic import traffic
 from tests.distributed.whole import channels_last, everybody, mine, random, spikes, state_of
@@ -57,7 +57,7 @@ def made(name: str, context: BuildContext, length: int = LENGTH) -> nn.Module:
         layer = LAYERS[name]()
     if name == "torch's softmax":
         layer.blockwise = False  # as on a GPU
-    with MaxInference():
+    with BoundsInference():
         x = torch.empty(T, N, channels, length, device="meta", dtype=torch.float64)
         layer(mark_spikes(x, lowest=-1 if name == "ternary" else 0))
     return layer

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megasnn.common.grid import Grid
 from megasnn.common.random import philox, philox_key
 from megasnn.layers import BuildContext, Numerics
-from megasnn.layers.shape_inference import MaxInference, mark_spikes
+from megasnn.layers.shape_inference import BoundsInference, mark_spikes
 from megasnn.layers.tensors import materialise, sharded_tensors
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import Group, ParallelState
@@ -128,7 +128,7 @@ def run(
     tensors = build({"layer": layer}, {f"layer.{name}": value for name, value in given.items()})
     whole_input = x.shape[2] % group.size > 0
     own = order(x.clone() if whole_input else mine(x, group)).requires_grad_()
-    with MaxInference():
+    with BoundsInference():
         meta = own.detach().to("meta")
         layer(mark_spikes(meta) if holds_spikes else meta)
     y = layer(own)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megasnn.layers import BuildContext, Numerics, causal_softmax, token_chunks
 from megasnn.layers.causal_attention import CausalAttention
 from megasnn.layers.causal_spiking_attention import CausalSpikingAttention, exact_up_to
-from megasnn.layers.shape_inference import MaxInference, mark_spikes
+from megasnn.layers.shape_inference import BoundsInference, mark_spikes
 from tests.distributed.whole import channels_last, random, spikes
 
 T, N, HEADS, WIDTH = 2, 3, 2, 6
@@ -94,7 +94,7 @@ def learned(
     length: int = 11, dtype: torch.dtype = torch.float64, lowest: int = 0, **options: float
 ) -> CausalSpikingAttention:
     layer = CausalSpikingAttention(DIM, HEADS, context(dtype), **options)
-    with MaxInference():
+    with BoundsInference():
         layer(mark_spikes(torch.empty(T, N, 3 * DIM, length, device="meta"), lowest=lowest))
     return layer
 
@@ -138,7 +138,7 @@ def test_inputs_that_give_no_exact_sums_are_refused() -> None:
         learned(length=longest + 1, dtype=torch.float32)
     learned(length=longest + 1, dtype=torch.float64)
     rounding = CausalSpikingAttention(DIM, HEADS, BuildContext(numerics=Numerics(rounds=True)))
-    with MaxInference():
+    with BoundsInference():
         rounding(mark_spikes(torch.empty(T, N, 3 * DIM, 2048, device="meta")))
         with pytest.raises(ValueError, match="2049 tokens .*--precision tf32 rounds whole numbers above 2048"):
             rounding(mark_spikes(torch.empty(T, N, 3 * DIM, 2049, device="meta")))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megasnn.layers import BuildContext, Numerics, ParallelConv, hidden_layer
 from megasnn.layers.hidden_layer import linear_gelu_linear
-from megasnn.layers.shape_inference import MaxInference, mark_spikes
+from megasnn.layers.shape_inference import BoundsInference, mark_spikes
 from megasnn.layers.tensors import materialise
 from tests.distributed.whole import channels_last, random
 
@@ -32,7 +32,7 @@ def test_parts_of_the_hidden_layer_are_the_whole(
     monkeypatch.setattr(hidden_layer, "HIDDEN_AT_ONCE", values)
     first = ParallelConv(C, H, 1, CONTEXT, style="column", bias=True, dims=1)
     second = ParallelConv(H, C, 1, CONTEXT, style="row", bias=True, dims=1)
-    with MaxInference():
+    with BoundsInference():
         linear_gelu_linear(first, second, mark_spikes(torch.empty(T, N, C, L, device="meta"), lowest=-1), 1.0)
     materialise([("first", first), ("second", second)], torch.device("cpu"), seed=0)
     tensors = [first.weight, first.bias, second.weight, second.bias]

@@ -13,7 +13,7 @@ from megasnn.kernels.spike_codec import TERNARY, pack_ternary
 from megasnn.layers import MeanLinear, ParallelBatchNorm, ParallelConv
 from megasnn.layers.layer import Layer, layer
 from megasnn.layers.neuron import make_neuron
-from megasnn.layers.shape_inference import MaxInference, mark_spikes
+from megasnn.layers.shape_inference import BoundsInference, mark_spikes
 from megasnn.layers.tensors import materialise
 from megasnn.models.build import describe_model
 from megasnn.models.model import Model
@@ -98,7 +98,7 @@ def test_messages_are_a_sixteenth_of_float32(ranks) -> None:
 
 def test_a_product_keeps_a_sixteenth_of_its_input() -> None:
     product = ParallelConv(16, 24, 1, dims=1)
-    with MaxInference():
+    with BoundsInference():
         product(mark_spikes(torch.empty(4, 2, 16, TOKENS, device="meta"), lowest=-1))
     materialise([("product", product)], torch.device("cpu"), 0)
     spikes = torch.randint(-1, 2, (4, 2, TOKENS, 16)).float().movedim(-1, 2).requires_grad_()

@@ -251,7 +251,7 @@ def _multiply_add(context, a, b, c):
     kind = next(each for each in kinds if isinstance(each, Lanes))
 
     def generate(context, builder, signature, args):
-        lanes = [_as_lanes(builder, each, of, kind.count) for each, of in zip(args, kinds, strict=True)]
+        lanes = [_as_lanes(builder, value, each, kind.count) for value, each in zip(args, kinds, strict=True)]
         return call_intrinsic(builder, "llvm.fma", *lanes)
 
     return kind(a, b, c), generate

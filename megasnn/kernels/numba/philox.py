@@ -40,11 +40,11 @@ def _keep_run(kept, start, k0, k1, threshold):
     middle = kept[head : head + 4 * counters]
     base = (start + head) // 4
     for i in range(counters):
-        w0, w1, w2, w3 = _philox(base + i & WORD_MASK, base + i >> 32, 0, 0, k0, k1)
-        middle[4 * i] = w0 >> 8 >= threshold
-        middle[4 * i + 1] = w1 >> 8 >= threshold
-        middle[4 * i + 2] = w2 >> 8 >= threshold
-        middle[4 * i + 3] = w3 >> 8 >= threshold
+        w0, w1, w2, w3 = _philox((base + i) & WORD_MASK, (base + i) >> 32, 0, 0, k0, k1)
+        middle[4 * i] = (w0 >> 8) >= threshold
+        middle[4 * i + 1] = (w1 >> 8) >= threshold
+        middle[4 * i + 2] = (w2 >> 8) >= threshold
+        middle[4 * i + 3] = (w3 >> 8) >= threshold
     done = head + 4 * counters
     _keep_few(kept[done:], start + done, k0, k1, threshold)
 
@@ -54,4 +54,4 @@ def _keep_few(kept, start, k0, k1, threshold):
     for i in range(kept.size):
         counter = (start + i) // 4
         words = _philox(counter & WORD_MASK, counter >> 32, 0, 0, k0, k1)
-        kept[i] = words[(start + i) % 4] >> 8 >= threshold
+        kept[i] = (words[(start + i) % 4] >> 8) >= threshold
