@@ -16,7 +16,7 @@ from torch import Tensor
 from megasnn.common.memory import counted_array
 
 _ALIGNMENT = 64  # bytes, the same as in torch's allocator
-CAPABILITY = (8, 0)
+TF32_CAPABILITY = (8, 0)
 """The first compute capability whose tensor cores take TF32."""
 # Modules whose settings are unknown to type checkers.
 CUDNN: Any = torch.backends.cudnn
@@ -82,7 +82,7 @@ def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def takes_tf32(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= TF32_CAPABILITY
 
 
 def on_gpu(values: Tensor) -> bool:

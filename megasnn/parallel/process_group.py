@@ -19,7 +19,7 @@ from megasnn.common.checks import error_context
 from megasnn.common.files import quantity
 from megasnn.config import PretrainConfig
 from megasnn.config.training import PRECISIONS, TrainingConfig
-from megasnn.kernels.layout import CAPABILITY, CUBLAS, CUDNN, let_products_round, takes_tf32
+from megasnn.kernels.layout import CUBLAS, CUDNN, TF32_CAPABILITY, let_products_round, takes_tf32
 from megasnn.parallel.faults import watch_ranks
 from megasnn.parallel_state import (
     ParallelState,
@@ -224,7 +224,7 @@ def set_precision(training: TrainingConfig, device: torch.device) -> None:
         )
     if rounds and not takes_tf32(device):
         raise ValueError(
-            f"--precision tf32 needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or higher, and "
+            f"--precision tf32 needs a GPU of compute capability {TF32_CAPABILITY[0]}.{TF32_CAPABILITY[1]} or higher, and "
             f"{torch.cuda.get_device_name(device)} lacks tensor cores for it: use --precision fp32"
         )
     let_products_round(rounds)
