@@ -224,8 +224,8 @@ def set_precision(training: TrainingConfig, device: torch.device) -> None:
         )
     if rounds and not takes_tf32(device):
         raise ValueError(
-            f"--precision tf32 needs a GPU of compute capability {TF32_CAPABILITY[0]}.{TF32_CAPABILITY[1]} or higher, and "
-            f"{torch.cuda.get_device_name(device)} lacks tensor cores for it: use --precision fp32"
+            f"--precision tf32 needs a GPU of compute capability {TF32_CAPABILITY[0]}.{TF32_CAPABILITY[1]} or higher, "
+            f"and {torch.cuda.get_device_name(device)} lacks tensor cores for it: use --precision fp32"
         )
     let_products_round(rounds)
     # On a CPU products of float32 stay IEEE, whatever torch.set_float32_matmul_precision says.

@@ -1,8 +1,8 @@
 """Transfers between pipeline ranks: spikes as bits, ternary ones as two, counts as bytes, all other tensors dense.
 
 Both ends know every boundary tensor's shape, type, content and gradient from the dry run. So receives are posted
-early, and no host waits for another. Channels are last on the wire, too (megasnn/kernels/layout.py), so a
-pipeline changes no bit.
+early, and no host waits for another. Channels are last on the wire, too (megasnn/kernels/layout.py), so a pipeline
+changes no bit.
 
 A link is first in, first out. `megasnn/schedule/receives.py` decides which receives are posted before which action.
 A sender notes values that do not fit the packing (megasnn/common/checks.py); the note is read with the loss.
