@@ -30,7 +30,7 @@ class ParallelBiSpike(NeuronLayer):
         calibrated: each time step has its own amplitude, twice the mean magnitude of the potential in the first batch,
             as in the authors' code. A buffer keeps them; zeros until then.
     Attributes:
-        v: potential carried on `[N, C_local, *space]` after a stateful neuron's last call, or None.
+        last_state: the potential carried on, `[N, C_local, *space]`.
         amplitude: of each time step `[T]`, with `calibrated`; otherwise None.
     Raises:
         ValueError: another kind of neuron, or an amplitude beside `calibrated`.
@@ -54,7 +54,6 @@ class ParallelBiSpike(NeuronLayer):
             raise ValueError("--bptt-steps shows the first batch in windows, and amplitudes follow from all of it")
         self.spec = spec
         self.backend = context.numerics.neuron_backend
-        self.v: Tensor | None = None
         # All ranks with other channels, samples or tokens of the same micro-batch.
         self._sharing: tuple[Group, ...] = (context.tp, context.state.cp)
         self._calibrates = False
@@ -67,9 +66,9 @@ class ParallelBiSpike(NeuronLayer):
         inputs = self.at_every_step(x)
         if self._calibrates:
             self._calibrate(inputs)
-        spikes, v = neuron_multi_step(inputs, self.spec, self.v, self.amplitude, self.backend)
+        spikes, v = neuron_multi_step(inputs, self.spec, self.last_state, self.amplitude, self.backend)
         if self.stateful and not x.is_meta:
-            self.v = v.detach()
+            self.last_state = v.detach()
         return self.observe(spikes)
 
     @property
@@ -82,9 +81,6 @@ class ParallelBiSpike(NeuronLayer):
         if self.amplitude is not None:
             return y * self.amplitude.to(y.dtype).view(-1, *[1] * (y.ndim - 1))
         return y if self.spec.v_threshold == 1.0 else y * self.spec.v_threshold
-
-    def forget(self) -> None:
-        self.v = None
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ class NeuronLayer(nn.Module):
     Attributes:
         time_steps: T.
         stateful: truncated backpropagation through time.
+        last_state: a stateful neuron's after its last call; None at rest.
         observer: called with every forward's spikes, if set.
         lowest, largest: bounds of the outputs, if all are integers; `largest` is None otherwise. Ternary spikes have
             -1 and 1.
@@ -48,6 +50,7 @@ class NeuronLayer(nn.Module):
         super().__init__()
         self.time_steps = context.time_steps
         self.stateful = context.stateful
+        self.last_state: Any = None
         self.observer: SpikeObserver | None = None
         if self.stateful:
             self.once_because = "with --bptt-steps it would continue from the first call: make a neuron for each call"
@@ -64,9 +67,9 @@ class NeuronLayer(nn.Module):
         # A view: T equal steps take the memory of one.
         return x if len(x) == steps else x.expand(steps, *x.shape[1:])
 
-    @abstractmethod
     def forget(self) -> None:
         """Resets the state to rest."""
+        self.last_state = None
 
     @property
     def is_observed(self) -> bool:
@@ -88,7 +91,7 @@ class ParallelNeuron(NeuronLayer):
         spec: None for the context's neuron (flags --neuron, --tau, ...).
     Attributes:
         w: the layer's learned time constant is 1 / sigmoid(w); or None.
-        v: potential `[N, C_local, *space]` after a stateful neuron's last call, or None.
+        last_state: the potential, `[N, C_local, *space]`.
     """
 
     kind: str | None = None
@@ -104,7 +107,6 @@ class ParallelNeuron(NeuronLayer):
         self.spec = spec
         self.backend = context.numerics.neuron_backend
         self.largest = spec.largest
-        self.v: Tensor | None = None
         self.register_parameter("w", None)
         if NEURONS[spec.kind].learns:
             # With this w, 1 / sigmoid(w) is `tau`.
@@ -112,13 +114,10 @@ class ParallelNeuron(NeuronLayer):
             declare(self, "w", context.shard((), partial_gradient=True, initialise=start), context.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        spikes, v = neuron_multi_step(self.at_every_step(x), self.spec, self.v, self.w, self.backend)
+        spikes, v = neuron_multi_step(self.at_every_step(x), self.spec, self.last_state, self.w, self.backend)
         if self.stateful and not x.is_meta:
-            self.v = v.detach()
+            self.last_state = v.detach()
         return self.observe(spikes)
-
-    def forget(self) -> None:
-        self.v = None
 
 
 class ParallelLIF(ParallelNeuron):
@@ -184,7 +183,6 @@ class SpikingNeuron(NeuronLayer):
         self.channels = channels
         self.largest = largest
         self.lowest = lowest
-        self.last_state: State | None = None  # after a stateful neuron's last call
         self._context = context
         sharpness = SURROGATES.of_argument("surrogate", surrogate).alpha if alpha is None else alpha
         self._fire = surrogate_function(surrogate, sharpness)
@@ -239,6 +237,3 @@ class SpikingNeuron(NeuronLayer):
         if self.stateful and not x.is_meta:
             self.last_state = {name: value.detach() for name, value in state.items()}
         return self.observe(together)
-
-    def forget(self) -> None:
-        self.last_state = None

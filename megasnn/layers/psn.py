@@ -68,9 +68,6 @@ class _ParallelInTime(NeuronLayer):
         bits = pack_bits(spikes) if wants_bits(spikes) else None
         return self.observe(remember_bits(spikes, bits))
 
-    def forget(self) -> None:
-        """There is no state."""
-
 
 class ParallelPSN(_ParallelInTime):
     """PSN with weights between all pairs of time steps (SpikingJelly's PSN). T is fixed."""

@@ -90,7 +90,6 @@ class RecurrentNeuron(NeuronLayer):
         ValueError: an unknown surrogate; in forward, an input with other dimensions.
     Attributes:
         recurrent: the recurrent weights, or None.
-        last_state: after a stateful neuron's last call; otherwise None.
     """
 
     threshold = 1.0
@@ -108,7 +107,6 @@ class RecurrentNeuron(NeuronLayer):
         context = context_for(context)
         super().__init__(context)
         self.channels = channels
-        self.last_state: RecurrentState | None = None
         self.recurrent: RecurrentWeight | None = None
         if recurrent:
             self.recurrent = RecurrentWeight(channels, context, self_connections=self_connections)
@@ -159,9 +157,6 @@ class RecurrentNeuron(NeuronLayer):
         if self.stateful and not x.is_meta:
             self.last_state = RecurrentState(*[each.detach() for each in state])
         return self.observe(torch.stack(spikes).to(x.dtype))
-
-    def forget(self) -> None:
-        self.last_state = None
 
 
 def _orthogonal(tensor: Tensor, generator: torch.Generator) -> None:
