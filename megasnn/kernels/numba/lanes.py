@@ -274,15 +274,20 @@ where: Any = intrinsic(_where)
 multiply_add: Any = intrinsic(_multiply_add)
 
 
-def _define(operation: Any, arity: int, result: Any, generate: Any) -> None:
-    """Defines an operator on lanes, or on lanes and a number for all lanes."""
+def _define(operation: Any, arity: int, generate: Any, compares: bool = False) -> None:
+    """Defines an operator on lanes, or on lanes and a number for all lanes.
+
+    Args:
+        compares: the result is `Flags`, not lanes.
+    """
 
     class Template(AbstractTemplate):
         def generic(self, args: Any, kws: Any) -> Any:
             lanes = next((each for each in args if isinstance(each, Lanes)), None)
             if lanes is None or len(args) != arity or any(each not in (lanes, lanes.element) for each in args):
                 return None
-            return signature(result(lanes), *args)
+            result = Flags(lanes.count) if compares else lanes
+            return signature(result, *args)
 
     def lower(context, builder, sig, args):
         count = next(each.count for each in sig.args if isinstance(each, Lanes))
@@ -298,21 +303,13 @@ def _define(operation: Any, arity: int, result: Any, generate: Any) -> None:
         lower_builtin(operation, *kinds)(lower)
 
 
-def _same(lanes: Lanes) -> Lanes:
-    return lanes
-
-
-def _flags(lanes: Lanes) -> Flags:
-    return Flags(lanes.count)
-
-
-_define(operator.add, 2, _same, ir.IRBuilder.fadd)
-_define(operator.sub, 2, _same, ir.IRBuilder.fsub)
-_define(operator.mul, 2, _same, ir.IRBuilder.fmul)
-_define(operator.truediv, 2, _same, ir.IRBuilder.fdiv)
-_define(operator.neg, 1, _same, ir.IRBuilder.fneg)
-_define(abs, 1, _same, lambda builder, a: call_intrinsic(builder, "llvm.fabs", a))
+_define(operator.add, 2, ir.IRBuilder.fadd)
+_define(operator.sub, 2, ir.IRBuilder.fsub)
+_define(operator.mul, 2, ir.IRBuilder.fmul)
+_define(operator.truediv, 2, ir.IRBuilder.fdiv)
+_define(operator.neg, 1, ir.IRBuilder.fneg)
+_define(abs, 1, lambda builder, a: call_intrinsic(builder, "llvm.fabs", a))
 # Ordered comparisons are false for a NaN, as torch's are.
-_define(operator.ge, 2, _flags, lambda builder, a, b: builder.fcmp_ordered(">=", a, b))
-_define(operator.lt, 2, _flags, lambda builder, a, b: builder.fcmp_ordered("<", a, b))
-_define(operator.eq, 2, _flags, lambda builder, a, b: builder.fcmp_ordered("==", a, b))
+_define(operator.ge, 2, lambda builder, a, b: builder.fcmp_ordered(">=", a, b), compares=True)
+_define(operator.lt, 2, lambda builder, a, b: builder.fcmp_ordered("<", a, b), compares=True)
+_define(operator.eq, 2, lambda builder, a, b: builder.fcmp_ordered("==", a, b), compares=True)
