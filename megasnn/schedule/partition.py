@@ -90,10 +90,11 @@ def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[rang
             largest = max(largest, span)
         return max(loads) + FILL_AND_DRAIN * largest
 
-    # A search from balanced chunks alone ends in a local minimum: ranks are balanced best by unequal chunks. In a V, all
-    # cuts later by some layers give as much to the first rank's first chunk as they take from its last one.
+    # Unequal chunks often balance the ranks better, and a search from equal ones alone ends in a local minimum. In a V,
+    # later cuts give the first rank's first chunk about as much as they take from its last one.
+    reach = layers // len(placement)
     found = []
-    for shift in range(-(layers // len(placement)), layers // len(placement) + 1):
+    for shift in range(-reach, reach + 1):
         start = tuple(span.stop + shift for span in bounds[:-1])
         if start[0] > 0 and start[-1] < layers:
             cuts = _moved_while_better(start, layers, badness)
