@@ -42,8 +42,7 @@ def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channe
     byte = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     q = charging_factor(q, N, D)
     v = first_potential(v_first, place, inside, N, D)
-    scale = None
-    shift = None
+    scale, shift = None, None
     if norm is not None:
         scale = channel_values(norm, 0, place, inside, channels)
         shift = channel_values(norm, 1, place, inside, channels)
@@ -119,11 +118,8 @@ def gradient_kernel(x, g_spikes, g_x, norm, mean_gradients, v_first, g_last, g_f
     inside = place < size
     q = charging_factor(q, N, D)
     first = first_potential(v_first, place, inside, N, D)
-    scale = None
-    shift = None
-    mean = None
-    mean_g = None
-    mean_gx = None
+    scale, shift = None, None
+    mean, mean_g, mean_gx = None, None, None
     if norm is not None:
         scale = channel_values(norm, 0, place, inside, channels)
         shift = channel_values(norm, 1, place, inside, channels)

@@ -91,9 +91,7 @@ def pooled_gradient_kernel(x, g_pooled, taps, g_x, norm, mean_gradients,
     place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = place < in_size
     scale = channel_values(norm, 0, place, inside, channels)
-    mean = None
-    mean_g = None
-    mean_gx = None
+    mean, mean_g, mean_gx = None, None, None
     if mean_gradients is not None:
         mean = channel_values(norm, 2, place, inside, channels)
         mean_g = channel_values(mean_gradients, 0, place, inside, channels)
