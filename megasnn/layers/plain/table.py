@@ -30,8 +30,9 @@ _KINDS = {"IFNode": "if", "LIFNode": "lif", "ParametricLIFNode": "plif"}
 
 
 def convolution(conv: nn.Conv1d | nn.Conv2d, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    # torch's "valid" is no padding.
-    padding = 0 if conv.padding == "valid" else conv.padding
+    padding: int | str | tuple[int, ...] = conv.padding
+    if padding == "valid":
+        padding = 0
     return ParallelConv(
         conv.in_channels,
         conv.out_channels,
