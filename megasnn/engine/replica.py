@@ -84,7 +84,7 @@ def build_replica(
         context=context,
         plan=plan,
         chunks=chunks,
-        takes_images=0 in chunks,
+        takes_inputs=0 in chunks,
         gives_logits=gives_logits,
         reports=gives_logits and state.tp.rank == 0 and context.counts_logits,
         tensors=tensors,

@@ -239,7 +239,7 @@ class RunData:
         # samples (cp_size > 1 in their share) read different ones, and all count.
         share = engine.batches.trained_layout if training else engine.batches.evaluated_layout
         is_copy = share.cp_size == 1 and engine.state.cp.rank != 0
-        counts = engine.takes_images and engine.state.tp.rank == 0 and not is_copy
+        counts = engine.takes_inputs and engine.state.tp.rank == 0 and not is_copy
         return int(sum_over_ranks(engine.state.world.handle, [float(samples * counts)])[0])
 
     def loader(self, engine: Engine, training: bool = True) -> BatchLoader:

@@ -195,7 +195,7 @@ def inputs_of(engine: DistributedModel, x: Tensor, labels: Tensor, micro_batch_s
         own, start = own_span(sizes[i], sharing.sizes, sharing.rank), sum(sizes[:i])
         samples = range(start + own.start, start + own.stop)
         part = slice(samples.start, samples.stop)
-        values = x[part] if engine.takes_images else None, labels[part] if engine.gives_logits else None
+        values = x[part] if engine.takes_inputs else None, labels[part] if engine.gives_logits else None
         batches.append(MicroBatchInput(*values, len(own), samples, total_size=sizes[i]))
     return batches
 
