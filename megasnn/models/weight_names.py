@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megasnn.common.files import CheckpointError, raise_problems
@@ -56,6 +57,7 @@ class Dialect:
         incoming: makes our tensors from their names.
         outgoing: makes theirs from our names, and the model's configuration if known; None if impossible.
         unused: endings of tensor names that their model never reads.
+        ties: our tensors that a model may tie -> their owners. The other program's files have both.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Dialect:
     incoming: Callable[[Collection[str]], NameMap]
     outgoing: Callable[[Collection[str], ModelValues | None], NameMap] | None
     unused: tuple[str, ...] = ()
+    ties: Mapping[str, str] = MappingProxyType({})
 
     def to_ours(self, names: Collection[str]) -> NameMap:
         """Raises CheckpointError with missing and unexpected names, in the other program's words."""
@@ -80,6 +83,14 @@ class Dialect:
         recipe = self.outgoing(names, model)
         _require_sources(recipe, names, self.title)
         return recipe
+
+    def without_copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Our tensors without tied ones that equal their owners: those of a tied model."""
+        kept = dict(tensors)
+        for copy, owner in self.ties.items():
+            if copy in kept and kept[copy].dtype == kept[owner].dtype and kept[copy].equal(kept[owner]):
+                del kept[copy]
+        return kept
 
 
 def _require_sources(recipe: NameMap, names: Iterable[str], title: str) -> None:
