@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -126,6 +126,7 @@ class Analysis:
         shared: bytes at each axis' smallest possible size.
         possible: by axis and size, the reason against this size; None for a possible size. No tokens: no axis "tokens".
         machine: None without a measurement.
+        largest: bytes at the largest possible size, for an axis whose sizes follow from two counts: by tokens.
     """
 
     model: str
@@ -137,6 +138,7 @@ class Analysis:
     possible: dict[CutAxis, dict[int, str | None]]
     timed: tuple[Timed, ...] = ()
     machine: Machine | None = None
+    largest: dict[CutAxis, LayoutBytes] = field(default_factory=dict)
 
     @property
     def precision(self) -> str:
@@ -247,11 +249,14 @@ def _shared(
 
     - by channels, whole + cut / n bytes;
     - by rows, cut / n bytes and the neighbours' rows;
-    - by tokens, cut / n bytes and the other ranks' parts, received by the last rank;
+    - by tokens, see `_by_tokens`;
     - by samples, its samples' bytes, and the norms' statistics and exchanges at any number of samples.
     """
-    counted = _counted(analysis, axis, size)
-    at = counted.tensor * counted.context
+    layout = _counted(analysis, axis, size)
+    counted = _at(analysis, share, layout)
+    at = layout.tensor * layout.context
+    if axis == "tokens":
+        return counted if size == at else _by_tokens(analysis, share, alone, counted)
     # A rank receives the other ranks' part of all bytes.
     received = (1 - 1 / size) / (1 - 1 / at)
 
@@ -259,25 +264,58 @@ def _shared(
         cut = (one - some) / (1 - 1 / at)
         return max(0, round(one - cut + cut / size))
 
-    def of_parts(one: int, some: int) -> int:
-        exchanged = max(some - one / at, 0)
-        if axis == "tokens":
-            exchanged *= received
-        return round(exchanged + one / size)
+    def of_rows(one: int, some: int) -> int:
+        neighbours = max(some - one / at, 0)
+        return round(neighbours + one / size)
 
     found = []
-    for one, some in zip(alone, _at(analysis, share, counted), strict=True):
+    for one, some in zip(alone, counted, strict=True):
         if axis == "samples":
             exchanged = (size - 1) * some.exchanged
             found.append(
                 replace(one, held=some.held, found=some.found, exchanged=exchanged, collectives=some.collectives)
             )
-        elif axis in ("rows", "tokens"):
-            exchanged = round(some.exchanged * received) if axis == "tokens" else some.exchanged
+        elif axis == "rows":
             # Weights are not cut, nor are their copies.
-            found.append(replace(some, exchanged=exchanged, **_each(of_parts, one, some) | {"cast": one.cast}))
+            found.append(replace(some, **_each(of_rows, one, some) | {"cast": one.cast}))
         else:
             found.append(replace(some, exchanged=round(some.exchanged * received), **_each(of_channels, one, some)))
+    return found
+
+
+def _by_tokens(
+    analysis: Analysis, share: LayerShare, alone: Sequence[LayerCost], counted: Sequence[LayerCost]
+) -> list[LayerCost]:
+    """Bytes and exchanges of the last of n ranks that divide the tokens, between two counted sizes.
+
+    A rank has 1 / n of the bytes, and bytes beyond its part, which change evenly from one size to the other.
+    From each other rank it receives a / n + b bytes: keys and values are a / n, a state is b at any length.
+
+    Args:
+        counted: at the smallest possible size.
+    Raises:
+        ValueError: the largest possible size is not counted.
+    """
+    size = share.context
+    least = analysis.shared["tokens"].context
+    if "tokens" not in analysis.largest:
+        raise ValueError(f"context by tokens {size}: the costs are those of {least} ranks alone; {_ADVICE}")
+    most = analysis.largest["tokens"].context
+    evenly = (size - least) / (most - least)
+    by_part = (1 / least - 1 / size) / (1 / least - 1 / most)
+
+    def of_tokens(one: int, few: int, many: int) -> int:
+        beyond = few - one / least
+        change = many - one / most - beyond
+        return max(0, round(one / size + beyond + evenly * change))
+
+    found = []
+    for one, few, many in zip(alone, counted, _at(analysis, share, analysis.largest["tokens"]), strict=True):
+        from_each = few.exchanged / (least - 1)
+        change = many.exchanged / (most - 1) - from_each
+        exchanged = round((size - 1) * (from_each + by_part * change))
+        # Weights are not cut, nor are their copies.
+        found.append(replace(few, exchanged=exchanged, **_each(of_tokens, one, few, many) | {"cast": one.cast}))
     return found
 
 
