@@ -41,7 +41,15 @@ from megasnn.pipeline.profile_layers import (
     profile_layers,
     profile_pipeline,
 )
-from megasnn.planner.costs import Analysis, CutAxis, LayoutBytes, PlannedLayer, ResidentTensor, Timed, cost_identity
+from megasnn.planner.costs_file import (
+    Analysis,
+    CutAxis,
+    LayoutBytes,
+    PlannedLayer,
+    ResidentTensor,
+    Timed,
+    cost_identity,
+)
 from megasnn.planner.machines import DEVICES, Machine
 from megasnn.planner.uncomputed import UncomputedConvolutions
 

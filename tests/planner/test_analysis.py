@@ -17,7 +17,8 @@ from megasnn.parallel_state import destroy_model_parallel, initialize_model_para
 from megasnn.pipeline.cost_model import LayerCost, LinkCost
 from megasnn.pipeline.profile_layers import count_memory
 from megasnn.planner.analyze import analyze, context_of, count_layers, counted_sizes, measured, trial_sizes
-from megasnn.planner.costs import Analysis, LayerShare, Timed, counted_costs, layer_costs
+from megasnn.planner.costs import LayerShare, counted_costs, layer_costs
+from megasnn.planner.costs_file import Analysis, Timed
 from megasnn.planner.machines import DEVICES
 from megasnn.planner.uncomputed import UncomputedConvolutions
 from tests.planner.models import analysis, config, text_config
