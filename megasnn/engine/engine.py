@@ -81,6 +81,7 @@ class Engine:
         optimizer: over this rank's parameters or shards.
         takes_inputs: True where this rank needs input values.
         takes_targets: True where this rank needs target values.
+        takes_images, takes_labels: earlier names of these two.
     Raises:
         ConfigError: contradictory flags, or a model that cannot be built.
         ValueError: no pipeline plan, another open Engine, or ranks with other flags.
@@ -130,19 +131,11 @@ class Engine:
             self.optimizer = self.trainer.optimizer
             self.takes_inputs = self.distributed.takes_inputs
             self.takes_targets = self.distributed.gives_logits
+            self.takes_images = self.takes_inputs
+            self.takes_labels = self.takes_targets
             self.checkpoints = Checkpoints(config, self.trainer)
             # The Engine is complete: only `close` frees its process groups now.
             undo.pop_all()
-
-    @property
-    def takes_images(self) -> bool:
-        """Earlier name of `takes_inputs`."""
-        return self.takes_inputs
-
-    @property
-    def takes_labels(self) -> bool:
-        """Earlier name of `takes_targets`."""
-        return self.takes_targets
 
     @property
     def iteration(self) -> int:

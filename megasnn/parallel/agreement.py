@@ -70,8 +70,7 @@ def broadcast_result(group: dist.ProcessGroup | None, decide: Callable[[], _T]) 
         raise error
     if sent_error is not None:
         raise sent_error
-    (result,) = results
-    return result
+    return results[0]
 
 
 def run_on_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], _T], title: str) -> _T:
@@ -104,8 +103,7 @@ def run_and_gather(
         problems += problems_of_rank
     raise_problems(title, problems, DamagedError if all_damaged else CheckpointError)
     # Without a problem on any rank there is a result.
-    ((result, _),) = results
-    return result, reports
+    return results[0][0], reports
 
 
 def _attempt(work: Callable[[], _T]) -> tuple[list[_T], Exception | None]:
