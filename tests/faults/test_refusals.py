@@ -54,7 +54,10 @@ def shown_by_torchrun(error_file: Path) -> str:
     return str(ChildFailedError("megasnn", {0: ProcessFailure(0, 1, 1, str(error_file))}))
 
 
-LANGUAGE = "--embed-dim 8 --depth 1 --num-heads 2 --time-steps 2 --seq-length 32 --train-iters 1 --global-batch-size 2"
+LANGUAGE = (
+    "--embed-dim 8 --depth 1 --num-heads 2 --time-steps 2 --seq-length 32 --train-iters 1 "
+    "--global-batch-size 2 --micro-batch-size 2"
+)
 TEXTS = {
     "--data-path empty.txt": "--data-path empty.txt: there is no text",
     "--data-path missing.txt": "--data-path missing.txt: missing.txt does not exist",
