@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megasnn.common.files import CheckpointError, raise_problems
@@ -66,7 +65,7 @@ class Dialect:
     incoming: Callable[[Collection[str]], NameMap]
     outgoing: Callable[[Collection[str], ModelValues | None], NameMap] | None
     unused: tuple[str, ...] = ()
-    ties: Mapping[str, str] = MappingProxyType({})
+    ties: Mapping[str, str] = field(default_factory=dict)
 
     def to_ours(self, names: Collection[str]) -> NameMap:
         """Raises CheckpointError with missing and unexpected names, in the other program's words."""
