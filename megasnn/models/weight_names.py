@@ -139,10 +139,10 @@ def prefix_dialect(
     """
 
     def outgoing(ours: Collection[str], model: ModelValues | None) -> NameMap:
-        for field, value in (lacks or {}).items():
+        for lacking, value in (lacks or {}).items():
             # A file of weights alone has no configuration to check.
-            if model is not None and model.get(field) == value:
-                raise CheckpointError(f"{title} has no {flag(field)} {value}")
+            if model is not None and model.get(lacking) == value:
+                raise CheckpointError(f"{title} has no {flag(lacking)} {value}")
         return moved(ours, prefixes)
 
     back = {theirs: ours for ours, theirs in prefixes.items()}
