@@ -107,7 +107,7 @@ def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu:
     if any(spec.over_tokens for spec in config.model.inputs.values()):
         possible["tokens"] = {size: _refusal(config, 1, size, "tokens") for size in context_sizes}
     shared: dict[CutAxis, LayoutBytes] = {}
-    largest: dict[CutAxis, LayoutBytes] = {}
+    larger: dict[CutAxis, tuple[LayoutBytes, ...]] = {}
     for axis, sizes in possible.items():
         able = [size for size, refused in sizes.items() if size > 1 and refused is None]
         if not able:
@@ -116,8 +116,9 @@ def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu:
         context = 1 if axis == "tensor" else able[0]
         cut: ContextCut = "samples" if axis == "tensor" else axis
         shared[axis] = count_layers(description, config, tensor, context, cut, on_cpu)
-        if axis == "tokens" and len(able) > 1:
-            largest[axis] = count_layers(description, config, 1, able[-1], "tokens", on_cpu)
+        if axis == "tokens":
+            counts = sorted({able[len(able) // 2], able[-1]} - {able[0]})
+            larger[axis] = tuple(count_layers(description, config, 1, size, axis, on_cpu) for size in counts)
     return Analysis(
         model=config.model.name,
         about=cost_identity(config),
@@ -126,7 +127,7 @@ def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu:
         alone=count_layers(description, config, 1, on_cpu=on_cpu),
         shared=shared,
         possible=possible,
-        largest=largest,
+        larger=larger,
     )
 
 

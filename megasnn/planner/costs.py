@@ -131,11 +131,10 @@ def _shared(
     - by tokens, see `_by_tokens`;
     - by samples, its samples' bytes, and the norms' statistics and exchanges at any number of samples.
     """
-    layout = _counted(analysis, axis, size)
-    counted = _at(analysis, share, layout)
-    at = layout.tensor * layout.context
+    counted = _counted(analysis, axis, size)
     if axis == "tokens":
-        return counted if size == at else _by_tokens(analysis, share, alone, counted)
+        return _by_tokens(analysis, share, alone)
+    at = counted.tensor * counted.context
     # A rank receives the other ranks' part of all bytes.
     received = (1 - 1 / size) / (1 - 1 / at)
 
@@ -148,7 +147,7 @@ def _shared(
         return round(neighbours + one / size)
 
     found = []
-    for one, some in zip(alone, counted, strict=True):
+    for one, some in zip(alone, _at(analysis, share, counted), strict=True):
         if axis == "samples":
             exchanged = (size - 1) * some.exchanged
             found.append(
@@ -162,39 +161,40 @@ def _shared(
     return found
 
 
-def _by_tokens(
-    analysis: Analysis, share: LayerShare, alone: Sequence[LayerCost], counted: Sequence[LayerCost]
-) -> list[LayerCost]:
-    """Bytes and exchanges of the last of n ranks that divide the tokens, between two counted sizes.
+def _by_tokens(analysis: Analysis, share: LayerShare, alone: Sequence[LayerCost]) -> list[LayerCost]:
+    """Bytes and exchanges of the last of n ranks that divide the tokens.
 
-    A rank has 1 / n of the bytes, and bytes beyond its part, which change evenly from one size to the other.
-    From each other rank it receives a / n + b bytes: keys and values are a / n, a state is b at any length.
+    A rank has a / n + b + c n bytes: its part, keys and values that come to all tokens, and states, one from each rank.
+    So n times its bytes are a polynomial of second degree in n, which three counted sizes determine.
 
-    Args:
-        counted: at the smallest possible size.
-    Raises:
-        ValueError: the largest possible size is not counted.
+    Raises ValueError for a size between fewer counted ones.
     """
     size = share.context
-    least = analysis.shared["tokens"].context
-    if "tokens" not in analysis.largest:
-        raise ValueError(f"context by tokens {size}: the costs are those of {least} ranks alone; {ADVICE}")
-    most = analysis.largest["tokens"].context
-    evenly = (size - least) / (most - least)
-    by_part = (1 / least - 1 / size) / (1 / least - 1 / most)
+    counted = {}
+    for layout in (analysis.shared["tokens"], *analysis.larger.get("tokens", ())):
+        counted[layout.context] = _at(analysis, share, layout)
+    if size in counted:
+        return counted[size]
+    if len(counted) < 3:
+        known = ", ".join(map(str, counted))
+        raise ValueError(f"context by tokens {size}: the costs are of {known} ranks; {ADVICE}")
+    # Lagrange's factors at n, divided by n.
+    factors = []
+    for at in counted:
+        factor = at / size
+        for other in counted.keys() - {at}:
+            factor *= (size - other) / (at - other)
+        factors.append(factor)
 
-    def of_tokens(one: int, few: int, many: int) -> int:
-        beyond = few - one / least
-        change = many - one / most - beyond
-        return max(0, round(one / size + beyond + evenly * change))
+    def of_tokens(*bytes_at: int) -> int:
+        return max(0, round(sum(factor * each for factor, each in zip(factors, bytes_at, strict=True))))
 
     found = []
-    for one, few, many in zip(alone, counted, _at(analysis, share, analysis.largest["tokens"]), strict=True):
-        from_each = few.exchanged / (least - 1)
-        change = many.exchanged / (most - 1) - from_each
-        exchanged = round((size - 1) * (from_each + by_part * change))
+    for one, *at_sizes in zip(alone, *counted.values(), strict=True):
+        exchanged = of_tokens(*(each.exchanged for each in at_sizes))
         # Weights are not cut, nor are their copies.
-        found.append(replace(few, exchanged=exchanged, **_each(of_tokens, one, few, many) | {"cast": one.cast}))
+        values = _each(of_tokens, *at_sizes) | {"cast": one.cast, "exchanged": exchanged}
+        found.append(replace(at_sizes[0], **values))
     return found
 
 

@@ -107,7 +107,7 @@ class Analysis:
         shared: bytes at each axis' smallest possible size.
         possible: by axis and size, the reason against this size; None for a possible size. No tokens: no axis "tokens".
         machine: None without a measurement.
-        largest: bytes at the largest possible size, for an axis whose sizes follow from two counts: by tokens.
+        larger: bytes at a middle and at the largest possible size, for an axis with three counts: by tokens.
     """
 
     model: str
@@ -119,7 +119,7 @@ class Analysis:
     possible: dict[CutAxis, dict[int, str | None]]
     timed: tuple[Timed, ...] = ()
     machine: Machine | None = None
-    largest: dict[CutAxis, LayoutBytes] = field(default_factory=dict)
+    larger: dict[CutAxis, tuple[LayoutBytes, ...]] = field(default_factory=dict)
 
     @property
     def precision(self) -> str:

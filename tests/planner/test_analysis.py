@@ -138,12 +138,12 @@ def test_bytes_are_those_of_real_ranks(ranks, tensor: int, context: int, cut: Co
 
 
 @pytest.mark.parametrize("attention", ["softmax", "spiking"])
-def test_tokens_in_a_size_between_the_counted_ones(attention: Literal["softmax", "spiking"]) -> None:
+def test_ranks_that_divide_tokens_between_the_counted_numbers(attention: Literal["softmax", "spiking"]) -> None:
     """Keys and values come to all tokens but the own; states come from each other rank, whatever its tokens."""
     asked = text_config(MICRO_BATCH)
     asked = replace(asked, model=replace(asked.model, attention=attention, positions="learned"))
     model = describe_model(asked.model, asked.neuron.spec)
-    with patch.multiple("megasnn.planner.analyze", TENSOR_SIZES=(1,), CONTEXT_SIZES=(2, 4, 8)):
+    with patch.multiple("megasnn.planner.analyze", TENSOR_SIZES=(1,), CONTEXT_SIZES=(2, 4, 8, 16)):
         known = counted_sizes(model, asked)
     predicted = counted_costs(known, LayerShare(1, 4, "tokens", MICRO_BATCH, 4))
     counted = count_layers(model, asked, 1, 4, "tokens").costs[trial_sizes(asked).index(MICRO_BATCH)]
@@ -152,8 +152,8 @@ def test_tokens_in_a_size_between_the_counted_ones(attention: Literal["softmax",
         for name in ("message", "gradient", "output", "found", "collectives", "exchanged"):
             assert getattr(each, name) == getattr(expected, name), name
     assert totals([predicted]) == pytest.approx(totals([counted]), rel=0.1)
-    with pytest.raises(ValueError, match="context by tokens 4: .* 2 ranks alone; make it anew"):
-        counted_costs(replace(known, largest={}), LayerShare(1, 4, "tokens", MICRO_BATCH, 4))
+    with pytest.raises(ValueError, match="context by tokens 4: .* 2 ranks; make it anew"):
+        counted_costs(replace(known, larger={}), LayerShare(1, 4, "tokens", MICRO_BATCH, 4))
 
 
 def totals(tries: Sequence[Sequence[LayerCost]]) -> list[int]:
