@@ -184,10 +184,10 @@ class PipelineChunk(nn.Module):
                 for each in self._calls:
                     output = call(each, [output], samples, goes_on)
                 return output if self.is_last else [output]
-            targets = received.pop() if len(received) > len(self.receives) else None
+            target_frames = received.pop() if len(received) > len(self.receives) else None
             outputs = _unpack(self.receives, received)
-            if targets is not None:
-                outputs[self._target] = targets
+            if target_frames is not None:
+                outputs[self._target] = target_frames
             received.clear()
             for each in self._calls:
                 # A prediction has no targets.
