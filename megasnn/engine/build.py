@@ -30,7 +30,7 @@ from megasnn.models.model import Model, run_config
 from megasnn.optim.scales import scale_problems
 from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import Group, ParallelState
-from megasnn.pipeline.graphs import Capture, CudaCapture
+from megasnn.pipeline.graph_capture import Capture, CudaCapture
 from megasnn.pipeline.plan import plan_pipeline
 
 ENDLESS = 10**12  # steps of a training with a constant learning rate

@@ -25,7 +25,8 @@ from megasnn.layers.tensors import described_tensors, materialise, sharded_tenso
 from megasnn.layers.token_context import own_tokens
 from megasnn.models.description import Built, Carried, ModelDescription
 from megasnn.parallel.sharding import ShardedTensor
-from megasnn.pipeline.graphs import Capture, ChunkGraphs, why_not
+from megasnn.pipeline.graph_capture import Capture
+from megasnn.pipeline.graphs import ChunkGraphs, why_not
 from megasnn.telemetry.timers import is_traced, named
 
 
@@ -172,7 +173,7 @@ class PipelineChunk(nn.Module):
             # CUDA graphs copy it in, like all that a chunk receives.
             received.append(self._target_spec.frames(targets))
         if self.graphs is not None and micro_batch is not None and torch.is_grad_enabled():
-            if self.graphs.has(micro_batch):
+            if self.graphs.take_slot(micro_batch):
                 y = self.graphs.apply(received, samples, micro_batch)
                 received.clear()
                 return y

@@ -156,7 +156,7 @@ class PipelineExecutor:
             graphs = self._segments[segment].graphs
             if graphs is not None and action.kind in FINISHING:
                 # After the backward another micro-batch may use the slot of this one.
-                calls.append(partial(graphs.done, micro_batch))
+                calls.append(partial(graphs.free_slot, micro_batch))
             order.append((action, calls))
         self._prepared[schedule.forward_only] = schedule, order
         return order

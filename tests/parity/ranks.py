@@ -33,7 +33,7 @@ from megasnn.models.spikformer.model import Spikformer
 from megasnn.optim.build import build_optimizer
 from megasnn.parallel.sharding import own_span
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.graphs import Capture
+from megasnn.pipeline.graph_capture import Capture
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.plan import PipelinePlan, shared_weights
 from megasnn.schedule import plan_schedule
