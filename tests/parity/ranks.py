@@ -18,8 +18,8 @@ from megasnn.common.bundle import Bundle, logits_of
 from megasnn.common.grid import ContextCut, micro_batch_counts, micro_batch_sizes, micro_batches_of
 from megasnn.config import ParallelConfig, PretrainConfig, TrainingConfig
 from megasnn.config.optimizer import OptimizerConfig
+from megasnn.engine.assemble import assemble_model
 from megasnn.engine.model import DistributedModel
-from megasnn.engine.replica import build_replica
 from megasnn.engine.step_sums import StepFigures
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, Numerics
@@ -172,7 +172,7 @@ def built(
         parallel = ParallelConfig(use_distributed_optimizer=zero1)
         config = PretrainConfig(model_config(), training=TrainingConfig(seed=seed), parallel=parallel)
         pipeline = PipelinePlan(tuple(bounds), plan, 1)
-        made = build_replica(config, model, layers, context, pipeline, lambda: False)
+        made = assemble_model(config, model, layers, context, pipeline, lambda: False)
         for chunk in made.chunks.values():
             if graphs is not None:
                 chunk.capture_graphs(graphs)
