@@ -51,6 +51,10 @@ class _LayerCall:
     entries: Mapping[EntryKey, Any]
 
 
+_Caller = Callable[[_LayerCall, list[Bundle], range | None, bool], Bundle]
+"""(call, inputs, positions of the samples, whether a window goes on) -> the layer's output."""
+
+
 class PipelineChunk(nn.Module):
     """Consecutive layers of a model.
 
@@ -185,22 +189,29 @@ class PipelineChunk(nn.Module):
                 for each in self._calls:
                     output = call(each, [output], samples, goes_on)
                 return output if self.is_last else [output]
-            target_frames = received.pop() if len(received) > len(self.receives) else None
-            outputs = _unpack(self.receives, received)
-            if target_frames is not None:
-                outputs[self._target] = target_frames
-            received.clear()
-            for each in self._calls:
-                # A prediction has no targets.
-                inputs = [outputs[source] for source in each.inputs if source in outputs]
-                # `inputs` holds the last reference: a tensor is freed after its last use.
-                for source in each.last_uses:
-                    outputs.pop(source, None)
-                outputs[each.number] = _with_own_edges(call(each, inputs, samples, goes_on), inputs)
+            outputs = self._outputs_by_layer(call, received, samples, goes_on)
         if self.is_last:
             (output,) = outputs.values()
             return output
         return [entries_of(outputs[each.layer])[each.key] for each in self.hands_on]
+
+    def _outputs_by_layer(
+        self, call: _Caller, received: list[Tensor], samples: range | None, goes_on: bool
+    ) -> dict[int, Bundle]:
+        """Computes layers that are no chain. Returns the outputs that the chunk hands on, by number of the layer."""
+        target_frames = received.pop() if len(received) > len(self.receives) else None
+        outputs = _unpack(self.receives, received)
+        if target_frames is not None:
+            outputs[self._target] = target_frames
+        received.clear()
+        for each in self._calls:
+            # A prediction has no targets.
+            inputs = [outputs[source] for source in each.inputs if source in outputs]
+            # `inputs` holds the last reference: a tensor is freed after its last use.
+            for source in each.last_uses:
+                outputs.pop(source, None)
+            outputs[each.number] = _with_own_edges(call(each, inputs, samples, goes_on), inputs)
+        return outputs
 
     def _frames_of(self, inputs: Tensor | Mapping[str, Tensor]) -> list[Tensor]:
         """The model's inputs as layers take them; on ranks that divide rows or tokens, this rank's."""

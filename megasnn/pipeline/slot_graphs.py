@@ -1,4 +1,4 @@
-"""One slot's CUDA graphs: captured, and replayed between autograd's steps."""
+"""One slot's CUDA graphs as autograd functions; graphs.py says how they are used."""
 
 from __future__ import annotations
 
