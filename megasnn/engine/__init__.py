@@ -1,7 +1,7 @@
 """The Engine: a model in training on this rank of a layout.
 
 A replica is a data-parallel copy of the model, on one rank or several. A `DistributedModel`, in variables
-`distributed`, is this rank's part of a replica, with the gradients that replicas sum.
+`distributed`, is this rank's part of a replica.
 
 engine.py       the Python interface
 trainer.py      forward, backward, reduction, clip, update, statistics, average

@@ -198,7 +198,7 @@ class PipelineChunk(nn.Module):
     def _outputs_by_layer(
         self, call: _Caller, received: list[Tensor], samples: range | None, goes_on: bool
     ) -> dict[int, Bundle]:
-        """Computes layers that are no chain. Returns the outputs that the chunk hands on, by number of the layer."""
+        """Computes layers with any inputs. Returns the outputs for `hands_on`, by layer number."""
         target_frames = received.pop() if len(received) > len(self.receives) else None
         outputs = _unpack(self.receives, received)
         if target_frames is not None:

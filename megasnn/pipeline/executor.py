@@ -162,7 +162,7 @@ class PipelineExecutor:
         return order
 
     def _before_computation(self, action: Action, is_scattered: bool) -> list[ActionCall]:
-        """The calls that bring messages, weights and buckets into place.
+        """Calls for the computation's messages, weights and buckets.
 
         Args:
             is_scattered: the segment's gradients are scattered after every micro-batch.
@@ -180,10 +180,10 @@ class PipelineExecutor:
         return calls
 
     def _computation(self, action: Action, is_recomputed: bool) -> ActionCall:
-        """The call that computes.
+        """The call for the computation.
 
         Args:
-            is_recomputed: a later action of the schedule computes this forward again.
+            is_recomputed: a later action computes this forward again.
         """
         key = action.key
         chunk = self._segments[action.segment]

@@ -58,10 +58,11 @@ class CudaCapture:
 def captured(
     capture: Capture, work: Callable[[], Result], pool: Any, work_name: str
 ) -> tuple[Result, Callable[[], None]]:
-    """Captures the work. Returns its result, and a function that replays it.
+    """Returns the work's result, and its replay.
 
     Raises RuntimeError with the work's name and the reason.
     """
+    # `Capture` returns the replay alone, so the result leaves the work here.
     results: list[Result] = []
     try:
         with traffic.separate() as moved:

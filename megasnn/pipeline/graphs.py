@@ -38,8 +38,11 @@ class ChunkGraphs:
     """
 
     def __init__(self, layers: nn.Module, run: Run, weight_gradients: WeightGradients, capture: Capture) -> None:
+        # A leaf that makes the outputs of a replay part of autograd's graph.
         anchor = torch.zeros((), requires_grad=True)
-        self._chunk = GraphedChunk(layers, run, weight_gradients, capture, anchor, weight_pool=capture.pool())
+        # Weight gradients keep no tensors in their pool, so their graphs replay in any order.
+        weight_pool = capture.pool()
+        self._chunk = GraphedChunk(layers, run, weight_gradients, capture, anchor, weight_pool)
         # One pool for each slot, because a slot's backward replays after its forward.
         self._pools: list[Any] = []
         self._graphs = dict[Any, SlotGraphs]()

@@ -144,9 +144,10 @@ class StepState:
             by_key.clear()
 
     def take_inputs(self, key: ActionKey) -> Any:
-        """A segment's inputs, with which its autograd graph begins: the model's for the first one, then tensors."""
+        """A segment's inputs, at the beginning of its autograd graph."""
         segment, micro_batch = key
         if segment == 0:
+            # The model's own inputs lie in the batch and need no gradient.
             return self.micro_batches[micro_batch].inputs
         xs = self.inputs.pop(key)
         before = segment - 1, micro_batch

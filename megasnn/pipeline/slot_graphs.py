@@ -26,12 +26,12 @@ Run = Callable[[list[Tensor], range | None], Any]
 
 @dataclass(frozen=True)
 class GraphedChunk:
-    """A chunk for capturing.
+    """A chunk, with its way into graphs.
 
     Attributes:
         layers: all modules in the graphs.
-        anchor: leaf that makes the outputs of a replay part of autograd's graph.
-        weight_pool: for weight gradients, which keep no tensors there: their graphs replay in any order.
+        anchor: leaf in autograd's graph, for every replay's outputs.
+        weight_pool: memory of weight gradients.
     """
 
     layers: nn.Module
@@ -44,11 +44,11 @@ class GraphedChunk:
 
 @dataclass(frozen=True)
 class _CapturedForward:
-    """A captured forward's results, at addresses that every replay fills.
+    """A captured forward's results. Every replay fills their memory.
 
     Attributes:
         output: the chunk's, with the autograd graph for capturing backward.
-        norms: with the count of values in each record of a mean and a variance.
+        norms: by record, with the number of its values.
         statistics: all means and variances in one tensor; None without norms.
         statistic_sizes: elements of each mean and variance.
         flags: findings of all checks in one tensor; None without checks.
@@ -65,12 +65,12 @@ class _CapturedForward:
 
 @dataclass(frozen=True)
 class _CapturedGradients:
-    """A captured backward's results.
+    """A captured backward's results. Every replay fills their memory.
 
     Attributes:
-        of_inputs: at addresses that every replay fills; None for inputs without a gradient.
-        learnt: parameters to whose gradients a replay adds.
-        weight_tasks: parameters, and functions that add their gradients.
+        of_inputs: None for inputs without a gradient.
+        learnt: parameters with gradients by autograd.
+        weight_tasks: the other parameters, and functions to add their gradients.
     """
 
     of_inputs: Sequence[Tensor | None]
@@ -83,9 +83,9 @@ class _Backward:
     """The backward's graphs.
 
     Attributes:
-        output_grads: addresses from which a replay reads; None for outputs without a gradient.
-        replay: computes the input gradients.
-        replay_weights: adds the weight gradients; None where `replay` adds all.
+        output_grads: a replay's arguments; None for outputs without a gradient.
+        replay: computes input gradients.
+        replay_weights: runs `weight_tasks`; None without any.
     """
 
     output_grads: Sequence[Tensor | None]
