@@ -70,8 +70,8 @@ def _best_ends(costs: Sequence[float], parts: int, add: Callable[[float, float],
 def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[range]:
     """Contiguous partition into one chunk per entry of `placement`, none empty, with balanced ranks.
 
-    Minimizes the largest rank cost, and with less weight the largest chunk cost, by local search. Raises ValueError as
-    `balanced_bounds` does.
+    Minimizes the largest rank cost, and with less weight the largest chunk cost, by local searches from several starts.
+    Raises ValueError as `balanced_bounds` does.
     """
     bounds = balanced_bounds(costs, len(placement))
     if len(set(placement)) == len(placement):
@@ -90,8 +90,17 @@ def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[rang
             largest = max(largest, span)
         return max(loads) + FILL_AND_DRAIN * largest
 
-    cuts = _moved_while_better(tuple(span.stop for span in bounds[:-1]), layers, badness)
-    return _ranges([*cuts, layers])
+    # Unequal chunks often balance the ranks better, and a search from equal ones alone ends in a local minimum. In a V,
+    # later cuts give the first rank's first chunk about as much as they take from its last one.
+    reach = layers // len(placement)
+    found = []
+    for shift in range(-reach, reach + 1):
+        start = tuple(span.stop + shift for span in bounds[:-1])
+        if start[0] > 0 and start[-1] < layers:
+            cuts = _moved_while_better(start, layers, badness)
+            found.append((badness(cuts), cuts))
+    _, best = min(found)
+    return _ranges([*best, layers])
 
 
 def _moved_while_better(

@@ -9,6 +9,7 @@ first flag compiles the model. Loaders, learning rates and weight decay are Mega
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -95,6 +96,15 @@ class Run:
         distributed.all_reduce(counts)
         return float(counts[0] / counts[1].clamp(min=1))
 
+    def close(self) -> None:
+        """Ends the loaders and leaves the process group."""
+        self.samples.close()
+        # The reducer goes first. Were it the group's last owner, it would join Gloo's threads while it holds the
+        # interpreter's lock, and a thread that frees a tensor waits for that lock: the rank would never end.
+        del self.forward
+        gc.collect()
+        distributed.destroy_process_group()
+
     def _on_device(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         assert isinstance(batch.inputs, Tensor) and batch.targets is not None
         functional.reset_net(self.net)
@@ -125,8 +135,7 @@ def main(argv: Sequence[str]) -> None:
             print(f"iteration {done}{text} | {time.perf_counter() - begin:.0f} s", flush=True)
         if last:
             break
-    run.samples.close()
-    distributed.destroy_process_group()
+    run.close()
 
 
 if __name__ == "__main__":
