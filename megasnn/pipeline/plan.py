@@ -183,14 +183,14 @@ def choose_plan(
     elif chunks is None and 2 * stages > layers:
         chunks = 1
     chosen = plan_schedule(parallel.pipeline_schedule, stages, chunks, counts[0], None if costs is None else costs_of)
-    of_chunks = replace(chosen, decided=tuple(chosen.of_chunks(count) for count in dict.fromkeys(counts)))
+    decided = replace(chosen, decided=tuple(chosen.of_chunks(count) for count in dict.fromkeys(counts)))
     cut = bounds_of(chosen.placement)
-    of_segments = of_chunks
+    refined = decided
     if parallel.recompute != NEVER or weights_of is not None:
-        of_segments = of_chunks.in_segments(cut, parallel.recompute)
-    affordable = of_segments
+        refined = decided.in_segments(cut, parallel.recompute)
+    affordable = refined
     if parallel.memory_budget is not None and costs is not None:
-        affordable = _within_budget(parallel.memory_budget, of_segments, cut, costs, counts[0], exchanged_of)
+        affordable = _within_budget(parallel.memory_budget, refined, cut, costs, counts[0], exchanged_of)
     schedules = affordable
     if weights_of is not None:
         schedules = affordable.sharing(weights_of(affordable.segment_bounds(cut)), counts)
