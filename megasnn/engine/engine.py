@@ -180,7 +180,8 @@ class Engine:
             RuntimeError: an error has ended the Engine.
         """
         with self._running():
-            checked = self.batches.checked("train_step", inputs, targets, problem=self.trainer.problem(), share=share)
+            problem = self.trainer.outside_change()
+            checked = self.batches.checked("train_step", inputs, targets, problem=problem, share=share)
             batch = self.batches.rank_batch(checked, self.trainer.consumed_samples, share=share)
             return self.trainer.take_step(self.batches.micro_batches(batch, trains=True), batch)
 

@@ -35,7 +35,7 @@ from megasnn.pipeline.ties import Ties
 
 @dataclass(kw_only=True)
 class DistributedModel:
-    """One rank's chunks, with gradients reduced over the replicas. Made by `build_replica`.
+    """One rank's chunks, with gradients reduced over the replicas. Made by `assemble_model`.
 
     Attributes:
         takes_inputs: True in the first stage.
