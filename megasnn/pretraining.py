@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 from megasnn.checkpoint.folder import ChosenCheckpoint, choose_checkpoint
 from megasnn.checkpoint.format import Metadata
 from megasnn.common.files import CheckpointError, in_message
-from megasnn.common.launcher import take_ranks
+from megasnn.common.launcher import report_to_torchrun, take_ranks, torchrun_reports
 from megasnn.config import ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.checks import refusal
 from megasnn.config.cli import Values
@@ -109,10 +108,8 @@ def _check_and_run(
         refuse_unbuildable(config)
         refuse_other_device(config)
     except ConfigError as error:
-        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if reports and error_file:
-            details = {"message": str(error), "timestamp": int(time.time())}
-            Path(error_file).write_text(json.dumps(details))  # torchrun prints it last
+        if reports and torchrun_reports():
+            report_to_torchrun(str(error))
         elif reports:
             sys.stderr.write(f"[rank {rank}] {error}\n")
         elif "TORCHELASTIC_RUN_ID" in os.environ:

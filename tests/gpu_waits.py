@@ -31,6 +31,7 @@ from megasnn.config import parse
 from megasnn.config.training import Length
 from megasnn.data import RankBatch
 from megasnn.engine import Engine
+from megasnn.engine.batch import CheckedBatch
 from megasnn.kernels import layout
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
@@ -214,7 +215,8 @@ def stepping(model: str, flags: str) -> Iterator[tuple[Engine, Callable[..., Ran
     ):
 
         def batch(samples: int, start: int, **options: bool) -> RankBatch:
-            return engine.batches.rank_batch({"images": images[:samples]}, labels[:samples], samples, start, **options)
+            whole = CheckedBatch({"images": images[:samples]}, labels[:samples], samples)
+            return engine.batches.rank_batch(whole, start, **options)
 
         yield engine, batch
 

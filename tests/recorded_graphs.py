@@ -181,7 +181,7 @@ class _Recording(TorchDispatchMode):
 
 
 class RecordedGraphs:
-    """A `megasnn.pipeline.graphs.Capture`.
+    """A `megasnn.pipeline.graph_capture.Capture`.
 
     Attributes:
         pools: all that were made. captures, replays: how often a graph was made, and started.

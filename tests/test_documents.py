@@ -234,7 +234,7 @@ def test_the_segmentation_of_the_page_learns(tmp_path: Path, capsys) -> None:
 def test_a_language_model_writes_as_on_the_page(tmp_path: Path) -> None:
     flags = "--config spike_lm/text --train-iters 2 --lr-warmup-iters 0 --eval-iters 0 --num-workers 0 --save".split()
     run(ROOT, "-m", "megasnn", "spike_lm", *flags, tmp_path / "checkpoints")
-    output = run(tmp_path, program("docs/language.md", "Let it write", tmp_path))
+    output = run(tmp_path, program("docs/language.md", "Generate text", tmp_path))
     assert output.startswith("The value of ") and len(output) > 60
 
 

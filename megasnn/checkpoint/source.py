@@ -67,10 +67,15 @@ def open_source(path: Path, values: bool = True, ema: bool = True) -> Source:
 
 
 def in_our_names(source: Source) -> Source:
-    """The tensors under MegaSNN's names. Raises CheckpointError if no known program uses theirs."""
+    """The tensors under MegaSNN's names. Raises CheckpointError if no known program uses theirs.
+
+    A file with a tied tensor and its copy becomes the tied model's tensors.
+    """
     if source.metadata.model or source.metadata.config is not None or model_of(None, source.tensors):
         return source
-    return derived(source, dialect_of(source.tensors).to_ours(source.tensors))
+    dialect = dialect_of(source.tensors)
+    ours = derived(source, dialect.to_ours(source.tensors))
+    return replace(ours, tensors=dialect.without_copies(ours.tensors))
 
 
 def derived(source: Source, recipe: NameMap) -> Source:

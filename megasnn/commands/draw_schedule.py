@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,7 @@ import tyro
 
 from megasnn.commands.flags import ScheduleName, run_tool
 from megasnn.common.files import quantity
-from megasnn.schedule import ChunkCost, generate, per_stage, simulate
+from megasnn.schedule import ChunkCost, chunk_costs, generate, simulate
 from megasnn.schedule.draw import chart
 
 
@@ -55,7 +56,7 @@ def draw(options: DrawOptions) -> None:
         if not 0 <= cost < math.inf:
             raise ValueError(f"--{flag.replace('_', '-')} {cost:g}: a cost must be finite and not negative")
     stage = ChunkCost(options.forward, options.input_grad, options.weight_grad, options.transfer, options.transfer)
-    costs_of = per_stage([stage] * options.stages)
+    costs_of = partial(chunk_costs, [stage] * options.stages)
     schedule = generate(
         options.schedule,
         options.stages,

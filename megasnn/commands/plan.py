@@ -24,7 +24,7 @@ from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError, at_least
 from megasnn.models.registry import MODELS
 from megasnn.planner.candidates import Prefer
-from megasnn.planner.costs import Analysis, read, write
+from megasnn.planner.costs_file import Analysis, read, write
 from megasnn.planner.machines import AUTO_DEVICE, DEVICES, Cluster, Machine
 from megasnn.planner.plan import apply, cuts, plan, problems, sizes_to_choose, table
 from megasnn.pretraining import configuration

@@ -1,9 +1,12 @@
-"""Ranks started by Slurm's srun or MPI without torchrun."""
+"""Programs that start ranks: Slurm's srun and MPI without torchrun, and the error file of torchrun."""
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import MutableMapping
+from pathlib import Path
 
 # Variables of rank, number of ranks, rank on this host. MPI comes before srun: mpirun starts its helpers by srun, whose
 # variables then count the helpers. Batch scripts and salloc set most of Slurm's variables in one process, too, but not
@@ -14,6 +17,7 @@ _LAUNCHERS = {
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 }
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def take_ranks(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -38,3 +42,15 @@ def take_ranks(environment: MutableMapping[str, str] = os.environ) -> None:
             if theirs in environment:
                 environment.setdefault(ours, environment[theirs])
         return
+
+
+def torchrun_reports() -> bool:
+    """Whether torchrun prints this rank's error, from a file."""
+    return bool(os.environ.get(_ERROR_FILE))
+
+
+def report_to_torchrun(sentence: str) -> None:
+    """Writes an error for torchrun, which prints it below "Root Cause" without a traceback."""
+    # In a message of text alone torchrun misses a place for the exit status, and warns of that.
+    message = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
+    Path(os.environ[_ERROR_FILE]).write_text(json.dumps({"message": message}))

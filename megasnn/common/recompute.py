@@ -47,7 +47,7 @@ def is_replaying() -> bool:
     return forward is not None and forward[1]
 
 
-class recording:
+class recording_collectives:
     """Fills `cache` in a first forward."""
 
     def __init__(self, cache: Cache) -> None:
@@ -60,7 +60,7 @@ class recording:
         _forward.reset(self._token)
 
 
-class replaying:
+class replaying_collectives:
     """Consumes `cache` in the recomputed forward. Raises ValueError if results remain."""
 
     def __init__(self, cache: Cache) -> None:

@@ -13,15 +13,14 @@ from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from megasnn.common.files import in_message, unique
 from megasnn.config.checks import ConfigError, flag, help_texts, registry_of, shown_value
 from megasnn.config.data import PATHS, names_command
 from megasnn.config.training import LENGTHS
-from megasnn.config.values import ABOUT, from_dict
+from megasnn.config.values import ABOUT, Configuration, from_dict
 
-_Config = TypeVar("_Config")
 ORDER = ("model", "data", "training", "optimizer", "parallel", "checkpoint", "logging", "neuron")
 """Parts in the order of --help."""
 Values = Mapping[str, Mapping[str, Any]]
@@ -30,12 +29,12 @@ _ADVICE = "correct the file, or give one that a run of this model wrote"
 
 
 def parse(
-    config_class: type[_Config],
+    config_class: type[Configuration],
     argv: Sequence[str],
     console_outputs: bool = True,
     recipes: Mapping[str, Path] = MappingProxyType({}),
     checkpoint_values: Values = MappingProxyType({}),
-) -> _Config:
+) -> Configuration:
     """Reads a command line. Values come from defaults, a checkpoint, a file or recipe, and flags; later ones win.
 
     Types and bounds of fields are checked here, contradictions between fields in `validate`.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -23,7 +23,11 @@ from megasnn.config.optimizer import DECAY_STYLES
 from megasnn.config.run import PretrainConfig
 from megasnn.config.training import LENGTHS
 
-_Config = TypeVar("_Config")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Configuration = TypeVar("Configuration", bound="DataclassInstance")
+"""A dataclass of parts, or one part."""
 Identity = dict[str, dict[str, object]]
 """Dimensions and neuron of a model (`config_identity`)."""
 ABOUT = "about"
@@ -53,7 +57,7 @@ _UPDATE = {
 """Fields outside the optimizer that change the update."""
 
 
-def from_dict(config_class: type[_Config], values: Mapping[str, Any], texts: bool = False) -> _Config:
+def from_dict(config_class: type[Configuration], values: Mapping[str, Any], texts: bool = False) -> Configuration:
     """Builds a configuration from values by part and name; missing ones take their defaults.
 
     Args:
@@ -74,11 +78,11 @@ def from_dict(config_class: type[_Config], values: Mapping[str, Any], texts: boo
     return config_class(**parts)
 
 
-def build_part(part: type[_Config], values: Any, name: str, texts: bool = False) -> _Config:
+def build_part(part: type[Configuration], values: Any, name: str, texts: bool = False) -> Configuration:
     """Builds one part. Raises ConfigError as `from_dict`."""
     if not isinstance(values, dict):
         raise ConfigError([f"{name} must be a dictionary, got {reprlib.repr(values)}"])
-    names = {entry.name for entry in fields(part)}  # type: ignore[arg-type]  # a dataclass
+    names = {entry.name for entry in fields(part)}
     wrong = {}
     known = {}
     for each, value in values.items():
@@ -86,7 +90,7 @@ def build_part(part: type[_Config], values: Any, name: str, texts: bool = False)
             known[each] = value
         else:
             wrong[each] = f"unknown name {name}.{in_message(each)}"
-    adapter: TypeAdapter[_Config] = _adapter(part)  # type: ignore[arg-type]  # hashable
+    adapter: TypeAdapter[Configuration] = _adapter(part)
     try:
         if not texts:
             # JSON has lists where a field has a tuple; its reader refuses file names that are not UTF-8.
@@ -110,7 +114,7 @@ def _sentence(field: str, error: ErrorDetails) -> str:
     return f"{flag(field)} {given}: {text}".replace(": Input should", " should")
 
 
-def with_keywords(config: _Config, keywords: Mapping[str, Any]) -> _Config:
+def with_keywords(config: Configuration, keywords: Mapping[str, Any]) -> Configuration:
     """Replaces values by an Engine's keyword arguments, which are flags with underscores.
 
     Raises:
@@ -129,7 +133,7 @@ def with_keywords(config: _Config, keywords: Mapping[str, Any]) -> _Config:
     for part, names in changed.items():
         values = {name: getattr(getattr(checked, part), name) for name in names}
         replaced[part] = replace(getattr(config, part), **values)
-    return replace(config, **replaced)  # type: ignore[type-var]  # a dataclass
+    return replace(config, **replaced)
 
 
 def _keyword_problems(config: Any, part_of: Mapping[str, str], keywords: Mapping[str, Any]) -> Iterator[str]:

@@ -158,8 +158,9 @@ def encode_events(recording: Recording) -> bytes:
     )
 
 
-def _npz(**arrays: NDArray[Any]) -> bytes:
+def _npz(**arrays: Any) -> bytes:
+    # Arrays are Any: numpy's types would take one for the argument `allow_pickle`.
     buffer = io.BytesIO()
     # NumPy dates the members 1980, so equal arrays have equal bytes.
-    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
+    np.savez_compressed(buffer, **arrays)
     return buffer.getvalue()

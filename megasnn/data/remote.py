@@ -140,11 +140,13 @@ def _describe(url: str) -> RemoteShard:
             version = response.headers.get("ETag") or response.headers.get("Last-Modified", "")
             return RemoteShard(url, size, version)
     system, path = fsspec.core.url_to_fs(url)
+    # First of all: a missing file or a refused login is an error here, whatever the file system answers below.
+    size = system.size(path)
     version = ""
+    # A file system without times of change raises one of these. Then the size alone tells a changed shard.
     with suppress(NotImplementedError, KeyError):
-        # Some file systems have no time of change.
         version = str(system.modified(path))
-    return RemoteShard(url, system.size(path), version)
+    return RemoteShard(url, size, version)
 
 
 def _http(url: str) -> requests.Response:

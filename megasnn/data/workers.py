@@ -34,7 +34,9 @@ def start_worker(number: int) -> None:
     torch.multiprocessing.set_sharing_strategy("file_system")
     keep_free_memory()
     threadpool_limits(1)
-    queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
+    # The type stubs know no private attributes, here and below.
+    queue_type: Any = queues.Queue
+    queue_type._on_queue_feeder_error = staticmethod(_end_worker)
     end_with_parent()
 
 
@@ -61,7 +63,8 @@ def _starting() -> Iterator[None]:
     """Starts processes from a fork server, which has imported torch and this package."""
     # Without a `__main__`, they do not run the user's script: it may lack a guard, or be no file.
     main = sys.modules["__main__"]
-    options = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    process: Any = multiprocessing.current_process()
+    options = process._config
     forkserver.set_forkserver_preload(["megasnn.data.loader", "megasnn.data.workers"])
     # Its start would unblock the signals.
     resource_tracker.ensure_running()
@@ -96,9 +99,9 @@ class WorkerWatch:
     def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yields a DataLoader's items; warns of stopped workers. Raises ChildProcessError for dead or silent ones."""
         with _starting():
-            iterator = iter(loader)
+            iterator: Any = iter(loader)
         self._iterators[:] = [iterator]  # the same one in each pass, since workers persist
-        workers = iterator._workers  # type: ignore[attr-defined]
+        workers = iterator._workers
         silent = 0.0
         while True:
             try:

@@ -1,5 +1,8 @@
 """The Engine: a model in training on this rank of a layout.
 
+A replica is a data-parallel copy of the model, on one rank or several. A `DistributedModel`, in variables
+`distributed`, is this rank's part of a replica.
+
 engine.py       the Python interface
 trainer.py      forward, backward, reduction, clip, update, statistics, average
 step_sums.py    sums over all ranks
@@ -11,7 +14,7 @@ share.py        the samples of a batch that one rank reads
 windows.py      truncated backpropagation
 calibration.py  spike amplitudes from the first batch
 build.py        from model and flags to configuration, context and plan
-replica.py      from a plan to chunks, gradients and executor
+assemble.py     from a plan to chunks, gradients and executor
 checkpoint.py   checkpoints: contents, saving, loading
 not_finite.py   the first layer or gradient with nan or infinities
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,17 @@ class BatchError(ValueError):
     """Refused on all ranks, with nothing changed."""
 
 
+class CheckedBatch(NamedTuple):
+    """A valid batch: inputs by name, targets, and the number of samples on all ranks.
+
+    With a `SampleShare`, tensors have this rank's samples only.
+    """
+
+    inputs: Mapping[str, Tensor]
+    targets: Tensor
+    samples: int
+
+
 class Batches:
     """Cuts whole batches, the same on every rank, into this rank's micro-batches. Construction is collective.
 
@@ -47,8 +58,8 @@ class Batches:
         self._state = distributed.state
         self._dtype = distributed.context.numerics.dtype
         self._windows = config.windows
-        self._takes_images = distributed.takes_images
-        self._takes_labels = distributed.gives_logits
+        self._takes_inputs = distributed.takes_inputs
+        self._takes_targets = distributed.gives_logits
         self._task = task_of(config.model)
         self._takes_soft = self._task.loss is None and LOSSES[config.training.loss].mixes and mixing is None
         self._samples = samples = distributed.context.sample_group
@@ -60,8 +71,8 @@ class Batches:
             dp_rank=distributed.state.dp.rank,
             cp_size=samples.size,
             cp_rank=samples.rank,
-            inputs=self._takes_images,
-            targets=self._takes_labels,
+            inputs=self._takes_inputs,
+            targets=self._takes_targets,
         )
         self.trained_layout = self.evaluated_layout
         if mixing is not None:
@@ -79,8 +90,8 @@ class Batches:
         targets: Any = None,
         problem: str | None = None,
         share: SampleShare | None = None,
-    ) -> tuple[Mapping[str, Tensor], Tensor, int]:
-        """Returns a valid batch's inputs by name, targets, and number of samples. Collective.
+    ) -> CheckedBatch:
+        """A valid batch. Collective.
 
         Args:
             call: "predict" takes no targets.
@@ -104,7 +115,7 @@ class Batches:
         self._agree(call, problem or samples)
         if isinstance(self._task.target, str) and has_values:
             targets = named[self._task.target]
-        return named, targets, samples
+        return CheckedBatch(named, targets, samples)
 
     def _agree(self, call: Call, problem_or_samples: str | int) -> None:
         """Raises BatchError on every rank for a problem on any, or different sample numbers.
@@ -130,7 +141,7 @@ class Batches:
             return f"the model takes a dict of its inputs, {', '.join(task.inputs)}, and got {got}"
         samples = 0 if share is None else len(share.indices)
         for name, spec in task.inputs.items():
-            uses_values = self._takes_images or (name == task.target and self._takes_labels)
+            uses_values = self._takes_inputs or (name == task.target and self._takes_targets)
             problem = spec.problem(name, inputs[name], samples or None, uses_values)
             if problem:
                 return problem
@@ -157,10 +168,10 @@ class Batches:
             if targets.shape == (samples, task.classes):
                 return None
         name = "labels" if task.classes else "targets"
-        return task.target.problem(name, targets, samples, self._takes_labels)
+        return task.target.problem(name, targets, samples, self._takes_targets)
 
     def _input_not_finite(self, inputs: Mapping[str, Tensor]) -> str | None:
-        if not self._takes_images:
+        if not self._takes_inputs:
             return None
         for name, values in inputs.items():
             problem = not_finite(name, values)
@@ -185,26 +196,21 @@ class Batches:
         )
 
     def rank_batch(
-        self,
-        inputs: Mapping[str, Tensor],
-        targets: Tensor,
-        samples: int,
-        position: int,
-        evaluates: bool = False,
-        share: SampleShare | None = None,
+        self, checked: CheckedBatch, position: int, evaluates: bool = False, share: SampleShare | None = None
     ) -> RankBatch:
-        """This rank's micro-batches of a checked batch; there may be none in evaluation.
+        """This rank's micro-batches of a whole batch; there may be none in evaluation.
 
         Args:
             position: the first sample's index in the training.
             share: the values are this rank's only.
         """
+        samples = checked.samples
         if share is not None and not share.indices:
             return RankBatch([], samples, position + samples)
         # Autograd cannot save tensors made under torch.inference_mode() for backward, but it can save copies.
-        inputs = {name: x.clone() if x.is_inference() else x for name, x in inputs.items()}
-        targets = targets.clone() if targets.is_inference() else targets
-        if self._takes_images:
+        inputs = {name: x.clone() if x.is_inference() else x for name, x in checked.inputs.items()}
+        targets = checked.targets.clone() if checked.targets.is_inference() else checked.targets
+        if self._takes_inputs:
             # As a run's loader lays images out: another memory order would take other kernels, with other roundings.
             order = torch.channels_last
             inputs = {name: x.contiguous(memory_format=order) if x.ndim == 4 else x for name, x in inputs.items()}
@@ -217,9 +223,9 @@ class Batches:
             span = slice(first, first + size)
             own_inputs = None
             own_targets = None
-            if self._takes_images:
+            if self._takes_inputs:
                 own_inputs = {name: x[span] for name, x in inputs.items()}
-            if self._takes_labels:
+            if self._takes_targets:
                 own_targets = targets[span]
                 if not own_targets.is_floating_point():
                     own_targets = own_targets.long()
@@ -227,13 +233,14 @@ class Batches:
             micro_batches.append(MicroBatch(start, size, positions, own_inputs, own_targets))
         return RankBatch(micro_batches, samples, position + samples)
 
-    def for_evaluation(self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int) -> Iterator[RankBatch]:
+    def for_evaluation(self, checked: CheckedBatch) -> Iterator[RankBatch]:
         """In batches up to `global_batch_size`."""
         most = self._config.training.global_batch_size
-        for start in range(0, samples, most):
-            part = {name: each[start : start + most] for name, each in inputs.items()}
-            part_targets = targets[start : start + most]
-            yield self.rank_batch(part, part_targets, min(most, samples - start), start, evaluates=True)
+        for start in range(0, checked.samples, most):
+            inputs = {name: each[start : start + most] for name, each in checked.inputs.items()}
+            targets = checked.targets[start : start + most]
+            part = CheckedBatch(inputs, targets, min(most, checked.samples - start))
+            yield self.rank_batch(part, start, evaluates=True)
 
     def of_pairs(self, pairs: Iterable[Any]) -> Iterator[RankBatch]:
         """Batches of `(inputs, targets)`, `(inputs, targets, share)` with own values, or inputs."""
@@ -247,9 +254,9 @@ class Batches:
                 inputs, targets, share = pair
             checked = self.checked("evaluate", inputs, targets, share=share)
             if share is None:
-                yield from self.for_evaluation(*checked)
+                yield from self.for_evaluation(checked)
             else:
-                yield self.rank_batch(*checked, 0, evaluates=True, share=share)
+                yield self.rank_batch(checked, 0, evaluates=True, share=share)
         # Ranks whose iterables end early meet the others here instead of leaving them in the next batch.
         self._agree("evaluate", 0)
 
@@ -333,7 +340,7 @@ class Batches:
             )
         missing = micro_batch_counts(batch.size, size, self._state.dp.size).most - len(batch.micro_batches)
         inputs = None
-        if self._takes_images:
+        if self._takes_inputs:
             inputs = {}
             for name, spec in self._task.inputs.items():
                 inputs[name] = torch.zeros_like(spec.empty(1, self._dtype), device=self._state.device)

@@ -18,8 +18,8 @@ from megasnn.config import ConfigError, PretrainConfig, validate
 from megasnn.config.training import PRECISIONS
 from megasnn.config.validate import cut_problems
 from megasnn.config.values import build_part, with_keywords
+from megasnn.engine.assemble import assemble_model
 from megasnn.engine.model import DistributedModel
-from megasnn.engine.replica import build_replica
 from megasnn.kernels.backends import BACKENDS, backend_for
 from megasnn.layers.blocks import neuron_uses
 from megasnn.layers.context import BuildContext, Numerics
@@ -30,7 +30,7 @@ from megasnn.models.model import Model, run_config
 from megasnn.optim.scales import scale_problems
 from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import Group, ParallelState
-from megasnn.pipeline.graphs import Capture, CudaCapture
+from megasnn.pipeline.graph_capture import Capture, CudaCapture
 from megasnn.pipeline.plan import plan_pipeline
 
 ENDLESS = 10**12  # steps of a training with a constant learning rate
@@ -176,8 +176,8 @@ def build_model(
     with error_context("while planning the pipeline"):
         plan = plan_pipeline(config, description, context, built)
     with error_context("while building the model"):
-        replica = build_replica(config, description, built, context, plan, wants_to_stop)
+        distributed = assemble_model(config, description, built, context, plan, wants_to_stop)
         if graphs is not None:
-            for chunk in replica.chunks.values():
+            for chunk in distributed.chunks.values():
                 chunk.capture_graphs(graphs)
-        return replica
+        return distributed

@@ -65,8 +65,8 @@ class Engine:
             engine.save("checkpoints")
 
     A step equals `megasnn.pretrain`'s bit for bit. All methods are collective: every rank calls them in the same order
-    with the whole batch, and takes its share. Where `takes_images` is False, a rank uses only the inputs' length, and
-    without `takes_labels` only the targets' length: meta tensors suffice. A process has one open Engine at a time.
+    with the whole batch, and takes its share. Where `takes_inputs` is False, a rank uses only the inputs' length, and
+    without `takes_targets` only the targets' length: meta tensors suffice. A process has one open Engine at a time.
 
     Wrong arguments on any rank, or another method, are a ValueError on all ranks, and change nothing. Any other error
     in a step, evaluation or prediction, Ctrl-C included, ends the Engine: its methods then raise RuntimeError.
@@ -79,8 +79,9 @@ class Engine:
         flags: command line flags, with underscores.
     Attributes:
         optimizer: over this rank's parameters or shards.
-        takes_images: True where this rank needs input values.
-        takes_labels: True where this rank needs target values.
+        takes_inputs: True where this rank needs input values.
+        takes_targets: True where this rank needs target values.
+        takes_images, takes_labels: earlier names of these two.
     Raises:
         ConfigError: contradictory flags, or a model that cannot be built.
         ValueError: no pipeline plan, another open Engine, or ranks with other flags.
@@ -128,8 +129,10 @@ class Engine:
             rate = partial(learning_rate, config.optimizer, iterations=length.iterations, epoch=length.epoch)
             self.trainer = Trainer(config, self.distributed, lr_schedule or rate, length.iterations)
             self.optimizer = self.trainer.optimizer
-            self.takes_images = self.distributed.takes_images
-            self.takes_labels = self.distributed.gives_logits
+            self.takes_inputs = self.distributed.takes_inputs
+            self.takes_targets = self.distributed.gives_logits
+            self.takes_images = self.takes_inputs
+            self.takes_labels = self.takes_targets
             self.checkpoints = Checkpoints(config, self.trainer)
             # The Engine is complete: only `close` frees its process groups now.
             undo.pop_all()
@@ -177,8 +180,9 @@ class Engine:
             RuntimeError: an error has ended the Engine.
         """
         with self._running():
-            checked = self.batches.checked("train_step", inputs, targets, problem=self.trainer.problem(), share=share)
-            batch = self.batches.rank_batch(*checked, self.trainer.consumed_samples, share=share)
+            problem = self.trainer.outside_change()
+            checked = self.batches.checked("train_step", inputs, targets, problem=problem, share=share)
+            batch = self.batches.rank_batch(checked, self.trainer.consumed_samples, share=share)
             return self.trainer.take_step(self.batches.micro_batches(batch, trains=True), batch)
 
     def train_on(self, batch: RankBatch) -> StepResult:
@@ -223,13 +227,13 @@ class Engine:
         weights with `ema_decay`.
         """
         with self._running():
-            named, _, samples = self.batches.checked("predict", inputs)
+            checked = self.batches.checked("predict", inputs)
             self._require_amplitudes()
-            answers = Answers(self.distributed, samples)
+            answers = Answers(self.distributed, checked.samples)
             # Each sample's index takes the place of its target, and says which row its answer fills.
-            indices = torch.arange(samples)
+            indexed = checked._replace(targets=torch.arange(checked.samples))
             with self._averaged_weights():
-                for batch in self.batches.for_evaluation(named, indices, samples):
+                for batch in self.batches.for_evaluation(indexed):
                     micro_batches = self.batches.micro_batches(batch, trains=False)
                     self.distributed.evaluate([replace(each, predicts=True) for each in micro_batches], answers.fill)
             return answers.gathered()

@@ -35,10 +35,10 @@ from megasnn.pipeline.ties import Ties
 
 @dataclass(kw_only=True)
 class DistributedModel:
-    """One rank's chunks, with gradients reduced over the replicas. Made by `build_replica`.
+    """One rank's chunks, with gradients reduced over the replicas. Made by `assemble_model`.
 
     Attributes:
-        takes_images: True in the first stage.
+        takes_inputs: True in the first stage.
         gives_logits: True in the last stage, which computes the loss.
         reports: True on the first rank with the same logits.
         copies: tied tensors owned by other layers.
@@ -50,7 +50,7 @@ class DistributedModel:
     context: BuildContext
     plan: PipelinePlan
     chunks: Mapping[int, PipelineChunk]
-    takes_images: bool
+    takes_inputs: bool
     gives_logits: bool
     reports: bool
     tensors: Sequence[ShardedTensor]

@@ -133,7 +133,7 @@ class Trainer:
             self.optimizer.found_inf = None if must_skip is None else must_skip.float()  # type: ignore[attr-defined]
         self.optimizer.step()
 
-    def problem(self) -> str | None:
+    def outside_change(self) -> str | None:
         """Error text where the optimizer's rates or parameters were changed from outside."""
         return None if self._groups() == self._groups_set else _CHANGED
 

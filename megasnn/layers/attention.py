@@ -93,14 +93,14 @@ class SpikingSelfAttention(_HeadAttention):
         frames = qkv.shape[0] * qkv.shape[1]
         # All sums are integers, so the product is exact in float32 in any order.
         # k^T v comes first: L d^2 operations in place of L^2 d.
-        options = SpikingAttendOptions(self.local_heads, frames, tokens, group)
+        sizes = SpikingAttendSizes(self.local_heads, frames, tokens, group)
         if self._traceable:
             # `SpikingAttend` in torch functions alone, for one rank.
             order = "(f l) (part h d) -> part f h l d"
             q, k, v = rearrange(to_matrix(qkv), order, f=frames, part=3, h=self.local_heads)
             out = rearrange(q @ (k.transpose(-2, -1) @ v * SCALE), "f h l d -> (f l) (h d)")
         else:
-            out = SpikingAttend.apply(to_matrix(qkv), bits_of(qkv), options)
+            out = SpikingAttend.apply(to_matrix(qkv), bits_of(qkv), sizes)
         return self.projection(self.neuron(from_matrix(out, qkv.shape)))
 
 
@@ -175,8 +175,8 @@ def sums_type(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class SpikingAttendOptions:
-    """Sizes in the attention product.
+class SpikingAttendSizes:
+    """Sizes in the attention product, and the ranks that divide its tokens.
 
     Attributes:
         frames: time steps times samples.
@@ -215,20 +215,20 @@ class SpikingAttend(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, bits: Tensor | None, options: SpikingAttendOptions) -> Tensor:
-        ctx.options = options
+    def forward(ctx: Any, rows: Tensor, bits: Tensor | None, sizes: SpikingAttendSizes) -> Tensor:
+        ctx.sizes = sizes
         ctx.shape = rows.shape
         ctx.dtype = rows.dtype
         # Unchecked: the layer before ends in a neuron of MegaSNN, which fires 0 or 1.
         packed = encode(rows.reshape(-1), Content.SPIKES) if bits is None else bits
-        q, k, v = options.split(packed, rows.shape, exact_type(rows, options.tokens)).unbind()
+        q, k, v = sizes.split(packed, rows.shape, exact_type(rows, sizes.tokens)).unbind()
         sums = None
-        if options.group is None:
+        if sizes.group is None:
             kv = scaled_product(k.transpose(-2, -1), v)
         else:
-            sums = sum_counts(k.transpose(-2, -1) @ v, options.tokens, options.group)
+            sums = sum_counts(k.transpose(-2, -1) @ v, sizes.tokens, sizes.group)
             kv = sums * SCALE
-            if options.tokens <= LARGEST_COUNT:
+            if sizes.tokens <= LARGEST_COUNT:
                 # A byte an entry, for backward: a count of tokens fits.
                 sums = sums.to(torch.uint8)
         # One bit a spike is stored for backward.
@@ -240,10 +240,10 @@ class SpikingAttend(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Computes in float32 or wider; on a GPU in bfloat16 if `grad` is bfloat16."""
         packed, sums = ctx.saved_tensors
-        options: SpikingAttendOptions = ctx.options
-        exact = exact_type(grad, options.tokens)
+        sizes: SpikingAttendSizes = ctx.sizes
+        exact = exact_type(grad, sizes.tokens)
         dtype = exact if grad.dtype == exact else sums_type(grad.dtype)
-        spikes = options.split(packed, ctx.shape, exact)
+        spikes = sizes.split(packed, ctx.shape, exact)
         if sums is None:
             kv = scaled_product(spikes[1].transpose(-2, -1), spikes[2]).to(dtype)
         else:
@@ -253,8 +253,8 @@ class SpikingAttend(Function):
         grad = grad.to(dtype).reshape(frames, tokens, heads, d).transpose(1, 2).contiguous()
         grad_kv = scaled_product(q.transpose(-2, -1), grad)
         finish = None
-        if options.group is not None:
-            finish = start_all_reduce_sum(grad_kv, options.group)
+        if sizes.group is not None:
+            finish = start_all_reduce_sum(grad_kv, sizes.group)
         # The gradients of q and v take the memory of q and v. That of q needs no sum over ranks: it is computed while
         # grad_kv is summed.
         torch.matmul(grad, kv.transpose(-2, -1), out=q)

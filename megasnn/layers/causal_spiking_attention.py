@@ -21,7 +21,7 @@ from megasnn.kernels.spike_codec import bits_of, decode_into, encode
 from megasnn.layers.attention import SCALE, heads_per_rank, sums_type
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.shape_inference import content_of
-from megasnn.layers.token_chunks import CausalSpikingAttendOptions, Part
+from megasnn.layers.token_chunks import CausalSpikingAttendSizes, Part
 from megasnn.layers.token_context import check_own_tokens, divide_tokens, start_to_others
 from megasnn.parallel.collectives import from_matrix, to_matrix
 from megasnn.parallel_state import Group
@@ -68,23 +68,23 @@ class CausalSpikingAttention(nn.Module):
         self._traceable = context.numerics.traceable
         # The dry run and each call fill in the rest.
         width = self.local_heads * self.head_dim
-        self._options = CausalSpikingAttendOptions(self.local_heads, width, frames=0, scale=scale, chunk_tokens=chunk)
+        self._sizes = CausalSpikingAttendSizes(self.local_heads, width, frames=0, scale=scale, chunk_tokens=chunk)
 
     def forward(self, qkv: Tensor) -> Tensor:
         if qkv.is_meta:
             self._note_input(qkv)
         elif self._token_group is not None:
-            spans = divide_tokens(self._options.length, self._token_group.size)
+            spans = divide_tokens(self._sizes.length, self._token_group.size)
             check_own_tokens(qkv.shape[3], spans[self._token_group.rank])
-        elif qkv.shape[3] > self._options.length:
-            raise ValueError(f"a sequence has {qkv.shape[3]} tokens, and the dry run saw {self._options.length}")
+        elif qkv.shape[3] > self._sizes.length:
+            raise ValueError(f"a sequence has {qkv.shape[3]} tokens, and the dry run saw {self._sizes.length}")
         # The product of two sizes: numel() would fix the batch size in an export.
-        options = replace(self._options, frames=qkv.shape[0] * qkv.shape[1])
+        sizes = replace(self._sizes, frames=qkv.shape[0] * qkv.shape[1])
         rows = to_matrix(qkv)
         if qkv.is_meta or self._traceable:
-            out = causal_spiking_attend(rows, options)
+            out = causal_spiking_attend(rows, sizes)
         else:
-            out = CausalSpikingAttend.apply(rows, bits_of(qkv, options.content), options)
+            out = CausalSpikingAttend.apply(rows, bits_of(qkv, sizes.content), sizes)
         return from_matrix(out, qkv.shape)
 
     def _note_input(self, qkv: Tensor) -> None:
@@ -110,7 +110,7 @@ class CausalSpikingAttention(nn.Module):
                 f"{length} tokens give states up to {length}, and --precision tf32 rounds whole numbers above "
                 f"{EXACT_TF32}: use --precision bf16, whose states are float32, or fp32"
             )
-        self._options = replace(self._options, content=content, length=length, group=self._token_group)
+        self._sizes = replace(self._sizes, content=content, length=length, group=self._token_group)
 
 
 def exact_up_to(dtype: torch.dtype) -> int:
@@ -118,14 +118,14 @@ def exact_up_to(dtype: torch.dtype) -> int:
     return round(2 / torch.finfo(dtype).eps)
 
 
-def causal_spiking_attend(rows: Tensor, options: CausalSpikingAttendOptions) -> Tensor:
+def causal_spiking_attend(rows: Tensor, sizes: CausalSpikingAttendSizes) -> Tensor:
     """`CausalSpikingAttend` in torch functions alone, for one rank."""
     everything = slice(None)
-    q, k, v = options.chunks(rows, sums_type(rows.dtype), everything, everything).unbind()
+    q, k, v = sizes.chunks(rows, sums_type(rows.dtype), everything, everything).unbind()
     states = k.transpose(-2, -1) @ v
     out = (q @ k.transpose(-2, -1)).tril() @ v + q @ (states.cumsum(2) - states)
-    tokens = rows.shape[0] // options.frames
-    by_head = (out * options.scale).flatten(2, 3)[:, :, :tokens]
+    tokens = rows.shape[0] // sizes.frames
+    by_head = (out * sizes.scale).flatten(2, 3)[:, :, :tokens]
     return by_head.transpose(1, 2).reshape(len(rows), -1).to(rows.dtype)
 
 
@@ -136,54 +136,54 @@ class CausalSpikingAttend(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, bits: Tensor | None, options: CausalSpikingAttendOptions) -> Tensor:
-        ctx.options = options
+    def forward(ctx: Any, rows: Tensor, bits: Tensor | None, sizes: CausalSpikingAttendSizes) -> Tensor:
+        ctx.sizes = sizes
         ctx.shape = rows.shape
         ctx.dtype = rows.dtype
         packed = None
         if ctx.needs_input_grad[0]:
-            packed = encode(rows.reshape(-1), options.content, check=True) if bits is None else bits
-        earlier = _state_of_earlier_ranks(rows, options)
+            packed = encode(rows.reshape(-1), sizes.content, check=True) if bits is None else bits
+        earlier = _state_of_earlier_ranks(rows, sizes)
         # One or two bits a value, and the earlier ranks' state, are kept for backward.
-        kept = None if earlier is None else earlier.to(options.state_type)
+        kept = None if earlier is None else earlier.to(sizes.state_type)
         ctx.save_for_backward(packed, kept)
-        out = empty((len(rows), options.width), rows.dtype, rows.device)
-        for frames, spans in options.parts_of(rows):
+        out = empty((len(rows), sizes.width), rows.dtype, rows.device)
+        for frames, spans in sizes.parts_of(rows):
             state = None if earlier is None else earlier[frames]
             for span in spans:
-                q, k, v = options.chunks(rows, sums_type(rows.dtype), frames, span).unbind()
+                q, k, v = sizes.chunks(rows, sums_type(rows.dtype), frames, span).unbind()
                 states = k.transpose(-2, -1) @ v
                 before = _sums_before(states, state)
                 state = before[:, :, -1] + states[:, :, -1]
                 attended = (q @ k.transpose(-2, -1)).tril_() @ v
                 _add_product(attended, q, before)
-                options.put(out, attended.mul_(options.scale)[None], frames, span)
+                sizes.put(out, attended.mul_(sizes.scale)[None], frames, span)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Computes in float32 or wider."""
         packed, kept = ctx.saved_tensors
-        options: CausalSpikingAttendOptions = ctx.options
+        sizes: CausalSpikingAttendSizes = ctx.sizes
         dtype = sums_type(grad.dtype)
         # On a CPU whole numbers of a byte: they are converted span by span.
         unpacked_type = torch.int8 if grad.device.type == "cpu" else dtype
         spikes = empty(ctx.shape, unpacked_type, grad.device)
-        decode_into(packed, options.content, spikes)
+        decode_into(packed, sizes.content, spikes)
         grad = grad.contiguous()
-        later = _grad_of_later_ranks(spikes[:, : options.width], grad, options)
+        later = _grad_of_later_ranks(spikes[:, : sizes.width], grad, sizes)
         grad_rows = empty(ctx.shape, ctx.dtype, grad.device)
-        for part in options.parts_of(spikes):
+        for part in sizes.parts_of(spikes):
             frames, spans = part
             # Tokens from the last to the first: the gradient of the states flows to earlier tokens. Start from the
             # state after all tokens and subtract each span's states: sums of whole numbers make this exact.
-            state = _state(spikes, options, dtype, part)
+            state = _state(spikes, sizes, dtype, part)
             if kept is not None:
                 state += kept[frames]
             after = None if later is None else later[frames]
             for span in reversed(spans):
-                q, k, v = options.chunks(spikes, dtype, frames, span).unbind()
-                grad_out = options.chunks(grad, dtype, frames, span)[0].mul_(options.scale)
+                q, k, v = sizes.chunks(spikes, dtype, frames, span).unbind()
+                grad_out = sizes.chunks(grad, dtype, frames, span)[0].mul_(sizes.scale)
                 states = k.transpose(-2, -1) @ v
                 state = state - states.sum(2)
                 # Each chunk's addend to the gradients of all earlier chunks' states.
@@ -191,7 +191,7 @@ class CausalSpikingAttend(Function):
                 sums_after = _sums_before(grad_states, after)
                 after = sums_after[:, :, -1] + grad_states[:, :, -1]
                 grads = _gradients(q, k, v, grad_out, _sums_before(states, state), sums_after.flip(2))
-                options.put(grad_rows, grads, frames, span)
+                sizes.put(grad_rows, grads, frames, span)
         return grad_rows, None, None
 
 
@@ -220,49 +220,47 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     total.flatten(0, 2).baddbmm_(a.flatten(0, 2), b.flatten(0, 2))
 
 
-def _sum_of_products(
-    a: Tensor, b: Tensor, options: CausalSpikingAttendOptions, dtype: torch.dtype, part: Part
-) -> Tensor:
+def _sum_of_products(a: Tensor, b: Tensor, sizes: CausalSpikingAttendSizes, dtype: torch.dtype, part: Part) -> Tensor:
     """Sum over tokens of a^T b for the part's F frames: `[frames * L, heads * d]` -> `[F, heads, d, d]`."""
     frames, spans = part
     sums = []
     for span in spans:
-        left = options.chunks(a, dtype, frames, span)[0]
-        right = options.chunks(b, dtype, frames, span)[0]
+        left = sizes.chunks(a, dtype, frames, span)[0]
+        right = sizes.chunks(b, dtype, frames, span)[0]
         sums.append((left.transpose(-2, -1) @ right).sum(2))
     return torch.stack(sums).sum(0)
 
 
-def _state(rows: Tensor, options: CausalSpikingAttendOptions, dtype: torch.dtype, part: Part) -> Tensor:
+def _state(rows: Tensor, sizes: CausalSpikingAttendSizes, dtype: torch.dtype, part: Part) -> Tensor:
     """State after all own tokens, from rows of q, k and v."""
-    _, k, v = rows.split(options.width, dim=1)
-    return _sum_of_products(k, v, options, dtype, part)
+    _, k, v = rows.split(sizes.width, dim=1)
+    return _sum_of_products(k, v, sizes, dtype, part)
 
 
-def _state_of_earlier_ranks(rows: Tensor, options: CausalSpikingAttendOptions) -> Tensor | None:
+def _state_of_earlier_ranks(rows: Tensor, sizes: CausalSpikingAttendSizes) -> Tensor | None:
     """State `[frames, heads, d, d]` after the earlier ranks' tokens; None if ranks divide no tokens."""
-    group = options.group
+    group = sizes.group
     if group is None:
         return None
     dtype = sums_type(rows.dtype)
 
     def exchange() -> list[Tensor]:
-        own = torch.cat([_state(rows, options, dtype, part) for part in options.parts_of(rows)])
-        return _exchange_states(own.to(options.state_type), group, to_later=True)
+        own = torch.cat([_state(rows, sizes, dtype, part) for part in sizes.parts_of(rows)])
+        return _exchange_states(own.to(sizes.state_type), group, to_later=True)
 
     # A recomputed forward takes the states of the first one.
     received = cached_collective(exchange)
-    return _sum_of_states(received, options.state_type, options, rows.new_empty(0, dtype=dtype))
+    return _sum_of_states(received, sizes.state_type, sizes, rows.new_empty(0, dtype=dtype))
 
 
-def _grad_of_later_ranks(q: Tensor, grad: Tensor, options: CausalSpikingAttendOptions) -> Tensor | None:
+def _grad_of_later_ranks(q: Tensor, grad: Tensor, sizes: CausalSpikingAttendSizes) -> Tensor | None:
     """Gradient `[frames, heads, d, d]` of the state after own tokens, from the later ranks' outputs."""
-    if options.group is None:
+    if sizes.group is None:
         return None
     dtype = sums_type(grad.dtype)
-    own = torch.cat([_sum_of_products(q, grad, options, dtype, part) for part in options.parts_of(q)])
-    received = _exchange_states(own * options.scale, options.group, to_later=False)
-    return _sum_of_states(received, dtype, options, own)
+    own = torch.cat([_sum_of_products(q, grad, sizes, dtype, part) for part in sizes.parts_of(q)])
+    received = _exchange_states(own * sizes.scale, sizes.group, to_later=False)
+    return _sum_of_states(received, dtype, sizes, own)
 
 
 def _exchange_states(own: Tensor, group: Group, to_later: bool) -> list[Tensor]:
@@ -273,11 +271,11 @@ def _exchange_states(own: Tensor, group: Group, to_later: bool) -> list[Tensor]:
 
 
 def _sum_of_states(
-    received: Sequence[Tensor], sent_type: torch.dtype, options: CausalSpikingAttendOptions, like: Tensor
+    received: Sequence[Tensor], sent_type: torch.dtype, sizes: CausalSpikingAttendSizes, like: Tensor
 ) -> Tensor:
     """Sum of the ranks' states `[frames, heads, d, d]`, in rank order and the type of `like`."""
-    d = options.width // options.heads
-    total = like.new_zeros((options.frames, options.heads, d, d))
+    d = sizes.width // sizes.heads
+    total = like.new_zeros((sizes.frames, sizes.heads, d, d))
     for part in received:
         total += part.view(sent_type).view(total.shape)
     return total

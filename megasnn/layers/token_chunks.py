@@ -22,8 +22,8 @@ Part = tuple[slice, list[slice]]
 
 
 @dataclass(frozen=True)
-class CausalSpikingAttendOptions:
-    """Sizes in the product of `CausalSpikingAttend`.
+class CausalSpikingAttendSizes:
+    """Sizes in the product of `CausalSpikingAttend`, and the ranks that divide its tokens.
 
     Attributes:
         heads: on this rank.

@@ -58,7 +58,7 @@ class Model(ABC):
     in_channels: int = 3
     """Channels of the images: 1 (RGB becomes grey) or 3 (grey is repeated); event frames have 2 polarities."""
     time_steps: int = 4
-    """Simulated time steps, T. An image is shown at every step; event frames have one frame per step."""
+    """Simulated time steps, T. A sample is shown at every step; event frames have one frame per step."""
     num_classes: int = 10
     """Number of classes."""
 

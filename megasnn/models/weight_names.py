@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megasnn.common.files import CheckpointError, raise_problems
@@ -56,6 +56,7 @@ class Dialect:
         incoming: makes our tensors from their names.
         outgoing: makes theirs from our names, and the model's configuration if known; None if impossible.
         unused: endings of tensor names that their model never reads.
+        ties: our tensors that a model may tie -> their owners. The other program's files have both.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Dialect:
     incoming: Callable[[Collection[str]], NameMap]
     outgoing: Callable[[Collection[str], ModelValues | None], NameMap] | None
     unused: tuple[str, ...] = ()
+    ties: Mapping[str, str] = field(default_factory=dict)
 
     def to_ours(self, names: Collection[str]) -> NameMap:
         """Raises CheckpointError with missing and unexpected names, in the other program's words."""
@@ -80,6 +82,14 @@ class Dialect:
         recipe = self.outgoing(names, model)
         _require_sources(recipe, names, self.title)
         return recipe
+
+    def without_copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Our tensors without tied ones that equal their owners: those of a tied model."""
+        kept = dict(tensors)
+        for copy, owner in self.ties.items():
+            if copy in kept and kept[copy].dtype == kept[owner].dtype and kept[copy].equal(kept[owner]):
+                del kept[copy]
+        return kept
 
 
 def _require_sources(recipe: NameMap, names: Iterable[str], title: str) -> None:
@@ -129,10 +139,10 @@ def prefix_dialect(
     """
 
     def outgoing(ours: Collection[str], model: ModelValues | None) -> NameMap:
-        for field, value in (lacks or {}).items():
+        for lacking, value in (lacks or {}).items():
             # A file of weights alone has no configuration to check.
-            if model is not None and model.get(field) == value:
-                raise CheckpointError(f"{title} has no {flag(field)} {value}")
+            if model is not None and model.get(lacking) == value:
+                raise CheckpointError(f"{title} has no {flag(lacking)} {value}")
         return moved(ours, prefixes)
 
     back = {theirs: ours for ours, theirs in prefixes.items()}

@@ -27,9 +27,9 @@ def gather(group: dist.ProcessGroup | None, value: _T) -> list[_T]:
     """All ranks' values in rank order, on every rank. Collective."""
     if group is None:
         return [value]
-    values: list[_T | None] = [None] * group.size()
+    values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
-    return values  # type: ignore[return-value]
+    return values
 
 
 def gather_in_call(group: dist.ProcessGroup | None, call: str, value: _T) -> list[_T]:
@@ -59,18 +59,18 @@ def broadcast_result(group: dist.ProcessGroup | None, decide: Callable[[], _T]) 
     """
     if group is None:
         return decide()
-    value: _T | None = None
+    results: list[_T] = []
     error: Exception | None = None
     if rank_in(group) == 0:
-        value, error = _attempt(decide)
-    message = [(value, None if error is None else _sendable(error))]
+        results, error = _attempt(decide)
+    message = [(results, None if error is None else _sendable(error))]
     dist.broadcast_object_list(message, group_src=0, group=group)
-    value, sent_error = message[0]
+    results, sent_error = message[0]
     if error is not None:
         raise error
     if sent_error is not None:
         raise sent_error
-    return value  # type: ignore[return-value]
+    return results[0]
 
 
 def run_on_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], _T], title: str) -> _T:
@@ -87,9 +87,9 @@ def run_and_gather(
     group: dist.ProcessGroup | None, work: Callable[[], tuple[_T, _Report]], title: str
 ) -> tuple[_T, list[_Report]]:
     """As `run_on_all_ranks`, with a second result for every rank. Returns (own first, all second ones)."""
-    value, error = _attempt(work)
+    results, error = _attempt(work)
     failure = None if error is None else (isinstance(error, DamagedError), _problems(error))
-    report = None if value is None else value[1]
+    report = results[0][1] if results else None
     failures = []
     reports: list[Any] = []
     for failed, reported in gather(group, (failure, report)):
@@ -102,16 +102,16 @@ def run_and_gather(
         all_damaged = all_damaged and is_damaged
         problems += problems_of_rank
     raise_problems(title, problems, DamagedError if all_damaged else CheckpointError)
-    # A failure here is among the problems.
-    assert value is not None
-    return value[0], reports
+    # Without a problem on any rank there is a result.
+    return results[0][0], reports
 
 
-def _attempt(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+def _attempt(work: Callable[[], _T]) -> tuple[list[_T], Exception | None]:
+    """One result and no error, or no result and an error."""
     try:
-        return work(), None
+        return [work()], None
     except Exception as error:
-        return None, error
+        return [], error
 
 
 def _sendable(error: Exception) -> Exception:

@@ -25,7 +25,8 @@ from megasnn.layers.tensors import described_tensors, materialise, sharded_tenso
 from megasnn.layers.token_context import own_tokens
 from megasnn.models.description import Built, Carried, ModelDescription
 from megasnn.parallel.sharding import ShardedTensor
-from megasnn.pipeline.graphs import Capture, ChunkGraphs, why_not
+from megasnn.pipeline.graph_capture import Capture
+from megasnn.pipeline.graphs import ChunkGraphs, why_not
 from megasnn.telemetry.timers import is_traced, named
 
 
@@ -48,6 +49,10 @@ class _LayerCall:
     inputs: tuple[int, ...]
     last_uses: frozenset[int]
     entries: Mapping[EntryKey, Any]
+
+
+_Caller = Callable[[_LayerCall, list[Bundle], range | None, bool], Bundle]
+"""(call, inputs, positions of the samples, whether a window goes on) -> the layer's output."""
 
 
 class PipelineChunk(nn.Module):
@@ -172,7 +177,7 @@ class PipelineChunk(nn.Module):
             # CUDA graphs copy it in, like all that a chunk receives.
             received.append(self._target_spec.frames(targets))
         if self.graphs is not None and micro_batch is not None and torch.is_grad_enabled():
-            if self.graphs.has(micro_batch):
+            if self.graphs.take_slot(micro_batch):
                 y = self.graphs.apply(received, samples, micro_batch)
                 received.clear()
                 return y
@@ -184,22 +189,29 @@ class PipelineChunk(nn.Module):
                 for each in self._calls:
                     output = call(each, [output], samples, goes_on)
                 return output if self.is_last else [output]
-            targets = received.pop() if len(received) > len(self.receives) else None
-            outputs = _unpack(self.receives, received)
-            if targets is not None:
-                outputs[self._target] = targets
-            received.clear()
-            for each in self._calls:
-                # A prediction has no targets.
-                inputs = [outputs[source] for source in each.inputs if source in outputs]
-                # `inputs` holds the last reference: a tensor is freed after its last use.
-                for source in each.last_uses:
-                    outputs.pop(source, None)
-                outputs[each.number] = _with_own_edges(call(each, inputs, samples, goes_on), inputs)
+            outputs = self._outputs_by_layer(call, received, samples, goes_on)
         if self.is_last:
             (output,) = outputs.values()
             return output
         return [entries_of(outputs[each.layer])[each.key] for each in self.hands_on]
+
+    def _outputs_by_layer(
+        self, call: _Caller, received: list[Tensor], samples: range | None, goes_on: bool
+    ) -> dict[int, Bundle]:
+        """Computes layers with any inputs. Returns the outputs for `hands_on`, by layer number."""
+        target_frames = received.pop() if len(received) > len(self.receives) else None
+        outputs = _unpack(self.receives, received)
+        if target_frames is not None:
+            outputs[self._target] = target_frames
+        received.clear()
+        for each in self._calls:
+            # A prediction has no targets.
+            inputs = [outputs[source] for source in each.inputs if source in outputs]
+            # `inputs` holds the last reference: a tensor is freed after its last use.
+            for source in each.last_uses:
+                outputs.pop(source, None)
+            outputs[each.number] = _with_own_edges(call(each, inputs, samples, goes_on), inputs)
+        return outputs
 
     def _frames_of(self, inputs: Tensor | Mapping[str, Tensor]) -> list[Tensor]:
         """The model's inputs as layers take them; on ranks that divide rows or tokens, this rank's."""

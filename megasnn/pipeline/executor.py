@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megasnn.common.bundle import Bundle
 from megasnn.common.checks import error_context
-from megasnn.common.recompute import recording, replaying
+from megasnn.common.recompute import recording_collectives, replaying_collectives
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets
@@ -150,38 +150,57 @@ class PipelineExecutor:
             if action.kind not in COMPUTE:
                 order.append((action, [self._exchange(action)]))
                 continue
-            key = action.key
-            segment, micro_batch = key
-            chunk = self._segments[segment]
-            calls: list[ActionCall] = []
-            if self._transfers is not None:
-                # Receives are posted before a computation, so that messages arrive during it.
-                calls.append(partial(self._transfers.announce, action))
-            if self._weights is not None and action.kind in USES_WEIGHTS:
-                # An earlier UNSHARD has started the gather.
-                calls.append(partial(self._weights.wait_unshard, segment))
-            if segment in scattered and action.kind in _BACKWARDS:
-                is_first = action.kind is Kind.INPUT_GRADIENT
-                calls.append(partial(self._gradient_buckets.begin, segment, first_part=is_first))
-            match action.kind:
-                case Kind.FORWARD if key in recomputed:
-                    calls.append(partial(self._first_forward, chunk, key))
-                case Kind.FORWARD:
-                    calls.append(partial(self._forward, chunk, key))
-                case Kind.RECOMPUTE:
-                    calls.append(partial(self._forward_again, chunk, key))
-                case Kind.BACKWARD:
-                    calls.append(partial(self._step.backward, key))
-                case Kind.INPUT_GRADIENT:
-                    calls.append(partial(self._input_gradient, chunk, key))
-                case Kind.WEIGHT_GRADIENT:
-                    calls.append(partial(self._weight_gradient, key))
-            if action.kind in FINISHING and chunk.graphs is not None:
+            segment, micro_batch = action.key
+            calls = self._before_computation(action, segment in scattered)
+            calls.append(self._computation(action, action.key in recomputed))
+            graphs = self._segments[segment].graphs
+            if graphs is not None and action.kind in FINISHING:
                 # After the backward another micro-batch may use the slot of this one.
-                calls.append(partial(chunk.graphs.done, micro_batch))
+                calls.append(partial(graphs.free_slot, micro_batch))
             order.append((action, calls))
         self._prepared[schedule.forward_only] = schedule, order
         return order
+
+    def _before_computation(self, action: Action, is_scattered: bool) -> list[ActionCall]:
+        """Calls for the computation's messages, weights and buckets.
+
+        Args:
+            is_scattered: the segment's gradients are scattered after every micro-batch.
+        """
+        calls: list[ActionCall] = []
+        if self._transfers is not None:
+            # Receives are posted before a computation, so that messages arrive during it.
+            calls.append(partial(self._transfers.announce, action))
+        if self._weights is not None and action.kind in USES_WEIGHTS:
+            # An earlier UNSHARD has started the gather.
+            calls.append(partial(self._weights.wait_unshard, action.segment))
+        if is_scattered and action.kind in _BACKWARDS:
+            is_first = action.kind is Kind.INPUT_GRADIENT
+            calls.append(partial(self._gradient_buckets.begin, action.segment, first_part=is_first))
+        return calls
+
+    def _computation(self, action: Action, is_recomputed: bool) -> ActionCall:
+        """The call for the computation.
+
+        Args:
+            is_recomputed: a later action computes this forward again.
+        """
+        key = action.key
+        chunk = self._segments[action.segment]
+        match action.kind:
+            case Kind.FORWARD if is_recomputed:
+                return partial(self._first_forward, chunk, key)
+            case Kind.FORWARD:
+                return partial(self._forward, chunk, key)
+            case Kind.RECOMPUTE:
+                return partial(self._forward_again, chunk, key)
+            case Kind.BACKWARD:
+                return partial(self._step.backward, key)
+            case Kind.INPUT_GRADIENT:
+                return partial(self._input_gradient, chunk, key)
+            case _:
+                assert action.kind is Kind.WEIGHT_GRADIENT, action
+                return partial(self._weight_gradient, key)
 
     def _exchange(self, action: Action) -> ActionCall:
         """The call of an action that only communicates."""
@@ -213,7 +232,7 @@ class PipelineExecutor:
         step = self._step
         segment, micro_batch = key
         micro = step.micro_batches[micro_batch]
-        x: Any = micro.inputs if chunk.is_first else step.take_inputs(key)
+        x = step.take_inputs(key)
         targets = None if micro.predicts else micro.targets
         # `chunk.forward`, not `chunk`: a call of the module would look for hooks, and a chunk has none.
         if micro.is_padding:
@@ -239,8 +258,8 @@ class PipelineExecutor:
         step.stashed[key] = stashed
         segment, micro_batch = key
         micro = step.micro_batches[micro_batch]
-        x: Any = micro.inputs if chunk.is_first else step.take_inputs(key)
-        with recording(stashed.collected):
+        x = step.take_inputs(key)
+        with recording_collectives(stashed.collective_cache):
             y = chunk.forward(x, micro.samples, micro.goes_on, targets=micro.targets)
         if chunk.is_last:
             step.losses.append(self._loss(y, micro.targets, False).detach())
@@ -255,9 +274,9 @@ class PipelineExecutor:
             step.inputs[key] = stashed.restored()
         _, micro_batch = key
         micro = step.micro_batches[micro_batch]
-        x: Any = micro.inputs if chunk.is_first else step.take_inputs(key)
+        x = step.take_inputs(key)
         # The last neurons need not fire: their spikes have left the chunk.
-        with chunk.explained, chunk.without_spikes(), replaying(stashed.collected):
+        with chunk.explained, chunk.without_spikes(), replaying_collectives(stashed.collective_cache):
             y = chunk.forward(x, micro.samples, micro.goes_on, targets=micro.targets)
             if chunk.is_last:
                 step.ends[key] = self._loss(y, micro.targets, True)

@@ -29,13 +29,13 @@ OutputConsumer = Callable[[Any, Any], None]
 class PackedInput:
     """A chunk's inputs, packed as between stages: spikes as bits, ternary ones as two, counts as bytes.
     Attributes:
-        collected: collectives' results in the first forward, for the recomputation.
+        collective_cache: collectives' results in the first forward, for the recomputation.
     Raises:
         ValueError: values that do not fit the packing, outside a step.
     """
 
     def __init__(self, tensors: Sequence[Tensor], carried: Sequence[Carried]) -> None:
-        self.collected: Cache = deque()
+        self.collective_cache: Cache = deque()
         self._packed = [_pack(tensor, each) for tensor, each in zip(tensors, carried, strict=True)]
 
     def restored(self) -> list[Tensor]:
@@ -143,9 +143,12 @@ class StepState:
         for by_key in forward + backward:
             by_key.clear()
 
-    def take_inputs(self, key: ActionKey) -> list[Tensor]:
-        """A later segment's inputs, with which its autograd graph begins."""
+    def take_inputs(self, key: ActionKey) -> Any:
+        """A segment's inputs, at the beginning of its autograd graph."""
         segment, micro_batch = key
+        if segment == 0:
+            # The model's own inputs lie in the batch and need no gradient.
+            return self.micro_batches[micro_batch].inputs
         xs = self.inputs.pop(key)
         before = segment - 1, micro_batch
         needing_grad = [index for index, x in enumerate(xs) if x.requires_grad]

@@ -168,7 +168,7 @@ class Link:
         while self._in_flight and self._in_flight[0][1].is_completed():
             self._in_flight.popleft()
 
-    def arrived(self, transfers: int) -> None:
+    def free_received(self, transfers: int) -> None:
         """Frees the messages in the step's first transfers, which the peer has received."""
         # Gloo completes a send only when it is waited for.
         while self._in_flight and self._in_flight[0][0] <= transfers:
@@ -182,19 +182,19 @@ class Link:
         assert work is not None
         self._posted.append((work, buffer))
 
-    def receive(self, spec: TensorSpec, let_go: Callable[[], None]) -> Tensor:
+    def receive(self, spec: TensorSpec, free_received: Callable[[], None]) -> Tensor:
         """Waits for the message posted first.
 
         Args:
-            let_go: called before the tensor takes memory.
+            free_received: called before the tensor takes memory.
         """
         work, buffer = self._posted.popleft()
         work.wait()
-        let_go()
+        free_received()
         return spec.unpack(buffer)
 
     def finish(self) -> None:
-        self.arrived(self.transfers)
+        self.free_received(self.transfers)
         self.transfers = 0
 
 
@@ -278,11 +278,11 @@ class Transfers:
         """Waits for a transfer's tensors, by position in the boundary."""
         self.announce(action)
         link, carried = self._messages[action]
-        let_go = partial(link.arrived, self._arrivals[action])
+        free_received = partial(link.free_received, self._arrivals[action])
         tensors: dict[int, Tensor] = {}
         for position, (spec, _) in carried.items():
-            tensors[position] = link.receive(spec, let_go)
-        let_go()
+            tensors[position] = link.receive(spec, free_received)
+        free_received()
         return tensors
 
     def wait(self) -> None:

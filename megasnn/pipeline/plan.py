@@ -90,7 +90,7 @@ def plan_pipeline(
 ) -> PipelinePlan:
     """Profiles the layers on all ranks if a decision needs costs; the first rank decides. Collective.
     Raises:
-        ValueError: on every rank, as `choose`.
+        ValueError: on every rank, as `choose_plan`.
     """
     training = config.training
     parallel = config.parallel
@@ -129,12 +129,23 @@ def plan_pipeline(
         if ranks == 1 and parallel.use_distributed_optimizer:
             ranks = state.dp_replicate_cp.size
         exchanged_of = partial(_exchanged_bytes, built, ranks=ranks, on_gpu=state.device.type != "cpu")
-    choice = partial(choose, parallel, stages, len(description.layers), counts, bounds, costs, weights_of, exchanged_of)
-    return broadcast_result(state.world.handle, choice)
+    choose_here = partial(
+        choose_plan,
+        parallel,
+        stages=stages,
+        layers=len(description.layers),
+        counts=counts,
+        bounds=bounds,
+        costs=costs,
+        weights_of=weights_of,
+        exchanged_of=exchanged_of,
+    )
+    return broadcast_result(state.world.handle, choose_here)
 
 
-def choose(
+def choose_plan(
     parallel: ParallelConfig,
+    *,
     stages: int,
     layers: int,
     counts: Sequence[int],
@@ -171,16 +182,19 @@ def choose(
         chunks = len(bounds) // stages
     elif chunks is None and 2 * stages > layers:
         chunks = 1
-    choice = plan_schedule(parallel.pipeline_schedule, stages, chunks, counts[0], None if costs is None else costs_of)
-    choice = replace(choice, decided=tuple(choice.of_chunks(count) for count in dict.fromkeys(counts)))
-    cut = bounds_of(choice.placement)
+    chosen = plan_schedule(parallel.pipeline_schedule, stages, chunks, counts[0], None if costs is None else costs_of)
+    decided = replace(chosen, decided=tuple(chosen.of_chunks(count) for count in dict.fromkeys(counts)))
+    cut = bounds_of(chosen.placement)
+    refined = decided
     if parallel.recompute != NEVER or weights_of is not None:
-        choice = choice.in_segments(cut, parallel.recompute)
+        refined = decided.in_segments(cut, parallel.recompute)
+    affordable = refined
     if parallel.memory_budget is not None and costs is not None:
-        choice = _within_budget(parallel.memory_budget, choice, cut, costs, counts[0], exchanged_of)
+        affordable = _within_budget(parallel.memory_budget, refined, cut, costs, counts[0], exchanged_of)
+    schedules = affordable
     if weights_of is not None:
-        choice = choice.sharing(weights_of(choice.segment_bounds(cut)), counts)
-    return PipelinePlan(cut, choice, counts[0], costs)
+        schedules = affordable.sharing(weights_of(affordable.segment_bounds(cut)), counts)
+    return PipelinePlan(cut, schedules, counts[0], costs)
 
 
 def _within_budget(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megasnn.common.bundle import entries_of
 from megasnn.common.memory import AllocationCounter
-from megasnn.common.recompute import Cache, recording
+from megasnn.common.recompute import Cache, recording_collectives
 from megasnn.kernels.spike_codec import share_bits
 from megasnn.layers.context import BuildContext
 from megasnn.layers.tensors import materialise
@@ -151,16 +151,16 @@ class _Trial:
         self._key = chunk.index, 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         before = traffic.total()
-        collected = Cache()
+        cache = Cache()
         # The first run compiles kernels and allocates gradients. It is counted as well, because its tensors are freed
         # while a later run counts, and torch warns of freed memory that was never counted.
         with AllocationCounter(device).counting(), traffic.counting():
-            self._pass(lambda part: recording(collected) if part == "forward" else nullcontext())
+            self._pass(lambda part: recording_collectives(cache) if part == "forward" else nullcontext())
         after = traffic.total()
         self._collectives = after.calls - before.calls
         self._exchanged = after.bytes - before.bytes
         self._found = 0
-        for result in collected:
+        for result in cache:
             parts = [result] if isinstance(result, Tensor) else result
             self._found += sum(part.nbytes for part in parts if part is not None)
 
@@ -223,6 +223,7 @@ class _Trial:
     def _pass(self, inside: Callable[[str], AbstractContextManager[None]]) -> None:
         """Forward and backward. `inside` makes a context for each named part."""
         run = StepState(self._anchor)
+        run.reset([self._micro])
         key = self._key
         # Received tensors take memory, but images lie in the batch.
         with inside("inputs"):
@@ -244,8 +245,7 @@ class _Trial:
 
     def _forward(self, run: StepState) -> list[Tensor]:
         chunk = self._chunk
-        x = self._micro.inputs if chunk.is_first else run.take_inputs(self._key)
-        y = chunk(x, self._micro.samples, targets=self._micro.targets)
+        y = chunk(run.take_inputs(self._key), self._micro.samples, targets=self._micro.targets)
         if not chunk.is_last:
             return [*y]
         entries = entries_of(y)

@@ -41,7 +41,15 @@ from megasnn.pipeline.profile_layers import (
     profile_layers,
     profile_pipeline,
 )
-from megasnn.planner.costs import Analysis, CutAxis, LayoutBytes, PlannedLayer, ResidentTensor, Timed, cost_identity
+from megasnn.planner.costs_file import (
+    Analysis,
+    CutAxis,
+    LayoutBytes,
+    PlannedLayer,
+    ResidentTensor,
+    Timed,
+    cost_identity,
+)
 from megasnn.planner.machines import DEVICES, Machine
 from megasnn.planner.uncomputed import UncomputedConvolutions
 
@@ -99,6 +107,7 @@ def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu:
     if any(spec.over_tokens for spec in config.model.inputs.values()):
         possible["tokens"] = {size: _refusal(config, 1, size, "tokens") for size in context_sizes}
     shared: dict[CutAxis, LayoutBytes] = {}
+    larger: dict[CutAxis, tuple[LayoutBytes, ...]] = {}
     for axis, sizes in possible.items():
         able = [size for size, refused in sizes.items() if size > 1 and refused is None]
         if not able:
@@ -107,6 +116,9 @@ def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu:
         context = 1 if axis == "tensor" else able[0]
         cut: ContextCut = "samples" if axis == "tensor" else axis
         shared[axis] = count_layers(description, config, tensor, context, cut, on_cpu)
+        if axis == "tokens":
+            counts = sorted({able[len(able) // 2], able[-1]} - {able[0]})
+            larger[axis] = tuple(count_layers(description, config, 1, size, axis, on_cpu) for size in counts)
     return Analysis(
         model=config.model.name,
         about=cost_identity(config),
@@ -115,6 +127,7 @@ def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu:
         alone=count_layers(description, config, 1, on_cpu=on_cpu),
         shared=shared,
         possible=possible,
+        larger=larger,
     )
 
 

@@ -13,7 +13,7 @@ from megasnn.common.grid import AXES, ContextCut, Grid
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.validate import cut_problems, layout_problems
-from megasnn.planner.costs import Analysis
+from megasnn.planner.costs_file import Analysis
 from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.partition import layout_text
 from megasnn.schedule.passes import NEVER

@@ -1,32 +1,17 @@
-"""A rank's costs for one micro-batch through each layer at any size, and the costs file.
-
-Writing the file needs a model that can be built; reading it needs no torch.
-"""
+"""A rank's costs for one micro-batch through each layer, at any size."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
-from pydantic import AliasChoices, Field, with_config
-
-from megasnn.checkpoint.format import config_differences
-from megasnn.common.files import STRICT, DescriptionError, FreeForm, described, read_regular, write_whole
 from megasnn.common.grid import ContextCut
-from megasnn.config.run import PretrainConfig
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, for_samples
+from megasnn.planner.costs_file import ADVICE, Analysis, CutAxis, LayoutBytes, ResidentTensor, Seconds
 from megasnn.planner.machines import Machine
 
 BYTE_FIELDS = "held", "message", "gradient", "output", "deferred", "found", "cast"
-_ADVICE = "make it anew with `analyze`"
-CutAxis = Literal["tensor", "samples", "rows", "tokens"]
-"""Axis along which ranks share layers."""
-Seconds = tuple[float, float, float]
-"""One layer's forward, input gradient and weight gradient for one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -44,110 +29,6 @@ class LayerShare:
     cut: ContextCut
     samples: int
     ranks: int
-
-
-@with_config(STRICT)
-@dataclass(frozen=True)
-class ResidentTensor:
-    """A layer's tensor on one rank.
-
-    Attributes:
-        shape: local shape.
-        travels: bytes per element when gathered from shards.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    itemsize: int
-    is_parameter: bool
-    travels: int
-
-
-@with_config(STRICT)
-@dataclass(frozen=True)
-class PlannedLayer:
-    """A layer on a rank that shares none.
-
-    Attributes:
-        layer_group: see `Layer`. Files of development versions call it `unit`.
-        operations: multiply-adds in one sample's forward.
-        rows: output image height; 1 for other outputs.
-    """
-
-    name: str
-    layer_group: Annotated[str, Field(validation_alias=AliasChoices("layer_group", "unit"))]
-    parameters: int
-    operations: int
-    rows: int
-
-
-@with_config(STRICT)
-@dataclass(frozen=True)
-class LayoutBytes:
-    """The layers' bytes on one rank at one tensor and context parallel size.
-
-    Attributes:
-        cut: how context parallel ranks share a micro-batch.
-        costs: for each size in `Analysis.sizes`, by layer; seconds are 0.
-        tensors: by layer.
-    """
-
-    tensor: int
-    context: int
-    cut: ContextCut
-    costs: tuple[tuple[LayerCost, ...], ...]
-    tensors: tuple[tuple[ResidentTensor, ...], ...]
-
-
-@with_config(STRICT)
-@dataclass(frozen=True)
-class Timed:
-    """All layers' measured seconds on a rank that shares none.
-
-    Attributes:
-        samples: in the micro-batch.
-        ranks: computing on the machine at the same time.
-    """
-
-    samples: int
-    ranks: int
-    seconds: tuple[Seconds, ...]
-
-
-@with_config(STRICT)
-@dataclass(frozen=True)
-class Analysis:
-    """A model's layers and their costs; costs on any layout follow.
-
-    Attributes:
-        about: settings behind the costs; see `cost_identity`.
-        sizes: numbers of samples with counted bytes, ascending.
-        alone: bytes on a rank that shares no layer.
-        shared: bytes at each axis' smallest possible size.
-        possible: by axis and size, the reason against this size; None for a possible size. No tokens: no axis "tokens".
-        machine: None without a measurement.
-    """
-
-    model: str
-    about: dict[str, FreeForm]
-    layers: tuple[PlannedLayer, ...]
-    sizes: tuple[int, ...]
-    alone: LayoutBytes
-    shared: dict[CutAxis, LayoutBytes]
-    possible: dict[CutAxis, dict[int, str | None]]
-    timed: tuple[Timed, ...] = ()
-    machine: Machine | None = None
-
-    @property
-    def precision(self) -> str:
-        """`--precision` behind the costs."""
-        training: Any = self.about["training"]
-        return str(training["precision"])
-
-    @cached_property
-    def layer_groups(self) -> list[str]:
-        """By layer."""
-        return [each.layer_group for each in self.layers]
 
 
 def layer_costs(
@@ -247,10 +128,12 @@ def _shared(
 
     - by channels, whole + cut / n bytes;
     - by rows, cut / n bytes and the neighbours' rows;
-    - by tokens, cut / n bytes and the other ranks' parts, received by the last rank;
+    - by tokens, see `_by_tokens`;
     - by samples, its samples' bytes, and the norms' statistics and exchanges at any number of samples.
     """
     counted = _counted(analysis, axis, size)
+    if axis == "tokens":
+        return _by_tokens(analysis, share, alone)
     at = counted.tensor * counted.context
     # A rank receives the other ranks' part of all bytes.
     received = (1 - 1 / size) / (1 - 1 / at)
@@ -259,11 +142,9 @@ def _shared(
         cut = (one - some) / (1 - 1 / at)
         return max(0, round(one - cut + cut / size))
 
-    def of_parts(one: int, some: int) -> int:
-        exchanged = max(some - one / at, 0)
-        if axis == "tokens":
-            exchanged *= received
-        return round(exchanged + one / size)
+    def of_rows(one: int, some: int) -> int:
+        neighbours = max(some - one / at, 0)
+        return round(neighbours + one / size)
 
     found = []
     for one, some in zip(alone, _at(analysis, share, counted), strict=True):
@@ -272,12 +153,48 @@ def _shared(
             found.append(
                 replace(one, held=some.held, found=some.found, exchanged=exchanged, collectives=some.collectives)
             )
-        elif axis in ("rows", "tokens"):
-            exchanged = round(some.exchanged * received) if axis == "tokens" else some.exchanged
+        elif axis == "rows":
             # Weights are not cut, nor are their copies.
-            found.append(replace(some, exchanged=exchanged, **_each(of_parts, one, some) | {"cast": one.cast}))
+            found.append(replace(some, **_each(of_rows, one, some) | {"cast": one.cast}))
         else:
             found.append(replace(some, exchanged=round(some.exchanged * received), **_each(of_channels, one, some)))
+    return found
+
+
+def _by_tokens(analysis: Analysis, share: LayerShare, alone: Sequence[LayerCost]) -> list[LayerCost]:
+    """Bytes and exchanges of the last of n ranks that divide the tokens.
+
+    A rank has a / n + b + c n bytes: its part, keys and values that come to all tokens, and states, one from each rank.
+    So n times its bytes are a polynomial of second degree in n, which three counted sizes determine.
+
+    Raises ValueError for a size between fewer counted ones.
+    """
+    size = share.context
+    counted = {}
+    for layout in (analysis.shared["tokens"], *analysis.larger.get("tokens", ())):
+        counted[layout.context] = _at(analysis, share, layout)
+    if size in counted:
+        return counted[size]
+    if len(counted) < 3:
+        known = ", ".join(map(str, counted))
+        raise ValueError(f"context by tokens {size}: the costs are of {known} ranks; {ADVICE}")
+    # Lagrange's factors at n, divided by n.
+    factors = []
+    for at in counted:
+        factor = at / size
+        for other in counted.keys() - {at}:
+            factor *= (size - other) / (at - other)
+        factors.append(factor)
+
+    def of_tokens(*bytes_at: int) -> int:
+        return max(0, round(sum(factor * each for factor, each in zip(factors, bytes_at, strict=True))))
+
+    found = []
+    for one, *at_sizes in zip(alone, *counted.values(), strict=True):
+        exchanged = of_tokens(*(each.exchanged for each in at_sizes))
+        # Weights are not cut, nor are their copies.
+        values = _each(of_tokens, *at_sizes) | {"cast": one.cast, "exchanged": exchanged}
+        found.append(replace(at_sizes[0], **values))
     return found
 
 
@@ -320,35 +237,3 @@ def _each(of: Callable[..., int], *costs: LayerCost) -> dict[str, Any]:
 def _at(analysis: Analysis, share: LayerShare, counted: LayoutBytes) -> list[LayerCost]:
     """Bytes by layer for the share's samples."""
     return [for_samples(of_sizes, share.samples, analysis.sizes) for of_sizes in zip(*counted.costs, strict=True)]
-
-
-def cost_identity(config: PretrainConfig) -> dict[str, FreeForm]:
-    """Settings behind layer costs, besides the micro-batch size."""
-    training = config.training
-    about = {
-        "model": {"name": config.model.name, **asdict(config.model)},
-        "neuron": asdict(config.neuron),
-        "training": {"precision": training.precision, "sparse_products": training.sparse_products},
-    }
-    # As it is read back from the file: lists in place of tuples.
-    return json.loads(json.dumps(about))
-
-
-def cost_differences(analysis: Analysis, config: PretrainConfig) -> list[str]:
-    """Differences in `cost_identity`, as texts."""
-    if analysis.model != config.model.name:
-        return [f"they are of {analysis.model}, and the model is {config.model.name}"]
-    return list(config_differences(analysis.about, cost_identity(config)))
-
-
-def write(analysis: Analysis, path: Path) -> None:
-    write_whole(path, json.dumps(asdict(analysis)))
-
-
-def read(path: Path) -> Analysis:
-    """Raises DescriptionError for an unreadable file, or one with other content."""
-    try:
-        content = read_regular(path)
-    except OSError as error:
-        raise DescriptionError(f"cannot read {path}: {error}; {_ADVICE}") from None
-    return described(Analysis, content, path, advice=_ADVICE)

@@ -12,7 +12,7 @@ from math import prod
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.parallel.bucket_sizes import Gradient, exchanges_of, peak_exchange_bytes
 from megasnn.pipeline.memory_forecast import StateBytes, optimizer_bytes
-from megasnn.planner.costs import ResidentTensor
+from megasnn.planner.costs_file import ResidentTensor
 
 
 @dataclass(frozen=True)

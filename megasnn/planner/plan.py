@@ -25,7 +25,7 @@ from megasnn.config.training import LENGTHS
 from megasnn.config.values import to_json
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.planner.candidates import Candidate, Layout, Prefer, with_layout
-from megasnn.planner.costs import Analysis, CutAxis, cost_differences
+from megasnn.planner.costs_file import Analysis, CutAxis, cost_differences
 from megasnn.planner.machines import GB, Cluster
 from megasnn.planner.predict import Predicted
 from megasnn.planner.search import PlanError, Search

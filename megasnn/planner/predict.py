@@ -16,7 +16,8 @@ from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.memory_forecast import MemoryForecast, forecast, sample_bytes
 from megasnn.pipeline.peak_memory import peak_moments
 from megasnn.planner.candidates import Layout
-from megasnn.planner.costs import Analysis, LayerShare, layer_costs, resident_tensors
+from megasnn.planner.costs import LayerShare, layer_costs, resident_tensors
+from megasnn.planner.costs_file import Analysis
 from megasnn.planner.machines import Cluster
 from megasnn.planner.memory import PlannedStates, gathered_bytes, states_of
 from megasnn.planner.stages import EqualStages, Placement, Stage, balanced_stages, bounds_by_seconds, equal_stages

@@ -13,7 +13,7 @@ from megasnn.common.files import quantity
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import flag
 from megasnn.planner.candidates import Candidate, Layout, Prefer, layouts, set_flags
-from megasnn.planner.costs import Analysis
+from megasnn.planner.costs_file import Analysis
 from megasnn.planner.machines import GB, Cluster
 from megasnn.planner.predict import Predicted, Predictor
 from megasnn.schedule.passes import NEVER

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.peak_memory import SegmentMemory, most_under_way, segment_memory
-from megasnn.schedule import ChunkCost, Kind, generate, per_stage, simulate
+from megasnn.schedule import ChunkCost, Kind, chunk_costs, generate, simulate
 from megasnn.schedule.actions import crosses
 from megasnn.schedule.partition import placed_bounds
 
@@ -128,7 +128,8 @@ def equal_stages(
     """
     # Forward, input gradient and weight gradient take one each.
     whole = 3 + recomputes
-    costs_of = per_stage([ChunkCost(1, 1 + recomputes, 1, whole * message, whole * message)] * stages)
+    stage = ChunkCost(1, 1 + recomputes, 1, whole * message, whole * message)
+    costs_of = partial(chunk_costs, [stage] * stages)
     schedule = generate(name, stages, micro_batches, chunks, costs_of)
     result = simulate(schedule, costs_of(schedule.placement))
     under_way = []

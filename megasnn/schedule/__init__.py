@@ -10,7 +10,6 @@ from megasnn.schedule.named import AUTO_SCHEDULE as AUTO_SCHEDULE
 from megasnn.schedule.named import SCHEDULES as SCHEDULES
 from megasnn.schedule.named import equal_costs as equal_costs
 from megasnn.schedule.named import find_best as find_best
-from megasnn.schedule.named import per_stage as per_stage
 from megasnn.schedule.plan import ScheduleChoice as ScheduleChoice
 from megasnn.schedule.plan import generate as generate
 from megasnn.schedule.plan import plan_schedule as plan_schedule

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megasnn.common.registry import Registry
 from megasnn.schedule.actions import Schedule
@@ -92,11 +93,7 @@ SCHEDULES: Registry[NamedSchedule] = Registry(
 
 def equal_costs(stages: int) -> CostsOf:
     """Unit time per stage for forward, input gradient and weight gradient; transfers take none."""
-    return per_stage([ChunkCost(1, 1, 1)] * stages)
-
-
-def per_stage(stages: Sequence[ChunkCost]) -> CostsOf:
-    return lambda placement: chunk_costs(stages, placement)
+    return partial(chunk_costs, [ChunkCost(1, 1, 1)] * stages)
 
 
 def looks_at_costs(name: str) -> bool:

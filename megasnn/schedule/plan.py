@@ -78,10 +78,6 @@ class ScheduleChoice:
         return max(self.placement) + 1
 
     @property
-    def chunks_per_rank(self) -> int:
-        return len(self.placement) // self.stages
-
-    @property
     def segment_counts(self) -> tuple[int, ...]:
         return self.segments_per_chunk or (1,) * len(self.placement)
 
@@ -117,9 +113,11 @@ class ScheduleChoice:
         for schedule in self.decided:
             if schedule.micro_batches == micro_batches:
                 return schedule
+        stages = self.stages
+        chunks_per_rank = len(self.placement) // stages
         if self.name == AUTO_SCHEDULE:
-            return find_best(self.stages, micro_batches, self._costs_of, self.chunks_per_rank, self.placement)
-        order = named_schedule(self.name, self.stages, micro_batches, self.chunks_per_rank, self._costs_of)
+            return find_best(stages, micro_batches, self._costs_of, chunks_per_rank, self.placement)
+        order = named_schedule(self.name, stages, micro_batches, chunks_per_rank, self._costs_of)
         schedule = complete(order)
         validate_schedule(schedule)
         return schedule

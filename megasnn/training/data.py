@@ -236,10 +236,10 @@ class RunData:
         if not self._config.data.skip_broken_samples:
             return 0
         # Ranks of one replica replace the same samples, so one of them counts. Ranks that share a micro-batch by
-        # samples (cp_size > 1 in their share) read different ones, and all count.
-        share = engine.batches.trained_layout if training else engine.batches.evaluated_layout
-        is_copy = share.cp_size == 1 and engine.state.cp.rank != 0
-        counts = engine.takes_images and engine.state.tp.rank == 0 and not is_copy
+        # samples (cp_size > 1 in their layout) read different ones, and all count.
+        layout = engine.batches.trained_layout if training else engine.batches.evaluated_layout
+        is_copy = layout.cp_size == 1 and engine.state.cp.rank != 0
+        counts = engine.takes_inputs and engine.state.tp.rank == 0 and not is_copy
         return int(sum_over_ranks(engine.state.world.handle, [float(samples * counts)])[0])
 
     def loader(self, engine: Engine, training: bool = True) -> BatchLoader:
@@ -247,12 +247,12 @@ class RunData:
         # All evaluations use the same loader, with its workers.
         if training not in self._loaders:
             config = self._config
-            share = engine.batches.trained_layout if training else engine.batches.evaluated_layout
+            layout = engine.batches.trained_layout if training else engine.batches.evaluated_layout
             dataset = self.datasets.train if training else self.datasets.valid
             assert dataset is not None
             # Copies to a GPU wait for nothing only from pinned memory.
             pins_memory = engine.state.device.type == "cuda"
             self._loaders[training] = BatchLoader(
-                dataset, share, config.data, config.training.seed, training, pins_memory
+                dataset, layout, config.data, config.training.seed, training, pins_memory
             )
         return self._loaders[training]

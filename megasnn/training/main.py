@@ -10,11 +10,12 @@ from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from megasnn.checkpoint.folder import ChosenCheckpoint
 from megasnn.common.checks import error_context
 from megasnn.common.files import CheckpointError, MissingPackageError
+from megasnn.common.launcher import report_to_torchrun, torchrun_reports
 from megasnn.config import PretrainConfig
 from megasnn.config.data import NO_DATASETS, GivenDatasets
 from megasnn.parallel.agreement import gather
@@ -65,8 +66,8 @@ def run(
         status = INTERRUPTED
     except Exception as error:
         status = 1
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-            # torchrun prints what `record` has written there.
+        # torchrun prints the error that `_ErrorFile` has written.
+        if not torchrun_reports():
             text = in_full(error, with_traceback=not isinstance(error, MISTAKES))
             sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {text}\n")
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -74,10 +75,20 @@ def run(
     return status
 
 
-def _first_error_alone(function: Callable[..., int]) -> Callable[..., int]:
-    """Ends this process at an error that is not the ranks' first one.
+class _ErrorFile(ErrorHandler):
+    """This rank's error for torchrun: a mistake as one sentence, any other error with its traceback."""
 
-    `record` writes an error for torchrun, which shows one. Later ones are mostly broken connections to the first rank.
+    def record_exception(self, e: BaseException) -> None:
+        if isinstance(e, MISTAKES) and torchrun_reports():
+            report_to_torchrun(in_full(e, with_traceback=False))
+        else:
+            super().record_exception(e)
+
+
+def _reports_first_error(function: Callable[..., int]) -> Callable[..., int | None]:
+    """Reports the ranks' first error to torchrun, which shows one; ends this process at a later error.
+
+    Later errors are mostly broken connections to the first rank.
     """
 
     @wraps(function)
@@ -87,16 +98,12 @@ def _first_error_alone(function: Callable[..., int]) -> Callable[..., int]:
         except Exception as error:
             if not claim_fault(error):
                 end_process()
-            if isinstance(error, MISTAKES):
-                # `record` would write the traceback down.
-                raise error.with_traceback(None) from None
             raise
 
-    return guarded
+    return record(guarded, _ErrorFile())
 
 
-@record
-@_first_error_alone
+@_reports_first_error
 def _join_and_run(
     config: PretrainConfig,
     callbacks: Sequence[Callback],

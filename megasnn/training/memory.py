@@ -62,7 +62,7 @@ def forecast_of_rank(
         snapshot = _snapshot_bytes(config, distributed)
     # Stages after the first read none.
     samples = 0
-    if distributed.takes_images:
+    if distributed.takes_inputs:
         size = config.training.micro_batch_size
         # A rank that mixes samples reads whole micro-batches, not its own part alone.
         if not config.data.mixes:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import fsspec
 import pytest
@@ -145,3 +146,13 @@ def test_object_stores_tell_the_time_of_a_change(folder):
         shard = write_shard(folder / "a.tar", numbered(range(numbers[0], numbers[0] + 3)))
         store.pipe("/bucket/same.tar", shard.read_bytes())
         assert samples(opened("memory://bucket/same.tar")) == numbers
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, KeyError("mtime")])
+def test_a_store_without_times_of_change_still_names_a_missing_shard(folder, monkeypatch, error):
+    store = fsspec.filesystem("memory")
+    monkeypatch.setattr(type(store), "modified", mock.Mock(side_effect=error))
+    store.pipe("/bucket/timeless.tar", (folder / "train-00001.tar").read_bytes())
+    assert samples(opened("memory://bucket/timeless.tar")) == [3, 4, 5]
+    with pytest.raises(FetchError, match=r"memory://bucket/gone\.tar: FileNotFoundError"):
+        opened("memory://bucket/gone.tar")

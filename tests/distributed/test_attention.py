@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megasnn.layers import attention
-from megasnn.layers.attention import EXACT_BFLOAT16, SpikingAttend, SpikingAttendOptions, exact_type
+from megasnn.layers.attention import EXACT_BFLOAT16, SpikingAttend, SpikingAttendSizes, exact_type
 from megasnn.layers.row_context import sum_for_each
 from megasnn.parallel.sharding import own_span
 from tests.distributed.whole import everybody, random, spikes
@@ -23,7 +23,7 @@ def attended(tokens: int, dtype: torch.dtype, every: float | None = None) -> tup
     """The result for random spikes, or for values that are all the same, and its gradient."""
     rows = spikes(FRAMES * tokens, 3 * HEADS * WIDTH, dtype=dtype)
     rows = (rows if every is None else torch.full_like(rows, every)).requires_grad_()
-    out = SpikingAttend.apply(rows, None, SpikingAttendOptions(HEADS, FRAMES, tokens))
+    out = SpikingAttend.apply(rows, None, SpikingAttendSizes(HEADS, FRAMES, tokens))
     (gradient,) = torch.autograd.grad(out, rows, random(*out.shape, seed=1, dtype=dtype))
     return out.detach(), gradient
 
@@ -32,7 +32,7 @@ def attended(tokens: int, dtype: torch.dtype, every: float | None = None) -> tup
 def test_a_head_is_attention_by_its_equation(width: int) -> None:
     """Outputs and gradients, of heads whose bits begin in bytes of their own or not."""
     rows = spikes(FRAMES * 4, 3 * HEADS * width, dtype=torch.float64).requires_grad_()
-    out = SpikingAttend.apply(rows, None, SpikingAttendOptions(HEADS, FRAMES, 4))
+    out = SpikingAttend.apply(rows, None, SpikingAttendSizes(HEADS, FRAMES, 4))
     q, k, v = rows.view(FRAMES, 4, 3, HEADS, width).transpose(1, 3).unbind(2)
     expected = (q @ k.transpose(-2, -1) @ v * 0.125).transpose(1, 2).reshape(FRAMES * 4, -1)
     grad = random(*out.shape, seed=1)
@@ -72,12 +72,12 @@ def test_only_a_gpu_takes_bfloat16_for_that() -> None:
 
 def _on_own_tokens(tokens: int) -> tuple[Tensor, Tensor]:
     """What a rank makes of its tokens, where ranks share them out; and what it makes of all, by itself."""
-    group, plan = everybody("cp"), SpikingAttendOptions(HEADS, FRAMES, tokens)
+    group, sizes = everybody("cp"), SpikingAttendSizes(HEADS, FRAMES, tokens)
     rows = spikes(FRAMES, tokens, 3 * HEADS * WIDTH, dtype=torch.float32)
     mine = own_span(tokens, group.sizes, group.rank)
     own = rows[:, mine.start : mine.stop]
-    whole = SpikingAttend.apply(rows.flatten(0, 1), None, plan)
-    shared = SpikingAttend.apply(own.flatten(0, 1), None, replace(plan, group=group))
+    whole = SpikingAttend.apply(rows.flatten(0, 1), None, sizes)
+    shared = SpikingAttend.apply(own.flatten(0, 1), None, replace(sizes, group=group))
     counted = sum_for_each(own.sum(1), group)  # as spike-driven attention counts tokens
     assert torch.equal(counted, rows.sum(1)) and counted.max() > 0
     return shared.unflatten(0, (FRAMES, -1)), whole.unflatten(0, (FRAMES, -1))
@@ -97,6 +97,6 @@ def test_tokens_that_ranks_share_give_the_same_bits(ranks, size: int, tokens: in
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_on_a_gpu(dtype: torch.dtype, tokens: int) -> None:
     rows = spikes(FRAMES * tokens, 3 * HEADS * WIDTH, dtype=dtype)
-    plan = SpikingAttendOptions(HEADS, FRAMES, tokens)
-    expected = SpikingAttend.apply(rows, None, plan)
-    assert torch.equal(SpikingAttend.apply(rows.cuda(), None, plan).cpu(), expected)
+    sizes = SpikingAttendSizes(HEADS, FRAMES, tokens)
+    expected = SpikingAttend.apply(rows, None, sizes)
+    assert torch.equal(SpikingAttend.apply(rows.cuda(), None, sizes).cpu(), expected)

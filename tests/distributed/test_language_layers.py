@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megasnn.common.recompute import recording, replaying
+from megasnn.common.recompute import recording_collectives, replaying_collectives
 from megasnn.layers import vocabulary
 from megasnn.layers.embedding import ParallelEmbedding
 from megasnn.layers.layer_norm import ParallelLayerNorm
@@ -168,15 +168,15 @@ def test_a_frozen_output_layer_forms_no_weight_gradient() -> None:
 
 def _recomputed_loss() -> tuple[list[float], list[bool]]:
     layer, x, _ = _built_loss(everybody())
-    collected: deque[object] = deque()
+    cache: deque[object] = deque()
     outputs = []
 
     def forward() -> None:
         outputs.append(layer(x, TARGETS))
 
-    with recording(collected):
+    with recording_collectives(cache):
         products = [_products(forward)]
-    with replaying(collected):
+    with replaying_collectives(cache):
         products.append(_products(forward))
     first, again = outputs
     return products, [torch.equal(first[name], again[name]) for name in ("loss", "top1")]

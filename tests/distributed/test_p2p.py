@@ -156,7 +156,7 @@ def _both_ways() -> None:
         if number:
             link.post(spec_of(tensor, content))
         assert torch.equal(link.receive(spec_of(tensor, content), partial(gone.append, 1)), tensor)
-    link.arrived(2)
+    link.free_received(2)
     assert len(link._in_flight) <= 2 and len(gone) == len(sent)
     link.finish()
     assert not link._in_flight and link.transfers == 0

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megasnn.common.recompute import Cache, recording, replaying
+from megasnn.common.recompute import Cache, recording_collectives, replaying_collectives
 from megasnn.layers import BuildContext, Numerics
 from megasnn.layers.causal_attention import CausalAttention
 from megasnn.layers.causal_spiking_attention import CausalSpikingAttention
@@ -166,11 +166,11 @@ def _computed_again() -> None:
         layer = made(name, context)
         x = channels_last(own_tokens(given_to(name), group))
         cache: Cache = deque()
-        with torch.no_grad(), recording(cache):
+        with torch.no_grad(), recording_collectives(cache):
             first = layer(x)
         traffic.reset()
         x.requires_grad_()
-        with traffic.counting(), replaying(cache):
+        with traffic.counting(), replaying_collectives(cache):
             again = layer(x)
         assert torch.equal(first, again), name
         assert traffic.total().calls == (name not in ON_SPIKES), name

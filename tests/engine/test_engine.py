@@ -90,12 +90,14 @@ def from_python(cache: str, flags: dict[str, Any], folder: str) -> tuple[list[fl
     """Three steps; their losses, and the weights after them."""
     with Engine(MODEL, **SIZES, **flags) as engine:
         losses = [
-            engine.train_step(stand_in(x, engine.takes_images), stand_in(y, engine.takes_labels)).loss
+            engine.train_step(stand_in(x, engine.takes_inputs), stand_in(y, engine.takes_targets)).loss
             for x, y in batches(cache)
         ]
         weights = engine.state_dict()
         engine.load(folder)  # what the command line has saved
         assert engine.iteration == 3 and engine.consumed_samples == 30
+        earlier_names = engine.takes_images, engine.takes_labels
+        assert earlier_names == (engine.takes_inputs, engine.takes_targets)
         assert all(torch.equal(value, weights[name]) for name, value in engine.state_dict().items())
     assert not model_parallel_is_initialized()
     return losses, weights

@@ -21,6 +21,7 @@ from megasnn.common import checks
 from megasnn.config import OptimizerConfig
 from megasnn.data import RankBatch
 from megasnn.engine import Engine
+from megasnn.engine.batch import CheckedBatch
 from megasnn.engine.model import DistributedModel
 from megasnn.kernels import spike_codec as codec
 from megasnn.kernels.numba.spike_sums import Work
@@ -46,7 +47,8 @@ FIXED = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b", "pipeli
 
 def batch_of(engine: Engine, number: int = 0) -> RankBatch:
     images = torch.rand(4, *engine.config.model.input_shape, generator=torch.Generator().manual_seed(0))
-    return engine.batches.rank_batch({"images": images}, torch.arange(4) % CLASSES, 4, 4 * number)
+    whole = CheckedBatch({"images": images}, torch.arange(4) % CLASSES, 4)
+    return engine.batches.rank_batch(whole, 4 * number)
 
 
 def tensors_of(engine: Engine) -> dict[str, Tensor]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+import megasnn
 import pretrain_spikformer
 from tests.data.shard_files import numbered, write_shard
 from tests.faults.launch import PP2, TINY, Ranks, lines_of, refused
@@ -40,12 +42,42 @@ def test_each_machine_hears_of_its_command_line_and_other_ranks_wait_for_that(tm
     assert "[rank 1] " in (text := capsys.readouterr().err) and "--num-heads 3" in text
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert pretrain_spikformer.main([*TINY, "--num-heads", "3"]) == 2 and capsys.readouterr().err == ""
-    assert "--num-heads 3" in ProcessFailure(1, 1, 2, str(tmp_path / "error.json")).message
+    assert "--num-heads 3" in shown_by_torchrun(tmp_path / "error.json")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     started = time.monotonic()
     assert pretrain_spikformer.main([*TINY, "--num-heads", "3"]) == 2 and capsys.readouterr().err == ""
     assert time.monotonic() - started > 2
+
+
+def shown_by_torchrun(error_file: Path) -> str:
+    return str(ChildFailedError("megasnn", {0: ProcessFailure(0, 1, 1, str(error_file))}))
+
+
+LANGUAGE = (
+    "--embed-dim 8 --depth 1 --num-heads 2 --time-steps 2 --seq-length 32 --train-iters 1 "
+    "--global-batch-size 2 --micro-batch-size 2"
+)
+TEXTS = {
+    "--data-path empty.txt": "--data-path empty.txt: there is no text",
+    "--data-path missing.txt": "--data-path missing.txt: missing.txt does not exist",
+    "--data-path short.txt": "13 tokens, and one sample is 32 and the next one (--seq-length)",
+    "--data-path sample --vocab-size 50": "raise --vocab-size to 257",
+}
+
+
+@pytest.mark.parametrize("flags", TEXTS)
+def test_torchrun_prints_a_mistake_in_the_data_as_one_sentence(flags, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    Path("empty.txt").touch()
+    Path("short.txt").write_text("Twelve bytes")
+    assert megasnn.pretrain("spike_lm", [*LANGUAGE.split(), *flags.split()]) == 1
+    shown = shown_by_torchrun(tmp_path / "error.json")
+    sentence = shown[shown.index("traceback : ") :].splitlines()[0]
+    assert sentence.startswith("traceback : while opening the data, on pipeline stage 0: ValueError: --data-path ")
+    assert TEXTS[flags] in sentence and "Traceback" not in shown and capsys.readouterr().err == "", shown
 
 
 def test_a_broken_image_is_named_on_every_rank_or_skipped_and_counted(tmp_path) -> None:

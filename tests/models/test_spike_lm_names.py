@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megasnn import CausalAttention
+from megasnn.checkpoint.exchange import import_weights, weights_as
+from megasnn.checkpoint.source import open_source
 from megasnn.common.files import CheckpointError
 from megasnn.models.build import describe_model
 from megasnn.models.registry import dialect_for, dialect_of
@@ -18,6 +23,7 @@ DIM = 8
 HEADS = 2
 WORDS = 11
 STEPS = 3
+CALIBRATED = {"amplitude": "first-batch"}
 # Their file for two layers (benchmark/snn_llm/sglang_models/spikelm.py, SpikingJelly commit 4b547f00).
 SHAPES = {
     "attn_norm.norm.weight": (DIM,),
@@ -45,9 +51,12 @@ def exported() -> dict[str, Tensor]:
     return found
 
 
+def model_of(**dimensions: object) -> SpikeLM:
+    return SpikeLM(embed_dim=DIM, num_heads=HEADS, vocab_size=WORDS, time_steps=STEPS, depth=2, **dimensions)
+
+
 def names_here(**dimensions: object) -> dict[str, tuple[int, ...]]:
-    model = SpikeLM(embed_dim=DIM, num_heads=HEADS, vocab_size=WORDS, time_steps=STEPS, depth=2, **dimensions)
-    description = describe_model(model, SpikeLMNeuronConfig().spec)
+    description = describe_model(model_of(**dimensions), SpikeLMNeuronConfig().spec)
     return {entry.name: tuple(entry.shard.global_shape) for entry in description.tensors}
 
 
@@ -65,6 +74,43 @@ def test_a_tied_model_has_its_words_twice_in_their_file() -> None:
     recipe = dialect_for("spikingjelly", ours).from_ours(ours)
     assert recipe.keys() == exported().keys()
     assert recipe["lm_head.weight"].sources == recipe["model.embedding.weight"].sources == ("embedding.weight",)
+
+
+def with_one_tensor(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in theirs.items() if name != "lm_head.weight"}
+
+
+def test_a_tied_model_takes_its_file_with_the_words_twice_or_once() -> None:
+    theirs = exported()
+    theirs["lm_head.weight"] = theirs["model.embedding.weight"].clone()
+    tied = model_of(tied=True)
+    for file in (theirs, with_one_tensor(theirs)):
+        mine = tied.from_spikingjelly(file)
+        assert {name: tuple(value.shape) for name, value in mine.items()} == names_here(**CALIBRATED, tied=True)
+        assert torch.equal(mine["embedding.weight"], theirs["model.embedding.weight"])
+    apart = model_of().from_spikingjelly(theirs)
+    assert apart.keys() == names_here(**CALIBRATED).keys()
+    assert torch.equal(apart["head.weight"], apart["embedding.weight"])
+
+
+def test_a_file_that_is_tied_where_the_model_is_not_is_refused_with_the_flag() -> None:
+    theirs = exported()
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embedding\.weight: .* --tied"):
+        model_of(tied=True).from_spikingjelly(theirs)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing.* --tied"):
+        model_of().from_spikingjelly(with_one_tensor(theirs))
+
+
+def test_an_imported_checkpoint_of_a_tied_model_goes_back_to_the_same_file(tmp_path: Path) -> None:
+    theirs = exported()
+    theirs["lm_head.weight"] = theirs["model.embedding.weight"].clone()
+    save_file(theirs, tmp_path / "theirs.safetensors")
+    import_weights(open_source(tmp_path / "theirs.safetensors"), tmp_path / "ours")
+    ours = open_source(tmp_path / "ours")
+    assert ours.tensors.keys() == names_here(**CALIBRATED, tied=True).keys()
+    back = weights_as(ours, "spikingjelly").tensors
+    assert back.keys() == theirs.keys()
+    assert all(torch.equal(back[name], value) for name, value in theirs.items())
 
 
 def test_a_fixed_amplitude_is_that_of_each_time_step_in_their_file() -> None:

@@ -18,8 +18,8 @@ from megasnn.common.bundle import Bundle, logits_of
 from megasnn.common.grid import ContextCut, micro_batch_counts, micro_batch_sizes, micro_batches_of
 from megasnn.config import ParallelConfig, PretrainConfig, TrainingConfig
 from megasnn.config.optimizer import OptimizerConfig
+from megasnn.engine.assemble import assemble_model
 from megasnn.engine.model import DistributedModel
-from megasnn.engine.replica import build_replica
 from megasnn.engine.step_sums import StepFigures
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, Numerics
@@ -33,7 +33,7 @@ from megasnn.models.spikformer.model import Spikformer
 from megasnn.optim.build import build_optimizer
 from megasnn.parallel.sharding import own_span
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.graphs import Capture
+from megasnn.pipeline.graph_capture import Capture
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.plan import PipelinePlan, shared_weights
 from megasnn.schedule import plan_schedule
@@ -172,7 +172,7 @@ def built(
         parallel = ParallelConfig(use_distributed_optimizer=zero1)
         config = PretrainConfig(model_config(), training=TrainingConfig(seed=seed), parallel=parallel)
         pipeline = PipelinePlan(tuple(bounds), plan, 1)
-        made = build_replica(config, model, layers, context, pipeline, lambda: False)
+        made = assemble_model(config, model, layers, context, pipeline, lambda: False)
         for chunk in made.chunks.values():
             if graphs is not None:
                 chunk.capture_graphs(graphs)
@@ -195,7 +195,7 @@ def inputs_of(engine: DistributedModel, x: Tensor, labels: Tensor, micro_batch_s
         own, start = own_span(sizes[i], sharing.sizes, sharing.rank), sum(sizes[:i])
         samples = range(start + own.start, start + own.stop)
         part = slice(samples.start, samples.stop)
-        values = x[part] if engine.takes_images else None, labels[part] if engine.gives_logits else None
+        values = x[part] if engine.takes_inputs else None, labels[part] if engine.gives_logits else None
         batches.append(MicroBatchInput(*values, len(own), samples, total_size=sizes[i]))
     return batches
 

@@ -26,7 +26,7 @@ from megasnn.models.registry import MODELS
 from megasnn.parallel.collectives import start_all_reduce_sum
 from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
-from megasnn.pipeline.graphs import CudaCapture
+from megasnn.pipeline.graph_capture import CudaCapture
 from megasnn.telemetry.spikes import LayerSpikes
 from megasnn.training.metrics import Metrics
 from tests.gpu_waits import MODEL_FLAGS

@@ -227,9 +227,9 @@ def found(name: str, flags: Mapping[str, Any]) -> Found:
         model, micro_batch_size=MICRO, global_batch_size=SAMPLES, train_iters=2, lr=1e-2, precision="fp64", **flags
     ) as engine:
         inputs, targets = batch(model)
-        if not engine.takes_labels and targets is not None:
+        if not engine.takes_targets and targets is not None:
             targets = torch.empty(SAMPLES, device="meta")
-        if not engine.takes_images and not isinstance(model, Language):
+        if not engine.takes_inputs and not isinstance(model, Language):
             like = torch.empty(SAMPLES, device="meta")
             inputs = dict.fromkeys(inputs, like) if isinstance(inputs, Mapping) else like
         steps = [engine.train_step(inputs, targets) for _ in range(2)]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import megasnn
 from megasnn import ConvNormNeuron, Engine, MeanLinear, ParallelDropout, layer
 from megasnn.config import ConfigError
+from megasnn.engine.batch import CheckedBatch
 from tests.parity.ranks import SIZES, TOLERANCE, RankStep, assemble, assert_equal, error, images
 from tests.parity.spikingjelly_reference import with_other_norms
 from tests.parts import gradients, parts
@@ -171,7 +172,7 @@ def test_every_layout_computes_the_same(ranks, one, own: bool) -> None:
 def test_windows_of_a_micro_batch_follow_each_other_with_the_same_samples() -> None:
     images, labels = data(Small(frames=True))
     with Engine(Small(frames=True), micro_batch_size=2, train_iters=1, bptt_steps=WINDOW, mixup_alpha=1.0) as engine:
-        batch = engine.batches.rank_batch({"images": images}, labels, 5, 10)
+        batch = engine.batches.rank_batch(CheckedBatch({"images": images}, labels, 5), 10)
         windows = engine.batches.micro_batches(batch, trains=True)
         assert [window.goes_on for window in windows] == [False, True] * 3
         assert [window.samples for window in windows[::2]] == [range(10, 12), range(12, 14), range(14, 15)]

@@ -18,7 +18,7 @@ from megasnn.parallel_state import destroy_model_parallel, initialize_model_para
 from megasnn.pipeline import profile_layers
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.peak_memory import peak_moments
-from megasnn.pipeline.plan import PipelinePlan, choose, plan_pipeline
+from megasnn.pipeline.plan import PipelinePlan, choose_plan, plan_pipeline
 from megasnn.schedule.passes import SharedWeights
 from tests.parity.ranks import model_config
 
@@ -101,7 +101,9 @@ COSTS = PipelineCosts((LAYER,) * LAYERS, LinkCost(per_byte=1e-9))
 
 def chosen(schedule: str, budget: float | None = None, **more: Any) -> PipelinePlan:
     parallel = ParallelConfig(pipeline_schedule=schedule, memory_budget=budget, **more)
-    return choose(parallel, STAGES, LAYERS, [MICRO_BATCHES], None, COSTS)
+    return choose_plan(
+        parallel, stages=STAGES, layers=LAYERS, counts=[MICRO_BATCHES], bounds=None, costs=COSTS
+    )
 
 
 def needs(plan: PipelinePlan) -> float:
@@ -137,14 +139,14 @@ def test_a_budget_that_cannot_be_kept_is_refused_with_the_least() -> None:
 def test_gathers_count_in_the_forecast() -> None:
     """To gather the weights of a layer takes longer than to compute with them."""
     parallel = ParallelConfig(weight_parallel_size=2)
-    plan = choose(
+    plan = choose_plan(
         parallel,
-        STAGES,
-        LAYERS,
-        [MICRO_BATCHES],
-        None,
-        COSTS,
-        lambda segments: SharedWeights((8 * MB,) * len(segments)),
+        stages=STAGES,
+        layers=LAYERS,
+        counts=[MICRO_BATCHES],
+        bounds=None,
+        costs=COSTS,
+        weights_of=lambda segments: SharedWeights((8 * MB,) * len(segments)),
     )
     assert plan.schedules.segments_per_chunk is not None and seconds(plan) > 1.2 * seconds(chosen("auto"))
 
@@ -152,5 +154,7 @@ def test_gathers_count_in_the_forecast() -> None:
 def test_a_large_pipeline_is_decided_in_seconds() -> None:
     begun = time.thread_time()
     costs = PipelineCosts((LAYER,) * 32, LinkCost())
-    assert choose(ParallelConfig(memory_budget=150), 8, 32, [32], None, costs).schedules.chosen
+    parallel = ParallelConfig(memory_budget=150)
+    plan = choose_plan(parallel, stages=8, layers=32, counts=[32], bounds=None, costs=costs)
+    assert plan.schedules.chosen
     assert time.thread_time() - begun < 10

@@ -14,7 +14,7 @@ from megasnn.models.spike_lm.model import SpikeLM
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.planner.analyze import counted_sizes
 from megasnn.planner.candidates import Layout
-from megasnn.planner.costs import Analysis
+from megasnn.planner.costs_file import Analysis
 from megasnn.planner.machines import DEVICES, Cluster
 
 MODEL = Spikformer(embed_dim=32, depth=1, num_heads=2, image_size=16, in_channels=3, time_steps=2)

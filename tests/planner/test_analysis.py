@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from megasnn.models.build import building_problems, describe_model
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.cost_model import LayerCost, LinkCost
 from megasnn.pipeline.profile_layers import count_memory
-from megasnn.planner.analyze import analyze, context_of, count_layers, measured, trial_sizes
-from megasnn.planner.costs import Analysis, LayerShare, Timed, counted_costs, layer_costs
+from megasnn.planner.analyze import analyze, context_of, count_layers, counted_sizes, measured, trial_sizes
+from megasnn.planner.costs import LayerShare, counted_costs, layer_costs
+from megasnn.planner.costs_file import Analysis, Timed
 from megasnn.planner.machines import DEVICES
 from megasnn.planner.uncomputed import UncomputedConvolutions
 from tests.planner.models import analysis, config, text_config
@@ -132,6 +135,25 @@ def test_bytes_are_those_of_real_ranks(ranks, tensor: int, context: int, cut: Co
             for name in ("message", "gradient", "output", "collectives", "exchanged"):
                 assert getattr(layer, name) == getattr(theirs, name), name
         assert totals([mine]) == pytest.approx(totals(real), rel=0.05)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "spiking"])
+def test_ranks_that_divide_tokens_between_the_counted_numbers(attention: Literal["softmax", "spiking"]) -> None:
+    """Keys and values come to all tokens but the own; states come from each other rank, whatever its tokens."""
+    asked = text_config(MICRO_BATCH)
+    asked = replace(asked, model=replace(asked.model, attention=attention, positions="learned"))
+    model = describe_model(asked.model, asked.neuron.spec)
+    with patch.multiple("megasnn.planner.analyze", TENSOR_SIZES=(1,), CONTEXT_SIZES=(2, 4, 8, 16)):
+        known = counted_sizes(model, asked)
+    predicted = counted_costs(known, LayerShare(1, 4, "tokens", MICRO_BATCH, 4))
+    counted = count_layers(model, asked, 1, 4, "tokens").costs[trial_sizes(asked).index(MICRO_BATCH)]
+    assert any(each.exchanged for each in counted)
+    for each, expected in zip(predicted, counted, strict=True):
+        for name in ("message", "gradient", "output", "found", "collectives", "exchanged"):
+            assert getattr(each, name) == getattr(expected, name), name
+    assert totals([predicted]) == pytest.approx(totals([counted]), rel=0.1)
+    with pytest.raises(ValueError, match="context by tokens 4: .* 2 ranks; make it anew"):
+        counted_costs(replace(known, larger={}), LayerShare(1, 4, "tokens", MICRO_BATCH, 4))
 
 
 def totals(tries: Sequence[Sequence[LayerCost]]) -> list[int]:

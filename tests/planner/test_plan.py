@@ -20,7 +20,7 @@ from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
 from megasnn.planner import analyze
 from megasnn.planner.candidates import Prefer
-from megasnn.planner.costs import Timed, read, write
+from megasnn.planner.costs_file import Timed, read, write
 from megasnn.planner.plan import Plan, apply, command, cuts, plan, sizes_to_choose, table
 from megasnn.planner.predict import Predictor
 from megasnn.planner.search import AS_FAST, PlanError

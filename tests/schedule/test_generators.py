@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +15,9 @@ from megasnn.schedule import (
     ChunkCost,
     Kind,
     Schedule,
+    chunk_costs,
     equal_costs,
     generate,
-    per_stage,
     plan_schedule,
     simulate,
     validate_schedule,
@@ -39,7 +40,7 @@ def costs(draw: st.DrawFn, stages: int) -> CostsOf:
         transfer = draw(st.sampled_from([0.0, 0.25]))
         return ChunkCost(forward, inputs, weights, transfer, transfer)
 
-    return per_stage([stage() for _ in range(stages)])
+    return partial(chunk_costs, [stage() for _ in range(stages)])
 
 
 def rows(schedule: Schedule) -> list[str]:
@@ -189,7 +190,7 @@ def uneven(stages: int, moves: bool) -> CostsOf:
         inputs = 1 + stage * 5 % 4 / 8
         weights = 0.75 + stage % 3 / 4
         whole.append(ChunkCost(forward, inputs, weights, way, way))
-    return per_stage(whole)
+    return partial(chunk_costs, whole)
 
 
 # Makespans of a search that tries everything to its end: of each name, and of auto.

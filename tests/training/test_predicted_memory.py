@@ -18,6 +18,7 @@ from torch import Tensor
 from megasnn.common.memory import AllocationCounter
 from megasnn.data.preprocess.sample import shards_of_sample
 from megasnn.engine import Engine
+from megasnn.engine.batch import CheckedBatch
 from megasnn.models.model import Model
 from megasnn.models.spike_lm.model import SpikeLM
 from megasnn.models.spikformer.model import Spikformer
@@ -90,7 +91,7 @@ def predicted_and_counted(model: Model, flags: dict[str, Any], bucket_bytes: int
     with small, Engine(model, **{**THREE, **flags}) as engine:
         distributed, samples = engine.distributed, engine.config.training.global_batch_size
         predicted = peak_of(costs_of_run(engine.config, distributed, engine.plan), distributed, engine.plan).total
-        batch = engine.batches.rank_batch(*batch_of(engine), samples, 0)
+        batch = engine.batches.rank_batch(CheckedBatch(*batch_of(engine), samples), 0)
         micro_batches, peaks = engine.batches.micro_batches(batch, trains=True), []
         forward_backward(distributed, micro_batches, samples)
         gc.collect()

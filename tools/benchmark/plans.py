@@ -14,7 +14,7 @@ from typing import ClassVar
 from megasnn.common.grid import Grid
 from megasnn.config.checks import flag
 from megasnn.planner.candidates import Layout, Prefer
-from megasnn.planner.costs import Analysis, read
+from megasnn.planner.costs_file import Analysis, read
 from megasnn.planner.machines import Cluster
 from megasnn.planner.plan import plan
 from megasnn.planner.predict import Predicted, Predictor

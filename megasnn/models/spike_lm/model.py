@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic.dataclasses import dataclass as config_dataclass
 
-from megasnn.common.files import STRICT
+from megasnn.common.files import STRICT, CheckpointError
 from megasnn.config.checks import Positive, Size
 from megasnn.config.neuron import NeuronConfig
 from megasnn.kernels import NEURONS
@@ -86,6 +86,19 @@ class SpikeLM(Model):
 
     def metrics(self, output: Any, target: Tensor) -> Mapping[str, Tensor]:
         return {"top1": output["top1"][0]}
+
+    def from_spikingjelly(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As in `Model`. Raises CheckpointError where the file's model is tied and this one is not, or the reverse."""
+        from megasnn.models.spike_lm.weight_names import SPIKINGJELLY
+
+        tensors = super().from_spikingjelly(state_dict)
+        if self.tied:
+            tensors = SPIKINGJELLY.without_copies(tensors)
+            if "head.weight" in tensors:
+                raise CheckpointError("lm_head.weight differs from model.embedding.weight: leave out --tied")
+        elif "head.weight" not in tensors:
+            raise CheckpointError("lm_head.weight is missing, as in a tied model: give it --tied")
+        return tensors
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)

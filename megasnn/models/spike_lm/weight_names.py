@@ -2,7 +2,7 @@
 
 `export_sglang` in benchmark/snn_llm/spikelm.py, commit eb3aec54 of github.com/fangwei123456/spikingjelly. Megatron Core
 has q, k and v of one head after the other; the export has three blocks, as here. Its neurons always have amplitudes
-for each time step.
+for each time step, and a tied model's file has the output layer beside the embedding, with the same values.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _OUTSIDE = {
     "norm.bias": "model.final_norm.bias",
     "head.weight": "lm_head.weight",
 }
+_TIES = {"head.weight": "embedding.weight"}
 
 
 def _pairs(names: Collection[str], blocks: str) -> dict[str, str]:
@@ -56,6 +57,9 @@ def _pairs(names: Collection[str], blocks: str) -> dict[str, str]:
 def _incoming(names: Collection[str]) -> NameMap:
     recipe = {}
     for ours, theirs in _pairs(names, "model.layers").items():
+        # A program that writes a shared tensor once leaves it out.
+        if ours in _TIES and theirs not in names:
+            continue
         recipe[ours] = Made((theirs,), _with_pixel if ours.endswith(_PRODUCTS) else None)
     return recipe
 
@@ -80,9 +84,9 @@ def _outgoing(names: Collection[str], model: ModelValues | None) -> NameMap:
             like = ours.replace("neuron.amplitude", "norm.weight")
             recipe[theirs] = Made((like,), partial(_fixed_amplitudes, model["time_steps"], model["v_threshold"]))
             continue
-        # Their file has the output layer of a tied model, too.
-        is_tied = ours == "head.weight" and ours not in names
-        source = "embedding.weight" if is_tied else ours
+        source = ours
+        if ours not in names:
+            source = _TIES.get(ours, ours)
         recipe[theirs] = Made((source,), _without_pixel if ours.endswith(_PRODUCTS) else None)
     return recipe
 
@@ -101,6 +105,7 @@ SPIKINGJELLY = Dialect(
     marker="model.layers.0.attn_norm.amplitude",
     incoming=_incoming,
     outgoing=_outgoing,
+    ties=_TIES,
 )
 
 DIALECTS = (SPIKINGJELLY,)

@@ -1,4 +1,4 @@
-"""Builds one replica's part on this rank: chunks, gradient buckets, executor."""
+"""Assembles a DistributedModel on this rank: chunks, gradient buckets, executor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megasnn.pipeline.plan import PipelinePlan
 from megasnn.pipeline.ties import Ties
 
 
-def build_replica(
+def assemble_model(
     config: PretrainConfig,
     description: ModelDescription,
     built: Sequence[Built],
@@ -35,7 +35,7 @@ def build_replica(
     plan: PipelinePlan,
     wants_to_stop: Callable[[], bool],
 ) -> DistributedModel:
-    """Builds this rank's part. Collective.
+    """Builds this rank's chunks, and all that trains them. Collective.
 
     Args:
         built: all layers in this context, without memory. Only this rank's get memory.
@@ -84,7 +84,7 @@ def build_replica(
         context=context,
         plan=plan,
         chunks=chunks,
-        takes_images=0 in chunks,
+        takes_inputs=0 in chunks,
         gives_logits=gives_logits,
         reports=gives_logits and state.tp.rank == 0 and context.counts_logits,
         tensors=tensors,
