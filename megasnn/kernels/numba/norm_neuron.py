@@ -63,8 +63,15 @@ class NumbaNormNeuron(NormNeuronKernels[np.ndarray]):
         return Statistics(moments, self.coefficients(mean, variance, norm))
 
     def coefficients(self, mean: Tensor, variance: Tensor, norm: BatchNorm) -> Tensor:
-        weight = np.ones(self.channels) if norm.weight is None else _copied(norm.weight)
-        bias = np.zeros(self.channels) if norm.bias is None else _copied(norm.bias)
+        # Copies, because memory that numpy has seen cannot be freed for a while: gathered weights come and go.
+        if norm.weight is None:
+            weight = np.ones(self.channels)
+        else:
+            weight = norm.weight.detach().to(torch.float64, copy=True).numpy()
+        if norm.bias is None:
+            bias = np.zeros(self.channels)
+        else:
+            bias = norm.bias.detach().to(torch.float64, copy=True).numpy()
         found = np.empty((4, self.channels))
         norm_coefficients(mean.numpy(), variance.numpy(), weight, bias, self.norm_neuron.eps, found)
         return torch.from_numpy(found)
@@ -165,12 +172,6 @@ def constants_of(spec: NeuronSpec, dtype: np.dtype, w: Tensor | None, learn: boo
 
 
 _fixed_constants = cache(constants)
-
-
-def _copied(parameter: Tensor) -> np.ndarray:
-    """In double precision."""
-    # A copy, because memory that numpy has seen cannot be freed for a while: gathered weights come and go.
-    return parameter.detach().to(torch.float64, copy=True).numpy()
 
 
 def pixels_of(x: Tensor) -> np.ndarray:
