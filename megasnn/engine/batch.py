@@ -62,15 +62,15 @@ class Batches:
         self._takes_targets = distributed.gives_logits
         self._task = task_of(config.model)
         self._takes_soft = self._task.loss is None and LOSSES[config.training.loss].mixes and mixing is None
-        self._samples = samples = distributed.context.sample_group
+        self._sample_group = sample_group = distributed.context.sample_group
         self._tokens = distributed.context.token_group
         self.evaluated_layout = BatchShare(
             config.training.global_batch_size,
             config.training.micro_batch_size,
             dp_size=distributed.state.dp.size,
             dp_rank=distributed.state.dp.rank,
-            cp_size=samples.size,
-            cp_rank=samples.rank,
+            cp_size=sample_group.size,
+            cp_rank=sample_group.rank,
             inputs=self._takes_inputs,
             targets=self._takes_targets,
         )
@@ -81,7 +81,7 @@ class Batches:
         # A norm without running statistics uses the batch's own in evaluation too, and padding would change them.
         without_running = sum(norm.running_mean is None for norm in distributed.norms)
         world = distributed.state.world.handle
-        self._evaluates_padding = samples.size == 1 or sum_over_ranks(world, [without_running]) == [0]
+        self._evaluates_padding = sample_group.size == 1 or sum_over_ranks(world, [without_running]) == [0]
 
     def checked(
         self,
@@ -186,13 +186,13 @@ class Batches:
         weight = self._state.dp_shard.size
         # Replicas that share weights gather them together, once for each micro-batch.
         is_even = weight == 1 or len(sizes) % replicas == 0
-        if len(sizes) >= replicas and is_even and sizes[-1] >= self._samples.size:
+        if len(sizes) >= replicas and is_even and sizes[-1] >= self._sample_group.size:
             return None
         return (
             f"{quantity(samples, 'sample')} in micro-batches of micro_batch_size {size} are {len(sizes)}, the last of "
             f"{sizes[-1]}: {replicas} data parallel replicas need one each (equally many, where "
             f"weight_parallel_size {weight} is above 1), and a micro-batch needs context_parallel_size "
-            f"{self._samples.size} samples; give more samples, or the Engine another micro_batch_size"
+            f"{self._sample_group.size} samples; give more samples, or the Engine another micro_batch_size"
         )
 
     def rank_batch(
@@ -275,13 +275,15 @@ class Batches:
         for micro in batch.micro_batches:
             inputs, targets = self._on_device(micro)
             first = begin + micro.start
-            samples = range(first, first + micro.size)
+            positions = range(first, first + micro.size)
             if trains and self._mixing is not None:
-                inputs, targets, samples = self._mixed(self._mixing, inputs, targets, samples)
+                inputs, targets, positions = self._mixed(self._mixing, inputs, targets, positions)
             # On all ranks that share the micro-batch, which replay the same CUDA graphs.
-            size = sizes[micro.start // sizes[0]]
+            total_size = sizes[micro.start // sizes[0]]
             micro_batches.append(
-                MicroBatchInput(inputs, targets, len(samples), samples, left_out=micro.left_out, total_size=size)
+                MicroBatchInput(
+                    inputs, targets, len(positions), positions, left_out=micro.left_out, total_size=total_size
+                )
             )
         if not trains:
             micro_batches += self._padding(batch)
@@ -317,7 +319,7 @@ class Batches:
         self, mixing: Mixing, inputs: dict[str, Tensor] | None, targets: Tensor | None, samples: range
     ) -> tuple[dict[str, Tensor] | None, Tensor | None, range]:
         # Samples mix with partners of the whole micro-batch, before this rank takes its own.
-        own = own_span(len(samples), self._samples.sizes, self._samples.rank)
+        own = own_span(len(samples), self._sample_group.sizes, self._sample_group.rank)
         part = slice(own.start, own.stop)
         if inputs is not None:
             inputs = {name: mixing.images(x, samples.start)[part] for name, x in inputs.items()}
@@ -328,15 +330,15 @@ class Batches:
     def _padding(self, batch: RankBatch) -> list[MicroBatchInput]:
         """Empty micro-batches, up to the largest number on any replica."""
         # Ranks that share micro-batches or weights meet in collectives of every micro-batch, and need equally many.
-        if self._state.dp_shard.size == self._samples.size == 1:
+        if self._state.dp_shard.size == self._sample_group.size == 1:
             return []
         size = min(self._config.training.micro_batch_size, batch.size)
         sizes = micro_batch_sizes(batch.size, size)
-        if sizes[-1] < self._samples.size and not self._evaluates_padding:
+        if sizes[-1] < self._sample_group.size and not self._evaluates_padding:
             raise BatchError(
                 f"of {batch.size} samples to evaluate the last micro-batch has {sizes[-1]}, fewer than ranks share it "
-                f"(--context-parallel-size {self._samples.size}), and a norm of this model normalises by the batch in "
-                "evaluation, too: evaluate another number of samples, or change --micro-batch-size"
+                f"(--context-parallel-size {self._sample_group.size}), and a norm of this model normalises by the "
+                "batch in evaluation, too: evaluate another number of samples, or change --micro-batch-size"
             )
         missing = micro_batch_counts(batch.size, size, self._state.dp.size).most - len(batch.micro_batches)
         inputs = None

@@ -18,7 +18,8 @@ class MicroBatchLoss:
     """A micro-batch's part in the global batch's mean loss, and its metric sums.
 
     Args:
-        is_counted: True on the first rank with these logits. On others loss and gradient are 0.
+        is_counted: False, with a loss and gradient of 0, on all but the first context-parallel rank with these logits.
+            Tensor-parallel ranks all count: each needs the whole gradient.
     Attributes:
         training_loss: (model output, targets) -> summed loss.
         evaluation_loss: the same without label smoothing, as in published logs.
@@ -50,6 +51,6 @@ class MicroBatchLoss:
             whole = output if self.windows is None else self.windows.complete(output)
             if whole is not None:
                 self.metrics += self._task.sums(whole, targets, self._task.trained)
-        # A rank with the same logits runs its backward as well, because the others meet it in collectives. Its gradient
-        # is 0, and counts once in their sum.
+        # A context-parallel rank with the same logits runs its backward as well: the others meet it in collectives. Its
+        # gradient is 0, and counts once in their sum.
         return loss if self._is_counted else 0 * loss

@@ -40,7 +40,7 @@ class DistributedModel:
     Attributes:
         takes_inputs: True in the first stage.
         gives_logits: True in the last stage, which computes the loss.
-        reports: True on the first rank with the same logits.
+        reports: True on the first of all ranks with the same logits, tensor-parallel ones included.
         copies: tied tensors owned by other layers.
         owned: parts of `tensors` that this rank updates and saves: shards with ZeRO-1, otherwise all.
         stop_votes: ranks with a true `wants_to_stop` in the last call, the same on every rank.

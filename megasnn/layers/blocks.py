@@ -131,8 +131,9 @@ class ConvNormNeuron(nn.Module):
         if fixed is None:
             if cancelled_bias is not None:
                 mean = mean + cancelled_bias.detach()
-            # Equal frames change neither mean nor variance, but the unbiased variance counts all of them.
-            norm.record(mean, variance, steps // y.shape[0] * count)
+            # Equal frames are computed once: mean and variance stay, but the unbiased variance counts all of them.
+            repeats = steps // y.shape[0]
+            norm.record(mean, variance, repeats * count)
         return neuron.observe(spikes)
 
     @contextmanager

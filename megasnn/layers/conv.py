@@ -51,8 +51,9 @@ class ParallelConv(WeightedLayer):
             sums over ranks; None for the cheaper one.
         blocks: equal output parts, each sharded separately (3 for fused q, k, v).
         pool: side of average-pooling windows on the input.
-        pooled_behind: a `MaxPool` follows.
-        row_above: compute all rows for own max-pooled rows.
+        pooled_behind: a `MaxPool` follows, which exchanges rows itself.
+        row_above: the norm's kernel max-pools the output. With divided rows, the first window needs one row that the
+            rank above owns; the convolution computes it, too.
         initialise, initialise_bias: fill the global tensors; default: torch's.
     Attributes:
         has_row_above: the output begins with a row that the rank above owns, except in the dry run.
@@ -97,14 +98,15 @@ class ParallelConv(WeightedLayer):
         local_groups = groups if groups == 1 else groups // group.size
         geometry = Geometry(window.stride, (above, left), window.dilation, local_groups)
         # Several groups are cut by their outputs in either style.
-        is_row = style == "row" and groups == 1
+        cuts_inputs = style == "row" and groups == 1
         shape = (out_channels, in_channels // groups, *window.kernel[:dims])
         default = uniform(torch.Size(shape[1:]).numel())
         fill_bias = (initialise_bias or default) if bias else None
-        weight_shard, bias_shard = _shards(context, shape, is_row, blocks, initialise or default, fill_bias)
+        weight_shard, bias_shard = _shards(context, shape, cuts_inputs, blocks, initialise or default, fill_bias)
         communication = Communication.NONE
         if groups == 1 < group.size:
-            communication = Communication.SCATTER if is_row else Communication.GATHER
+            # The dry run turns GATHER into WHOLE_INPUT where ranks have the whole input, such as images.
+            communication = Communication.SCATTER if cuts_inputs else Communication.GATHER
         # The unpooled input is sent and stored, because spikes pack into bits; the input gradient is sent pooled.
         options = ProductOptions(group, communication, Products(geometry=geometry), pool=pool)
         super().__init__(context, weight_shard, bias_shard, options)
@@ -131,7 +133,7 @@ class ParallelConv(WeightedLayer):
 
     def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
         content = self.options.content
-        # A view has none of its tensor's bits.
+        # Before `unsqueeze`: a view has none of the bits stored with its tensor.
         bits = bits_of(x, content)
         is_signal = x.ndim == 4
         if is_signal:
@@ -229,18 +231,18 @@ def _check_channels(in_channels: int, out_channels: int, groups: int, size: int)
 def _shards(
     context: BuildContext,
     shape: tuple[int, ...],
-    is_row: bool,
+    cuts_inputs: bool,
     blocks: int,
     initialise: Initialiser,
     initialise_bias: Initialiser | None,
 ) -> tuple[Shard, Shard | None]:
-    """Weight and bias, cut by outputs, or with `is_row` the weight by inputs.
+    """Weight and bias, cut by outputs, or with `cuts_inputs` the weight by inputs.
 
     Args:
         initialise_bias: None for no bias.
     """
     # `context.shard` finds the part of a rank from its coordinates: the product's group gives sizes and communicates.
-    if is_row:
+    if cuts_inputs:
         weight = context.shard(shape, dim=1, initialise=initialise)
     else:
         weight = context.shard(shape, dim=0, blocks=blocks, initialise=initialise)

@@ -43,7 +43,7 @@ class ChunkGraphs:
         # Weight gradients keep no tensors in their pool, so their graphs replay in any order.
         weight_pool = capture.pool()
         self._chunk = GraphedChunk(layers, run, weight_gradients, capture, anchor, weight_pool)
-        # One pool for each slot, because a slot's backward replays after its forward.
+        # One pool for each slot: until its backward, a slot's memory holds what its forward saved.
         self._pools: list[Any] = []
         self._graphs = dict[Any, SlotGraphs]()
         self._addresses = list[int]()
@@ -87,7 +87,10 @@ class ChunkGraphs:
         self._slots.pop(micro_batch, None)
 
     def apply(self, inputs: Sequence[Tensor], samples: range | None, micro_batch: int) -> Any:
-        """Forward, after a capture for a new slot. Raises RuntimeError for an impossible capture."""
+        """Replays the forward. A new slot, size or input shape is captured first.
+
+        Raises RuntimeError for an impossible capture.
+        """
         slot = self._slots[micro_batch]
         # With the size on all ranks: NCCL wants the ranks of a collective to replay graphs of the same capture.
         size = self._sizes[micro_batch]

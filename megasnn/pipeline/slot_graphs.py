@@ -69,12 +69,12 @@ class _CapturedGradients:
 
     Attributes:
         of_inputs: None for inputs without a gradient.
-        learnt: parameters with gradients by autograd.
+        by_autograd: parameters whose gradients autograd computes.
         weight_tasks: the other parameters, and functions to add their gradients.
     """
 
     of_inputs: Sequence[Tensor | None]
-    learnt: Sequence[nn.Parameter]
+    by_autograd: Sequence[nn.Parameter]
     weight_tasks: Sequence[tuple[Tensor, AddGradient]]
 
 
@@ -112,7 +112,7 @@ class SlotGraphs:
                     # graphs still under way would draw its stream into the capture, which the driver refuses.
                     leaf = parameter.detach().requires_grad_()
                 self._leaves[parameter] = leaf
-        # Zeros: other memory may hold tokens outside the vocabulary while graphs are made.
+        # Zeros: a capture may run the work once, and other memory may hold tokens outside the vocabulary.
         self._inputs = [torch.zeros_like(x).requires_grad_(x.requires_grad) for x in inputs]
         self._forward, self._replay = captured(chunk.capture, partial(self._compute, samples), pool, "forward")
         output = self._forward.output
@@ -187,10 +187,10 @@ class SlotGraphs:
             raise RuntimeError("gradients reach a chunk otherwise than when its CUDA graphs were made")
         _fill(backward.output_grads, grads)
         backward.replay()
-        for parameter in backward.gradients.learnt:
+        for parameter in backward.gradients.by_autograd:
             weight_gradients.report(parameter)
         if backward.replay_weights is not None:
-            weight_gradients.run_or_defer(partial(self._add_weights, backward.replay_weights, backward.gradients))
+            weight_gradients.run_or_defer(partial(self._replay_weights, backward.replay_weights, backward.gradients))
         return [None if grad is None else grad.clone() for grad in backward.gradients.of_inputs]
 
     def _capture_backward(self, grads: Sequence[Tensor | None]) -> _Backward:
@@ -211,22 +211,23 @@ class SlotGraphs:
             if grad is not None:
                 outputs.append(y)
                 grads.append(grad)
-        learning = [x for x in self._inputs if x.requires_grad]
-        wanted = [*learning, *self._leaves.values(), self._chunk.weight_gradients.anchor]
+        inputs = [x for x in self._inputs if x.requires_grad]
+        wanted = [*inputs, *self._leaves.values(), self._chunk.weight_gradients.anchor]
         with self._chunk.weight_gradients.collecting() as weight_tasks:
             # Tensors saved for backward stay: no other graph may use their memory.
             found = torch.autograd.grad(outputs, wanted, grads, retain_graph=True, allow_unused=True)
-        input_grads = iter(found)
+        input_grads = iter(found[: len(inputs)])
+        parameter_grads = found[len(inputs) : -1]  # without the anchor's
         of_inputs = [next(input_grads) if x.requires_grad else None for x in self._inputs]
-        learnt = []
+        by_autograd = []
         with torch.no_grad():
-            for parameter, grad in zip(self._leaves, found[len(learning) :], strict=False):
+            for parameter, grad in zip(self._leaves, parameter_grads, strict=True):
                 if grad is not None:
-                    learnt.append(parameter)
+                    by_autograd.append(parameter)
                     _gradient(parameter).add_(grad)  # as autograd would
-        return _CapturedGradients(of_inputs, learnt, weight_tasks)
+        return _CapturedGradients(of_inputs, by_autograd, weight_tasks)
 
-    def _add_weights(self, replay: Callable[[], None], gradients: _CapturedGradients) -> None:
+    def _replay_weights(self, replay: Callable[[], None], gradients: _CapturedGradients) -> None:
         replay()
         for parameter, _ in gradients.weight_tasks:
             self._chunk.weight_gradients.report(parameter)
